@@ -1,0 +1,134 @@
+"""What the environment says about this process. Nothing else in aiodist reads `os.environ`.
+
+A process learns its place in the job from whoever started it: `aiodist run`, an MPI launcher, `torchrun` or
+Slurm; without any of them it is the only rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from aiodist.errors import ConfigError
+
+__all__ = ["Environment", "Starter"]
+
+
+class Starter(StrEnum):
+    """Who started this process, which decides where its rank is written."""
+
+    ALONE = "alone"
+    AIODIST = "aiodist run"
+    MPI = "mpirun"
+    SLURM = "srun"
+    TORCHRUN = "torchrun"
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables in which one starter writes a rank's place."""
+
+    rank: str
+    size: str
+    local_rank: str | None
+    local_size: str | None
+
+
+# Open MPI and MPICH; an MPI launcher that PMIx-aware Slurm replaces sets SLURM_* and one of these too.
+_MPI_NAMES = (
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_OTHER_NAMES = (
+    (Starter.AIODIST, _Names("AIODIST_RANK", "AIODIST_SIZE", "AIODIST_LOCAL_RANK", "AIODIST_LOCAL_SIZE")),
+    (Starter.TORCHRUN, _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    (Starter.SLURM, _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None)),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's place in its job, and the settings that variables may carry."""
+
+    starter: Starter
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    mpi: bool
+    """An MPI launcher started this process: MPI can be initialised over all ranks."""
+    rendezvous: str | None
+    """Where the ranks meet: `tcp://host:port`, `file:///path` or `env://`; None: alone, or over MPI."""
+    token: str
+    """The job's secret: who does not know it is not let in."""
+    backend: str | None
+    checked: bool
+    torchelastic_store: bool
+    """torchrun's agent owns the port MASTER_PORT, so rank 0 cannot listen there."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
+        """Return what `environ` says; raise `ConfigError` naming a variable that makes no sense."""
+        starter, names = _starter(environ)
+        rank, size = (0, 1) if names is None else _place(environ, names)
+        return cls(
+            starter=starter,
+            rank=rank,
+            size=size,
+            local_rank=_optional(environ, names and names.local_rank),
+            local_size=_optional(environ, names and names.local_size),
+            mpi=any(n.rank in environ for n in _MPI_NAMES),
+            rendezvous=_rendezvous(environ, starter),
+            token=environ.get("AIODIST_TOKEN", ""),
+            backend=environ.get("AIODIST_BACKEND") or None,
+            checked=_flag(environ, "AIODIST_CHECKED"),
+            torchelastic_store=_flag(environ, "TORCHELASTIC_USE_AGENT_STORE"),
+        )
+
+
+def _starter(environ: Mapping[str, str]) -> tuple[Starter, _Names | None]:
+    for names in _MPI_NAMES:
+        if names.rank in environ:
+            return (Starter.AIODIST if "AIODIST_RENDEZVOUS" in environ else Starter.MPI), names
+    for starter, names in _OTHER_NAMES:
+        # `salloc` sets SLURM_NTASKS without a rank, a shell may export RANK alone: both must be there.
+        if names.rank in environ and names.size in environ:
+            return starter, names
+    return Starter.ALONE, None
+
+
+def _place(environ: Mapping[str, str], names: _Names) -> tuple[int, int]:
+    rank, size = _integer(environ, names.rank), _integer(environ, names.size)
+    if not 0 <= rank < size:
+        raise ConfigError(f"{names.rank}={rank} and {names.size}={size}: expected 0 <= rank < size")
+    return rank, size
+
+
+def _rendezvous(environ: Mapping[str, str], starter: Starter) -> str | None:
+    if address := environ.get("AIODIST_RENDEZVOUS"):
+        return address
+    return "env://" if starter in (Starter.TORCHRUN, Starter.SLURM) else None
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except KeyError:
+        raise ConfigError(f"{name} is not set, though the variables beside it are") from None
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]!r}: expected a whole number") from None
+
+
+def _optional(environ: Mapping[str, str], name: str | None) -> int | None:
+    return _integer(environ, name) if name and name in environ else None
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "").lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{name}={value!r}: expected 0 or 1")
