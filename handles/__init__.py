@@ -1,0 +1,27 @@
+"""The awaitable: `Handle`, what drives it, and what combines many. asyncio only."""
+
+from aiodist.handles.account import Account
+from aiodist.handles.buffers import in_flight
+from aiodist.handles.combinators import as_completed, gather
+from aiodist.handles.deadline import timeout
+from aiodist.handles.handle import Handle, Orderable
+from aiodist.handles.origin import Origin
+from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
+from aiodist.handles.sources import Source, from_future, from_source
+
+__all__ = [
+    "LARGE_BYTES",
+    "Account",
+    "Handle",
+    "Orderable",
+    "Origin",
+    "Poller",
+    "Progress",
+    "Source",
+    "as_completed",
+    "from_future",
+    "from_source",
+    "gather",
+    "in_flight",
+    "timeout",
+]

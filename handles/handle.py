@@ -1,0 +1,405 @@
+"""`Handle`: what every call returns, whatever completes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextvars import Context, ContextVar, copy_context
+from enum import Enum
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import ref
+
+from aiodist.errors import OperationTimeout
+
+if TYPE_CHECKING:
+    from aiodist.handles.account import Account
+    from aiodist.handles.deadline import Deadline
+    from aiodist.handles.origin import Origin
+    from aiodist.handles.progress import Progress
+
+__all__ = ["Handle", "Orderable", "Status", "Waiter"]
+
+T = TypeVar("T")
+_FAIR_SECONDS = 1e-3
+
+
+class Orderable(Protocol):
+    """A stream that can be told to go on only after a handle."""
+
+    def wait_handle(self, handle: Handle[Any], /) -> None:
+        """Let what is submitted from now on begin after `handle` is done."""
+
+
+class Waiter(Protocol):
+    """Whoever waits for a handle on the loop: a future, a gather, a scope."""
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
+
+
+class Status(Enum):
+    """PENDING is followed by exactly one of the others, which is final."""
+
+    PENDING = "pending"
+    RETURNED = "returned"
+    RAISED = "raised"
+    CANCELLED = "cancelled"
+
+
+_PENDING = Status.PENDING
+_RETURNED = Status.RETURNED
+
+# The innermost `aiodist.timeout` around the running code: awaits that it cancels are noted in it.
+current_deadline: ContextVar[Deadline | None] = ContextVar("aiodist_deadline", default=None)
+
+
+class _FutureWaiter:
+    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone (H6)."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self.future = future
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if self.future.done():
+            return
+        if late is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(late)
+
+
+class Handle(Generic[T]):
+    """An operation that was issued: `await` it for its result.
+
+    Any number of tasks may await it, also after it is done. Cancelling an await never touches the operation:
+    its buffers stay owned until it is over, and awaiting the handle again returns its result.
+
+    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `withdraw`
+    make that step; they are for the operation that owns the handle and may be called from any thread, by one
+    thread at a time.
+
+    Attributes:
+        op: what was called, such as "allreduce".
+        seq: its number on its communicator or stream, from 0.
+        nbytes: bytes of this rank's part; on a receive, what arrived.
+        source, tag: on a receive that is done, where it came from; else None.
+
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_account",
+        "_callbacks",
+        "_canceller",
+        "_consumed",
+        "_event",
+        "_expires",
+        "_late",
+        "_origin",
+        "_progress",
+        "_status",
+        "_value",
+        "_waiters",
+        "keep",
+        "nbytes",
+        "op",
+        "polled",
+        "seq",
+        "source",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        progress: Progress,
+        op: str,
+        seq: int = 0,
+        nbytes: int = 0,
+        origin: Origin | None = None,
+        account: Account | None = None,
+    ) -> None:
+        self._progress = progress
+        self.op = op
+        self.seq = seq
+        self.nbytes = nbytes
+        self._origin = origin
+        self._account = account
+        self._status = _PENDING
+        self._consumed = False
+        self._value: Any = None
+        self._waiters: list[Waiter] | None = None
+        self._callbacks: list[tuple[Callable[[Handle[T]], object], Context]] | None = None
+        self._event: threading.Event | None = None
+        self._canceller: Callable[[], bool] | None = None
+        self._expires: float | None = None
+        self._late: Callable[[], dict[int, str]] | None = None
+        self.keep: Any = None
+        """What must stay alive until the transfer is over: the operation's buffers."""
+        self.polled = True
+        """Polling brings it about, so a short spin pays; False where another thread completes it."""
+        self.source: int | None = None
+        self.tag: int | None = None
+
+    # --- waiting on the loop -----------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._consumed = True
+        progress = self._progress
+        if self._status is _PENDING:
+            progress.spin(self)
+            if self._status is _PENDING:
+                yield from self._suspend()
+                return self._outcome()
+        # Awaits that never suspend would starve the loop: once a millisecond one of them yields (H12).
+        if perf_counter() - progress.last_ran > _FAIR_SECONDS and progress.owns_thread():
+            progress.last_ran = perf_counter()
+            yield
+        return self._outcome()
+
+    def _suspend(self) -> Generator[Any, None, None]:
+        loop = self._progress.loop
+        if asyncio.get_running_loop() is not loop:
+            raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
+        if (late := self._expired()) is not None:
+            raise late
+        waiter = _FutureWaiter(loop.create_future())
+        self.add_waiter(waiter)
+        try:
+            yield from waiter.future
+        except asyncio.CancelledError as error:
+            error.add_note(f"while awaiting {self}, which goes on")
+            if (scope := current_deadline.get()) is not None:
+                scope.note(self)
+            raise
+        finally:
+            self.remove_waiter(waiter)
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Call `waiter.wake` on the loop when this handle is done or late; on the loop's thread only."""
+        self._consumed = True
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(waiter)
+        # The progress thread sets the status and then looks for waiters; we do it the other way about, so
+        # that one of the two sees the other.
+        if self._status is not _PENDING:
+            self._progress.post(self._notify)
+
+    def remove_waiter(self, waiter: Waiter) -> None:
+        """Forget `waiter`, if it is still there."""
+        if self._waiters and waiter in self._waiters:
+            self._waiters.remove(waiter)
+
+    # --- asking ------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Return True when it is over, in whatever way; from any thread."""
+        return self._status is not _PENDING
+
+    def cancelled(self) -> bool:
+        """Return True when it was withdrawn by `cancel()`."""
+        return self._status is Status.CANCELLED
+
+    def result(self) -> T:
+        """Return the result, or raise what the operation raised; `InvalidStateError` while pending."""
+        self._consumed = True
+        if self._status is _PENDING:
+            raise asyncio.InvalidStateError(f"{self} is not done: await it")
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, None for a result; raise `InvalidStateError` while pending."""
+        self._consumed = True
+        if self._status is _PENDING:
+            raise asyncio.InvalidStateError(f"{self} is not done: await it")
+        if self._status is Status.CANCELLED:
+            raise asyncio.CancelledError(f"{self} was withdrawn")
+        return self.outcome_error()
+
+    def outcome_error(self) -> BaseException | None:
+        """Return what awaiting this finished handle would raise, a `CancelledError` too; None for a result."""
+        self._consumed = True
+        if self._status is Status.CANCELLED:
+            return asyncio.CancelledError(f"{self} was withdrawn")
+        return self._value if self._status is Status.RAISED else None
+
+    def _outcome(self) -> T:
+        if self._status is _RETURNED:
+            return self._value  # type: ignore[no-any-return]
+        if self._status is Status.CANCELLED:
+            raise asyncio.CancelledError(f"{self} was withdrawn")
+        # Each raise starts from a clean traceback, else it would grow with every awaiter.
+        raise self._value.with_traceback(None)
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Return the result, blocking this thread, for `timeout` seconds at most.
+
+        For any thread but the loop's. Raises `RuntimeError` on the loop's thread, which it would block, and
+        `OperationTimeout` when the time, or the operation's own, runs out: the operation goes on and can be
+        waited for again.
+        """
+        self._consumed = True
+        if self._progress.owns_thread():
+            raise RuntimeError(f"wait() would block the event loop: await {self} instead")
+        if self._status is _PENDING:
+            self._block(timeout)
+        return self._outcome()
+
+    def _block(self, timeout: float | None) -> None:
+        if self._event is None:
+            self._event = threading.Event()
+        event = self._event
+        limit = None if timeout is None else monotonic() + timeout
+        if self._expires is not None:
+            limit = self._expires if limit is None else min(limit, self._expires)
+        if self._status is _PENDING and not event.wait(None if limit is None else max(0.0, limit - monotonic())):
+            raise self._expired() or self._lateness(timeout or 0.0)
+
+    def wait_stream(self, stream: Orderable | None = None) -> None:
+        """Order `stream` after this operation and return at once: the host does not wait.
+
+        `stream` is a `HostStream` (or, later, a CUDA stream; None means the current CUDA stream).
+        Raises `RuntimeError` when there is no such stream.
+        """
+        if stream is None:
+            raise RuntimeError(f"{self} has no CUDA stream to order: await it, or name the stream")
+        self._consumed = True
+        stream.wait_handle(self)
+
+    # --- callbacks and cancelling ------------------------------------------------------------------------
+
+    def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
+        """Have the loop call `fn(handle)` when it is done, soon if it is already."""
+        self._consumed = True
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append((fn, context or copy_context()))
+        if self._status is not _PENDING:
+            self._progress.post(self._notify)
+
+    def remove_done_callback(self, fn: Callable[[Handle[T]], object]) -> int:
+        """Forget every such callback that has not run and return how many there were."""
+        kept = [entry for entry in self._callbacks or () if entry[0] != fn]
+        removed = len(self._callbacks or ()) - len(kept)
+        self._callbacks = kept or None
+        return removed
+
+    def cancel(self, msg: object = None) -> bool:
+        """Withdraw the operation where that can be done without loss; on the loop's thread.
+
+        True: it never happened, and awaiting it raises `CancelledError` (a receive that was never matched, or
+        what was still queued). False: it goes on, nothing has changed.
+        """
+        if self._status is not _PENDING or self._canceller is None:
+            return False
+        return self._canceller()
+
+    # --- settling: for the operation that owns the handle ----------------------------------------------------
+
+    def set_canceller(self, canceller: Callable[[], bool]) -> None:
+        """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
+        self._canceller = canceller
+
+    def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
+        """Raise `OperationTimeout` in every wait `seconds` from now; `late` names the ranks that are late."""
+        if seconds < 0:
+            raise ValueError(f"timeout={seconds}: expected seconds, at least 0, or None")
+        self._expires = monotonic() + seconds
+        self._late = late
+        self._progress.loop.call_later(seconds, _expire, ref(self))
+
+    def resolve(self, value: T) -> None:
+        """The operation returned `value`."""
+        self._value = value
+        self._settle(_RETURNED)
+
+    def reject(self, error: BaseException) -> None:
+        """The operation raised `error`."""
+        self._value = error
+        self._settle(Status.RAISED)
+
+    def withdraw(self) -> None:
+        """The operation was cancelled before it began."""
+        self._settle(Status.CANCELLED)
+
+    def _settle(self, status: Status) -> None:
+        if self._status is not _PENDING:
+            raise asyncio.InvalidStateError(f"{self} is done already")
+        self.keep = self._canceller = self._late = None
+        self._status = status
+        if self._event is not None:
+            self._event.set()
+        if self._waiters or self._callbacks:
+            progress = self._progress
+            if progress.owns_thread():
+                self._notify()
+            else:
+                progress.post(self._notify)
+
+    def _notify(self) -> None:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            waiter.wake(self, None)
+        callbacks, self._callbacks = self._callbacks, None
+        for fn, context in callbacks or ():
+            self._progress.loop.call_soon(fn, self, context=context)
+
+    # --- deadlines -----------------------------------------------------------------------------------------
+
+    def tell_late(self) -> None:
+        """The deadline passed: tell those who wait now; if nobody does, the next wait is told (`_expired`)."""
+        if self._status is not _PENDING or not self._waiters:
+            return
+        self._expires = None
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters:
+            waiter.wake(self, self._lateness())
+
+    def _expired(self) -> OperationTimeout | None:
+        """Return the error of a deadline that has passed; it is told once, then the handle waits on."""
+        if self._expires is None or monotonic() < self._expires:
+            return None
+        self._expires = None
+        return self._lateness()
+
+    def _lateness(self, seconds: float | None = None) -> OperationTimeout:
+        late = self.late()
+        within = "in time" if seconds is None else f"within {seconds:g} s"
+        who = f"; late: {describe_late(late)}" if late else ""
+        return OperationTimeout(f"{self} was not done {within} and goes on{who}", late=late, op=self.op)
+
+    def late(self) -> dict[int, str]:
+        """Return the ranks this pending operation is known to wait for, each with where it is."""
+        return self._late() if self._late is not None and self._status is _PENDING else {}
+
+    # --- being dropped ---------------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> Origin | None:
+        """The line that issued it."""
+        return self._origin
+
+    def __del__(self) -> None:
+        if not self._consumed and self._account is not None and self._status is not _PENDING:
+            self._account.dropped(self)
+
+    def __repr__(self) -> str:
+        return f"<Handle {self} {self._status.value}>"
+
+    def __str__(self) -> str:
+        where = f" issued at {self._origin}" if self._origin else ""
+        return f"{self.op} #{self.seq}{where}"
+
+
+def _expire(handle: ref[Handle[Any]]) -> None:
+    if (alive := handle()) is not None:
+        alive.tell_late()
+
+
+def describe_late(late: dict[int, str]) -> str:
+    """Return "rank 1 (…), rank 3 (…)"."""
+    return ", ".join(f"rank {rank} ({where})" for rank, where in sorted(late.items()))

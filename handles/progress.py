@@ -1,0 +1,305 @@
+"""What drives pending operations: `Progress`, one per event loop, and the process's progress thread.
+
+A transport makes progress only while somebody calls into it. Three callers take turns:
+
+1. an `await` *spins* for a few tens of microseconds: most small operations end here, with no suspension;
+2. the loop *polls* once per iteration for a fraction of a millisecond;
+3. then it is *parked*: the progress thread polls with growing pauses and wakes the loop once per batch.
+
+The thread also takes over when the loop has not polled for a millisecond (user code computes on it), and drives
+large transfers from the start, since one native poll of those lasts milliseconds.
+
+[Note: transport lock] Native calls are serialised by one lock for the process. Only the progress thread holds it
+for long, and nobody waits for it while holding the GIL: the loop's thread tries it, and where it is taken leaves
+its call in the inbox, which the holder empties. So operations start in the order in which they were issued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet, WeakValueDictionary
+
+if TYPE_CHECKING:
+    from aiodist.handles.handle import Handle
+
+__all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
+
+LARGE_BYTES = 1 << 20
+"""From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
+
+_POLL_SECONDS = 300e-6  # how long the loop polls after the last completion before it parks
+_TICK_SECONDS = 1e-3  # how often the thread looks whether the loop still polls
+_LINGER_SECONDS = 0.2  # how long the thread keeps ticking with nothing to do; waking it from sleep costs 20 us
+_MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
+_SWITCH_SECONDS = 2e-4
+
+transport_lock = threading.Lock()
+
+
+class Poller(Protocol):
+    """All pending requests of one native library on one loop; called with the transport lock held."""
+
+    def poll(self) -> bool:
+        """Make progress, tell whoever tracks a request that ended, and return whether any did."""
+
+    def __len__(self) -> int:
+        """Return how many requests are pending."""
+
+
+class Progress:
+    """Drives every pending operation of one event loop.
+
+    Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds
+    of `perf_counter`), `spin_seconds` how long an await may spin (0 where ranks outnumber cores).
+    """
+
+    _of_loop: WeakValueDictionary[int, Progress] = WeakValueDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.last_ran = perf_counter()
+        self.spin_seconds = 50e-6
+        self.polls = 0
+        self.parked = False
+        self.large = 0
+        self._thread_id = threading.get_ident()
+        self._pollers: tuple[Poller, ...] = ()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._waking = False
+        self._armed = False
+        self._quiet_since = 0.0
+
+    @classmethod
+    def current(cls) -> Progress:
+        """Return the running loop's, made at first use; raise `RuntimeError` where no loop runs."""
+        loop = asyncio.get_running_loop()
+        progress = cls._of_loop.get(id(loop))
+        if progress is None:
+            cls._of_loop[id(loop)] = progress = cls(loop)
+        return progress
+
+    def owns_thread(self) -> bool:
+        """Return True on the loop's thread."""
+        return threading.get_ident() == self._thread_id
+
+    def add_poller(self, poller: Poller) -> None:
+        """Poll `poller` from now on."""
+        self._pollers = (*self._pollers, poller)
+
+    def remove_poller(self, poller: Poller) -> None:
+        """Stop polling `poller`."""
+        self._pollers = tuple(p for p in self._pollers if p is not poller)
+
+    # --- issuing ---------------------------------------------------------------------------------------
+
+    def start(self, call: Callable[[], None], nbytes: int = 0) -> None:
+        """Make a native call that starts a transfer, now or as soon as the lock's holder gets to it.
+
+        `call` runs with the transport lock held, must not raise, and runs in order with the other calls.
+        """
+        if not self._inbox and transport_lock.acquire(blocking=False):
+            try:
+                call()
+            finally:
+                transport_lock.release()
+        else:
+            self._inbox.append(call)
+        self.arm(nbytes)
+
+    def arm(self, nbytes: int = 0) -> None:
+        """See to it that what was just started is driven; `nbytes` decides by whom."""
+        if nbytes >= LARGE_BYTES:
+            self.parked = True
+            _thread.wake(self)
+        elif not self._armed:
+            self._armed = True
+            self.parked = False
+            self._quiet_since = perf_counter()
+            self.loop.call_soon(self._turn)
+            if _thread.asleep:
+                _thread.wake(self)
+
+    def add_large(self, count: int) -> None:
+        """Count transfers that only the thread may drive; called with the transport lock held."""
+        self.large += count
+        _thread.hurry(count)
+
+    def pending(self) -> bool:
+        """Return True while anything is to be driven."""
+        return bool(self._inbox) or any(map(len, self._pollers))
+
+    # --- driving ---------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Make one pass over everything; with the transport lock held. True when something completed."""
+        self.polls += 1
+        while self._inbox:
+            self._inbox.popleft()()
+        completed = False
+        for poller in self._pollers:
+            if len(poller) and poller.poll():
+                completed = True
+        return completed
+
+    def spin(self, handle: Handle[Any]) -> None:
+        """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
+        if not handle.polled or self.large or not self.owns_thread() or not transport_lock.acquire(blocking=False):
+            return
+        try:
+            self.poll()
+            if handle.done() or not self.pending():
+                return
+            now = perf_counter()
+            # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
+            until = min(now + self.spin_seconds, self.last_ran + _TICK_SECONDS)
+            while perf_counter() < until and not self.large:
+                self.poll()
+                if handle.done():
+                    return
+        finally:
+            transport_lock.release()
+
+    def _turn(self) -> None:
+        """One iteration of the loop while something is pending."""
+        now = self.last_ran = perf_counter()
+        if not self.pending():
+            self._armed = False
+            return
+        if self.large or not transport_lock.acquire(blocking=False):
+            self._park()
+            return
+        try:
+            if self.poll():
+                self._quiet_since = now
+        finally:
+            transport_lock.release()
+        if now - self._quiet_since < _POLL_SECONDS:
+            self.loop.call_soon(self._turn)
+        else:
+            self._park()
+
+    def _park(self) -> None:
+        self._armed = False
+        self.parked = True
+        _thread.wake(self)
+
+    # --- handing over to the loop ------------------------------------------------------------------------
+
+    def post(self, fn: Callable[[], None]) -> None:
+        """Have the loop call `fn`, from any thread: many in a row cost one wake-up."""
+        self._posted.append(fn)
+        if self._waking:
+            return
+        self._waking = True
+        try:
+            if self.owns_thread():
+                self.loop.call_soon(self._run_posted)
+            else:
+                self.loop.call_soon_threadsafe(self._run_posted)
+        except RuntimeError:
+            # The loop is closed: nobody is left to be told.
+            self._posted.clear()
+
+    def _run_posted(self) -> None:
+        self._waking = False
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+
+
+class _ProgressThread:
+    """The one thread of the process that polls for loops that cannot or should not."""
+
+    def __init__(self) -> None:
+        self._members: WeakSet[Progress] = WeakSet()
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._thread: threading.Thread | None = None
+        self._hurried = 0
+        self._switch_seconds = sys.getswitchinterval()
+        self.asleep = True
+        """Nothing has been pending for a while: the next operation must wake the thread."""
+
+    def hurry(self, count: int) -> None:
+        """Count large transfers; while there are any, threads hand the GIL over sooner.
+
+        The thread needs the GIL after each native poll. Beside a thread of pure Python it would wait 5 ms
+        each time, longer than the transfer itself.
+        """
+        if self._hurried == 0:
+            self._switch_seconds = sys.getswitchinterval()
+            sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
+        self._hurried += count
+        if self._hurried == 0:
+            sys.setswitchinterval(self._switch_seconds)
+
+    def wake(self, progress: Progress) -> None:
+        """Look after `progress` now; from any thread."""
+        self._members.add(progress)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
+            self._thread.start()
+        self.asleep = False
+        if self._bell.locked():
+            try:
+                self._bell.release()
+            except RuntimeError:
+                return  # somebody else rang first
+
+    def _run(self) -> None:
+        seen: dict[int, int] = {}
+        idle_since = busy_since = perf_counter()
+        while True:
+            began = perf_counter()
+            members = list(self._members)
+            pending = [p for p in members if p.pending()]
+            due = [p for p in pending if p.parked or p.large or seen.get(id(p)) == p.polls]
+            completed = any([_drive(p) for p in due])
+            seen = {id(p): p.polls for p in pending}
+            large = any(p.large for p in pending)
+            del members
+            now = perf_counter()
+            if pending or completed:
+                idle_since = now
+            if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
+                busy_since = now
+            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if due else _TICK_SECONDS
+            del pending, due
+            self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)
+
+    def _sleep(self, pause: float | None) -> None:
+        if pause is None:
+            self.asleep = True
+            # An operation that was issued before it could see us asleep rings no bell.
+            if not any(p.pending() for p in list(self._members)):
+                self._bell.acquire()
+            self.asleep = False
+        else:
+            self._bell.acquire(timeout=pause)
+
+
+def _drive(progress: Progress) -> bool:
+    with transport_lock:
+        completed = progress.poll()
+        if not progress.pending():
+            progress.parked = False
+    return completed
+
+
+_thread = _ProgressThread()
+
+
+def _after_fork() -> None:
+    """A forked child has no progress thread and may find the lock taken for ever."""
+    _thread.__init__()  # type: ignore[misc]
+    transport_lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_after_fork)

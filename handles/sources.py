@@ -1,0 +1,82 @@
+"""Turning what other libraries complete into handles."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Generic, Protocol, TypeVar
+
+from aiodist.handles.handle import Handle
+from aiodist.handles.origin import Origin
+from aiodist.handles.progress import Progress
+
+__all__ = ["Source", "from_future", "from_source"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """One pending thing that has to be asked whether it is done; the owner of its library implements it."""
+
+    def poll(self) -> bool:
+        """Return True when it is over; never blocks."""
+
+    def result(self) -> T_co:
+        """Return its result or raise its error; called once, after `poll` returned True."""
+
+
+class SourcePoller(Generic[T]):
+    """Asks one source; what a library can ask in bulk has a poller of its own."""
+
+    def __init__(self, progress: Progress, source: Source[T], handle: Handle[T]) -> None:
+        self._progress = progress
+        self._source = source
+        self._handle = handle
+
+    def __len__(self) -> int:
+        return 1
+
+    def poll(self) -> bool:
+        """Settle the handle when the source is over."""
+        try:
+            if not self._source.poll():
+                return False
+            value = self._source.result()
+        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the awaiter
+            self._handle.reject(error)
+        else:
+            self._handle.resolve(value)
+        self._progress.remove_poller(self)
+        return True
+
+
+def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> Handle[T]:
+    """Return a handle that is done when `source.poll()` says so."""
+    progress = Progress.current()
+    handle: Handle[T] = Handle(progress, op, origin=origin)
+    handle.keep = source
+    progress.start(lambda: progress.add_poller(SourcePoller(progress, source, handle)))
+    return handle
+
+
+def from_future(future: concurrent.futures.Future[T], op: str = "future") -> Handle[T]:
+    """Return a handle with the outcome of `future`; `cancel()` withdraws it if it has not begun.
+
+    Call it on the loop's thread. The future's own thread settles the handle, so `wait()` in a third
+    thread needs no loop.
+    """
+    progress = Progress.current()
+    handle: Handle[T] = Handle(progress, op, origin=Origin.here())
+    handle.polled = False
+
+    def settle(done: concurrent.futures.Future[T]) -> None:
+        if done.cancelled():
+            handle.withdraw()
+        elif (error := done.exception()) is not None:
+            handle.reject(error)
+        else:
+            handle.resolve(done.result())
+
+    handle.set_canceller(future.cancel)
+    future.add_done_callback(settle)
+    return handle
