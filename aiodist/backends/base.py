@@ -1,0 +1,84 @@
+"""What a backend implements, and all that the layers above know of it.
+
+A *transport* is one communicator's share of a backend. It moves whole tensors between ranks; everything else is
+built on that. Collectives that the library has natively are a second protocol, which is optional.
+
+Every method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`), does
+not block, does not raise for failures of the world, and calls `done(error)` exactly once, also under the lock,
+possibly before it returns. The caller keeps the tensors alive until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, dtype
+
+from aiodist.types import ReduceOp
+
+__all__ = ["Capabilities", "Done", "Native", "Transport"]
+
+Done = Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do beyond moving bytes."""
+
+    short_receives: bool
+    """A receive may be given more room than the message fills."""
+    devices: frozenset[str] = frozenset({"cpu"})
+
+
+class Native(Protocol):
+    """Non-blocking collectives of the library itself; tensors are dense, contiguous and of equal dtype."""
+
+    def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
+        """Return True when the method named `operation` takes such tensors."""
+
+    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
+        """Reduce `t` in place on every rank."""
+
+    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
+        """Overwrite `t` with root's."""
+
+    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
+        """Reduce into root's `t`; leave the others' alone."""
+
+    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
+        """Fill flat `out` with every rank's `counts[rank]` elements, in rank order; `t` may be its own block."""
+
+    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
+        """Reduce `t` and give rank r the `counts[r]` elements of block r in `out`."""
+
+    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
+        """Reduce `t` in place over the ranks up to this one."""
+
+
+class Transport(Protocol):
+    """One communicator's connection to its peers."""
+
+    name: str
+    rank: int
+    size: int
+    native: Native | None
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+
+    def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Send all of `t`; done when `t` may be reused. Messages of equal (src, dst, tag) keep their order."""
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t` from `src`, or from `ANY` source."""
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        """Return a transport among `ranks` of this one, in that order; called by those ranks alone.
+
+        `name` is the same on all of them and unique among this transport's.
+        """
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Release it; with `drained` every rank calls it and nothing is in flight, else it is just given up."""

@@ -1,0 +1,141 @@
+"""N ranks in one process, as tasks of one event loop: for tests, for learning, and for a rank that is alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, uint8
+
+from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.errors import BackendError
+from aiodist.types import ANY
+
+__all__ = ["LocalHub", "LocalTransport"]
+
+Address = tuple[str, int]  # communicator, rank
+
+
+class _Message(NamedTuple):
+    src: int
+    tag: int
+    data: Tensor
+    done: Done
+
+
+class _Receive(NamedTuple):
+    src: int
+    tag: int
+    into: Tensor
+    done: Done
+
+
+class LocalHub:
+    """Where the ranks of one process meet: it pairs sends with receives and copies.
+
+    With a `seed`, deliveries wait for the loop and their order between different pairs of ranks is drawn, so that
+    one seed gives one interleaving, again and again. Without one they happen at once.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = None if seed is None else random.Random(seed)  # noqa: S311
+        self._sent: dict[Address, list[_Message]] = {}
+        self._wanted: dict[Address, list[_Receive]] = {}
+        self._ready: deque[Callable[[], None]] = deque()
+        self._draining = False
+
+    def send(self, to: Address, message: _Message) -> None:
+        """Give `message` to the first receive that wants it, or keep it."""
+        wanted = self._wanted.get(to, [])
+        for receive in wanted:
+            if _matches(receive, message):
+                wanted.remove(receive)
+                self._deliver(message, receive)
+                return
+        self._sent.setdefault(to, []).append(message)
+
+    def receive(self, at: Address, receive: _Receive) -> None:
+        """Take the first message that fits, or wait for one."""
+        sent = self._sent.get(at, [])
+        for message in sent:
+            if _matches(receive, message):
+                sent.remove(message)
+                self._deliver(message, receive)
+                return
+        self._wanted.setdefault(at, []).append(receive)
+
+    def forget(self, at: Address) -> None:
+        """The rank is gone: what waits for it never happens."""
+        self._sent.pop(at, None)
+        self._wanted.pop(at, None)
+
+    def _deliver(self, message: _Message, receive: _Receive) -> None:
+        self._ready.append(lambda: _copy(message, receive))
+        if self._random is not None:
+            asyncio.get_running_loop().call_soon(self._deliver_one)
+        elif not self._draining:
+            # One completion starts the next transfer: a queue instead of ever deeper calls.
+            self._draining = True
+            try:
+                while self._ready:
+                    self._ready.popleft()()
+            finally:
+                self._draining = False
+
+    def _deliver_one(self) -> None:
+        if self._ready and self._random is not None:
+            self._ready.rotate(self._random.randrange(len(self._ready)))
+            self._ready.popleft()()
+
+
+def _matches(receive: _Receive, message: _Message) -> bool:
+    return receive.tag == message.tag and receive.src in (ANY, message.src)
+
+
+def _copy(message: _Message, receive: _Receive) -> None:
+    data, into = message.data, receive.into
+    if data.nbytes > into.nbytes:
+        error = BackendError(f"a message of {data.nbytes} bytes met a receive of {into.nbytes}")
+        message.done(None)
+        receive.done(error)
+        return
+    if data.nbytes:
+        into.view(-1).view(uint8)[: data.nbytes].copy_(data.view(-1).view(uint8))
+    message.done(None)
+    receive.done(None)
+
+
+class LocalTransport:
+    """One rank's end of a `LocalHub`."""
+
+    name = "local"
+
+    def __init__(self, hub: LocalHub, rank: int, size: int, comm: str = "world") -> None:
+        self._hub = hub
+        self.rank = rank
+        self.size = size
+        self.native: Native | None = None
+        self._comm = comm
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+        return Capabilities(short_receives=True)
+
+    def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Send `t`; done when the receiver has copied it."""
+        self._hub.send((self._comm, dst), _Message(self.rank, tag, t, done))
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t`."""
+        self._hub.receive((self._comm, self.rank), _Receive(src, tag, t, done))
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        """Return the transport among `ranks`."""
+        return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), f"{self._comm}/{name}")
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Forget what waits for this rank."""
+        self._hub.forget((self._comm, self.rank))

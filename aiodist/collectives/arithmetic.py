@@ -1,0 +1,81 @@
+"""The arithmetic of reductions: which dtypes an operator takes, how partial results are kept and rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aiodist.types import ReduceOp
+
+__all__ = ["SUPPORTED", "check_op", "combine", "from_wire", "to_wire", "wire_op"]
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = _HALVES | {torch.float32, torch.float64}
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+SUPPORTED = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
+"""What tensors of a collective may hold."""
+
+_TAKES = {
+    ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
+    ReduceOp.MEAN: _FLOATS | _COMPLEX,
+    ReduceOp.PROD: _INTEGERS | _FLOATS | _COMPLEX,
+    ReduceOp.MIN: _INTEGERS | _FLOATS | {torch.bool},
+    ReduceOp.MAX: _INTEGERS | _FLOATS | {torch.bool},
+    ReduceOp.BAND: _INTEGERS | {torch.bool},
+    ReduceOp.BOR: _INTEGERS | {torch.bool},
+    ReduceOp.BXOR: _INTEGERS | {torch.bool},
+}
+
+_COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
+    ReduceOp.SUM: lambda into, t: into.add_(t),
+    ReduceOp.PROD: lambda into, t: into.mul_(t),
+    ReduceOp.MIN: lambda into, t: torch.minimum(into, t, out=into),
+    ReduceOp.MAX: lambda into, t: torch.maximum(into, t, out=into),
+    ReduceOp.BAND: lambda into, t: into.bitwise_and_(t),
+    ReduceOp.BOR: lambda into, t: into.bitwise_or_(t),
+    ReduceOp.BXOR: lambda into, t: into.bitwise_xor_(t),
+}
+
+
+def check_op(op: str, kind: torch.dtype) -> ReduceOp:
+    """Return `op` as a ReduceOp; raise ValueError for an unknown one, TypeError where `kind` does not go with it."""
+    try:
+        known = ReduceOp(op)
+    except ValueError:
+        raise ValueError(f"op={op!r}: expected one of {', '.join(ReduceOp)}") from None
+    if kind not in _TAKES[known]:
+        takes = ", ".join(sorted(str(k).removeprefix("torch.") for k in _TAKES[known]))
+        raise TypeError(f"{known} of {str(kind).removeprefix('torch.')}: {known} takes {takes}")
+    return known
+
+
+def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
+    """Combine `t` into `into`, elementwise, in place; both in wire dtype."""
+    _COMBINE[op](into, t)
+
+
+def wire_op(op: ReduceOp) -> ReduceOp:
+    """Return what is computed on the way: a mean is a sum until `from_wire` divides it."""
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
+def to_wire(t: Tensor) -> Tensor:
+    """Return `t` as partial results are kept: flat, bool as bytes, 16-bit floats widened to float32 so as to round once.
+
+    A view of `t` where that is possible, else a copy.
+    """
+    flat = t.detach().view(-1)
+    if t.dtype is torch.bool:
+        return flat.view(torch.uint8)
+    return flat.float() if t.dtype in _HALVES else flat
+
+
+def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
+    """Write the reduced `wire` into `t`, unless it is a view of it; a mean is divided first."""
+    if op is ReduceOp.MEAN:
+        wire.div_(ranks)
+    if wire.data_ptr() != t.data_ptr():
+        t.detach().view(-1).copy_(wire)

@@ -1,0 +1,102 @@
+"""The control channel as a rank sees it: a small store all ranks share, messages, and who has left.
+
+It is for what must get through when the data does not: the meeting of the ranks, unique ids, fingerprints, causes
+of failure. There are two implementations: `client.SocketChannel` over a hub, with a listener thread in each rank,
+and `local.InProcessChannel` for ranks that are tasks of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from aiodist.control.exits import Exit
+
+__all__ = ["Channel"]
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """One rank's end of the control channel.
+
+    In a forked child every call raises `RuntimeError`: the connection is the parent's. So does every call after
+    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`,
+    `add` and `delete` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
+    by `on_lost`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    async def set(self, key: str, value: bytes) -> None:
+        """Store `value` under `key` for all ranks; raise `ValueError` at the call when it is over 64 MiB."""
+        ...
+
+    async def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """Return what is stored under `key`, as soon as there is something.
+
+        Raises `OperationTimeout` after `timeout` seconds.
+        """
+        ...
+
+    async def add(self, key: str, amount: int = 1) -> int:
+        """Add to the counter `key`, which starts at 0, and return the sum; no two ranks get the same in between.
+
+        `get` returns a counter as decimal digits. Raises `ValueError` when `key` holds something else.
+        """
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Forget `key`; nothing happens when it is not there."""
+        ...
+
+    def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
+        """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
+
+        From any thread; never blocks; what one thread sends to one rank arrives in order. Raises `ValueError` for a
+        rank outside the job or over 64 MiB, and `TypeError` for what cannot travel.
+        """
+        ...
+
+    def broadcast(self, topic: str, payload: Any) -> None:  # noqa: ANN401
+        """Send to every other rank, as `send` does."""
+        ...
+
+    def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
+        """Call `fn(src, payload)` for each message of `topic`, those that came before this call too.
+
+        `fn` runs on the listener thread, also while the main thread is stuck, and must be short. What it raises is
+        reported to the exception handler of the loop it ran in. Raises `ValueError` when the topic has a subscriber.
+        """
+        ...
+
+    def unsubscribe(self, topic: str) -> None:
+        """Deliver `topic` no more: its messages are dropped until somebody subscribes again."""
+        ...
+
+    def on_lost(self, fn: Callable[[Exit], None]) -> None:
+        """Call `fn(exit)` for each rank that leaves without a goodbye, those known already too.
+
+        Its connection broke, its heartbeats stopped, or it reported a failure. A lost hub counts, as the rank in
+        whose process it lived or as `HUB`. `fn` runs where subscribers run.
+        """
+        ...
+
+    def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
+        """Tell everybody that this rank failed, before it exits. From any thread, within 1 s, best effort."""
+        ...
+
+    def exits(self) -> Mapping[int, Exit]:
+        """Return what is known of the ranks that left, clean exits too."""
+        ...
+
+    async def aclose(self) -> None:
+        """Say goodbye and end the listener thread. Calling it again does nothing."""
+        ...

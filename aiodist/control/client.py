@@ -1,0 +1,271 @@
+"""A rank's end of the channel over a hub: a listener thread with one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiodist.control.exits import HUB, Exit
+from aiodist.control.inbox import Inbox
+from aiodist.control.link import Link, Pulse
+from aiodist.control.thread import LoopThread
+from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+from aiodist.errors import OperationTimeout
+
+__all__ = ["SocketChannel"]
+
+_FAIL_TIMEOUT = 0.9
+_BYE_TIMEOUT = 2.0
+_TRACEBACK_LIMIT = 256 << 10
+
+_Resolve = Callable[[Any, "Exception | None"], None]
+
+
+class SocketChannel:
+    """A `Channel` whose other end is a hub.
+
+    Whatever runs on the listener thread is under its own heading below; the rest may be called from any thread.
+    What is sent is appended to a deque and the thread is woken once for many (waking it costs most of a `send`).
+    """
+
+    def __init__(self, rank: int, size: int, thread: LoopThread) -> None:
+        self._rank = rank
+        self._size = size
+        self._thread = thread
+        self._inbox = Inbox(self._post, self._report)
+        self._outbox: deque[bytes] = deque()
+        self._flushing = False
+        self._numbers = itertools.count()
+        self._replies: dict[int, _Resolve] = {}
+        self._lost: Exit | None = None
+        self._closing = False
+        self._said_bye = False
+        self._link: Link | None = None
+        self._host_rank = HUB
+        self.ready: asyncio.Future[None] = thread.loop.create_future()
+        """On the thread: done when all ranks have joined."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    async def set(self, key: str, value: bytes) -> None:
+        """See `Channel.set`."""
+        await self.request("set", key, bytes(value))
+
+    async def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Channel.get`."""
+        try:
+            async with asyncio.timeout(timeout):
+                value: bytes = await self.request("get", key)
+        except TimeoutError:
+            message = f"key {key!r} was not set within {timeout:g} s"
+            raise OperationTimeout(message, rank=self._rank, op="get") from None
+        return value
+
+    async def add(self, key: str, amount: int = 1) -> int:
+        """See `Channel.add`."""
+        total: int = await self.request("add", key, amount)
+        return total
+
+    async def delete(self, key: str) -> None:
+        """See `Channel.delete`."""
+        await self.request("delete", key)
+
+    def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
+        """See `Channel.send`."""
+        if not 0 <= dst < self._size:
+            raise ValueError(f"rank {dst} of {self._size}: expected 0 <= rank < {self._size}")
+        self._check_open()
+        self._write(frame(Kind.MESSAGE, dst, pack([topic, payload])))
+
+    def broadcast(self, topic: str, payload: Any) -> None:  # noqa: ANN401
+        """See `Channel.broadcast`."""
+        self._check_open()
+        self._write(frame(Kind.MESSAGE, EVERYBODY, pack([topic, payload])))
+
+    def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
+        """See `Channel.subscribe`."""
+        self._check_open()
+        self._inbox.subscribe(topic, fn)
+
+    def unsubscribe(self, topic: str) -> None:
+        """See `Channel.unsubscribe`."""
+        self._check_open()
+        self._inbox.unsubscribe(topic)
+
+    def on_lost(self, fn: Callable[[Exit], None]) -> None:
+        """See `Channel.on_lost`."""
+        self._check_open()
+        self._inbox.on_lost(fn)
+
+    def exits(self) -> Mapping[int, Exit]:
+        """See `Channel.exits`."""
+        return dict(self._inbox.exits)
+
+    def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
+        """See `Channel.fail`."""
+        self._thread.check_process()
+        if self._closing or self._lost:
+            return
+        told = threading.Event()
+        body = pack(["fail", cause, traceback[-_TRACEBACK_LIMIT:], exitcode])
+        self._ask(body, lambda value, error: told.set())
+        if not self._thread.is_current():  # the answer comes on this thread: it cannot wait for it
+            told.wait(_FAIL_TIMEOUT)
+
+    async def aclose(self) -> None:
+        """See `Channel.aclose`."""
+        self._thread.check_process()
+        try:
+            if not self._closing and not self._lost:
+                async with asyncio.timeout(_BYE_TIMEOUT):
+                    said = self.request("bye", "it closed the channel")
+                    self._closing = True
+                    await said
+        except (TimeoutError, ConnectionError):
+            pass  # the hub went first, or is going: there is nobody left to say goodbye to
+        finally:
+            self._closing = True
+            await self._thread.aclose()
+
+    def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
+        """Ask the hub; the future, of the running loop, has the answer. Cancelling it withdraws the question.
+
+        Raises `ValueError` at the call for a question over 64 MiB; the future raises `PeerLost` when the hub is gone.
+        """
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def resolve(value: Any, error: Exception | None) -> None:  # noqa: ANN401
+            try:
+                loop.call_soon_threadsafe(_settle, answer, value, error)
+            except RuntimeError:
+                pass  # the loop that asked was closed meanwhile
+
+        number = self._ask(pack(list(question)), resolve)
+        answer.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
+        return answer
+
+    def _ask(self, body: bytes, resolve: _Resolve) -> int:
+        number = next(self._numbers) & 0x7FFFFFFF
+        data = frame(Kind.REQUEST, number, body)
+        self._replies[number] = resolve
+        self._write(data)
+        # The thread first notes that the hub is lost and then empties the table: one of the two sees this entry.
+        if self._lost and self._replies.pop(number, None):
+            resolve(None, self._lost.error())
+        return number
+
+    def _withdraw(self, number: int) -> None:
+        if self._replies.pop(number, None):
+            self._write(frame(Kind.CANCEL, number))
+
+    def _write(self, data: bytes) -> None:
+        self._outbox.append(data)
+        if not self._flushing:
+            self._flushing = True
+            self._thread.call(self._flush)
+
+    def _post(self, fn: Callable[..., None], /, *args: Any) -> None:  # noqa: ANN401
+        self._thread.call(fn, *args)
+
+    def _check_open(self) -> None:
+        self._thread.check_process()
+        if self._closing:
+            raise RuntimeError(f"the control channel of rank {self._rank} is closed")
+
+    # On the listener thread.
+
+    def welcomed(self, link: Link, settings: Mapping[str, Any]) -> None:
+        """Take over the connection: the hub has let this rank in. On the thread."""
+        self._link = link
+        self._host_rank = HUB if settings["host_rank"] is None else settings["host_rank"]
+        link.on_frame = self._hear
+        link.on_closed = self._hub_gone
+        pulse = Pulse(settings["heartbeat"], lambda: (link,))
+        self._thread.stack.push_async_callback(self._leave, link, pulse)
+
+    async def _leave(self, link: Link, pulse: Pulse) -> None:
+        pulse.stop()
+        self._closing = True
+        self._flush()
+        link.close("this rank left")
+        await link.wait_closed(_BYE_TIMEOUT)
+
+    def _flush(self) -> None:
+        self._flushing = False  # first: what is appended from now on wakes the thread again
+        waiting = []
+        while self._outbox:
+            waiting.append(self._outbox.popleft())
+        if waiting and self._link is not None:
+            self._link.write(b"".join(waiting))
+
+    def _hear(self, received: Frame) -> None:
+        match received.kind:
+            case Kind.MESSAGE:
+                topic, payload = unpack(received.body)
+                self._inbox.deliver(received.number, topic, payload)
+            case Kind.REPLY:
+                error, value = unpack(received.body)
+                if resolve := self._replies.pop(received.number, None):
+                    resolve(value, None if error is None else ValueError(error))
+            case Kind.EXIT:
+                self._inbox.left(Exit(**unpack(received.body)))
+            case Kind.READY:
+                _settle(self.ready, None, None)
+            case Kind.CLOSING:
+                self._hub_closes(unpack(received.body))
+            case Kind.PING:
+                pass
+            case kind:
+                raise WireError(f"a frame of kind {kind} from the hub")
+
+    def _hub_closes(self, notice: dict[str, Any]) -> None:
+        if not self.ready.done() and notice["late"]:
+            late = dict(notice["late"])
+            self.ready.set_exception(OperationTimeout(notice["cause"], late=late, rank=self._rank, op="connect"))
+        rank = HUB if notice["clean"] else self._host_rank
+        self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
+
+    def _hub_gone(self, cause: str) -> None:
+        if self._closing:
+            return self._lose(Exit(HUB, clean=True, cause="this rank closed the channel"))
+        where = "" if self._host_rank == HUB else f", which rank {self._host_rank} hosted,"
+        self._lose(Exit(self._host_rank, clean=False, cause=f"the hub{where} was lost: {cause}"))
+
+    def _lose(self, exit: Exit) -> None:
+        """The hub is gone; what is known first stays, and nobody waits for it any more."""
+        if self._lost is None:
+            self._lost = exit
+            if not self._closing:
+                known = self._inbox.exits.get(exit.rank)
+                hidden = known is not None and known.clean and not exit.clean
+                self._inbox.left(Exit(HUB, exit.clean, exit.cause) if hidden else exit)
+        _settle(self.ready, None, self._lost.error())
+        while self._replies:
+            _, resolve = self._replies.popitem()
+            resolve(None, self._lost.error())
+
+    def _report(self, message: str, error: BaseException) -> None:
+        self._thread.loop.call_exception_handler({"message": message, "exception": error})
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,252 @@
+"""The hub: the one process all ranks are connected to. It keeps the store, routes messages, and notices who leaves.
+
+It lives in the launcher, or in the listener thread of one rank. With N ranks it holds N connections; a message
+between two ranks passes through it unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from aiodist.control import forks
+from aiodist.control.exits import Exit
+from aiodist.control.handshake import Door, Hello
+from aiodist.control.link import Link, Pulse
+from aiodist.control.places import listen, outward_host, tcp_address
+from aiodist.control.roster import Roster
+from aiodist.control.store import Store
+from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+
+__all__ = ["Hub", "HubOptions"]
+
+T = TypeVar("T")
+
+_FAREWELL_TIMEOUT = 1.0
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """How patient a hub is."""
+
+    heartbeat: float = 30.0
+    """Seconds of silence after which a rank is lost; each side sends a heartbeat six times as often."""
+    linger: float = 5.0
+    """Seconds for which the rank that hosts the hub waits at its close for the others to leave."""
+
+
+class Hub:
+    """A hub on the running loop; use it as `async with Hub(size) as hub`, then connect ranks to `hub.address`.
+
+    `host` is a name or an IPv4 or IPv6 address to listen at, `""` for all there are; port 0 takes any free one.
+    `host_rank` is the rank in whose process this is, None in a launcher. Entering raises `OSError` where it cannot
+    listen there. On a hub that all may reach, give a token: anybody who knows it may join.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        options: HubOptions | None = None,
+        host_rank: int | None = None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._host_rank = host_rank
+        self._options = options or HubOptions()
+        self._roster = Roster(size)
+        self._store = Store()
+        self._door = Door(token, self._admit)
+        self._links: dict[int, Link] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._on_join: list[Callable[[int], None]] = []
+        self._on_exit: list[Callable[[Exit], None]] = []
+        self._server: asyncio.Server | None = None
+        self._pulse: Pulse | None = None
+        self._fd = -1
+
+    @property
+    def address(self) -> str:
+        """Where ranks connect: `tcp://host:port`."""
+        return tcp_address(self._host or outward_host(), self._port)
+
+    @property
+    def port(self) -> int:
+        """The port, once the hub is open."""
+        return self._port
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The ranks that have joined this session."""
+        return frozenset(self._roster.joined)
+
+    @property
+    def ready(self) -> bool:
+        """All ranks have joined."""
+        return self._roster.ready
+
+    @property
+    def exits(self) -> Mapping[int, Exit]:
+        """How the ranks that left did so."""
+        return dict(self._roster.exits)
+
+    def missing(self) -> Mapping[int, str]:
+        """Return the ranks that have not joined, each with what is known of it."""
+        return self._roster.missing()
+
+    def on_join(self, fn: Callable[[int], None]) -> None:
+        """Call `fn(rank)` on the hub's loop for each rank that joins from now on."""
+        self._on_join.append(fn)
+
+    def on_exit(self, fn: Callable[[Exit], None]) -> None:
+        """Call `fn(exit)` on the hub's loop for each rank that leaves from now on, clean exits too."""
+        self._on_exit.append(fn)
+
+    async def __aenter__(self) -> Hub:
+        sock = await listen(self._host, self._port, backlog=max(128, self._roster.size))
+        self._port = sock.getsockname()[1]
+        self._fd = sock.fileno()
+        forks.guard(self._fd)
+        self._server = await asyncio.get_running_loop().create_server(self._door.greet, sock=sock)
+        self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def drain(self, timeout: float) -> None:
+        """Let nobody in any more, and wait until all ranks have left, at most `timeout` seconds."""
+        self._stop_listening()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+
+    async def aclose(self, cause: str = "the hub was closed") -> None:
+        """Stop; the ranks still connected are told the cause, and which ranks never came if some did not."""
+        self._stop_listening()
+        if self._pulse is not None:
+            self._pulse.stop()
+        self._door.close()
+        links = tuple(self._links.values())
+        late = [] if self._roster.ready else list(self._roster.missing().items())
+        closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
+        for link in links:
+            link.write(closing)
+            link.close(cause)
+        for link in links:
+            await link.wait_closed(_FAREWELL_TIMEOUT)
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            forks.forget(self._fd)
+            self._server.close()
+            self._server = None
+
+    def _admit(self, link: Link, hello: Hello) -> None:
+        rank = hello.rank
+        self._roster.join(rank, hello.size)
+        link.trust()
+        link.on_frame = partial(self._serve, rank)
+        link.on_closed = partial(self._gone, rank, link)
+        self._links[rank] = link
+        self._idle.clear()
+        settings = {"heartbeat": self._options.heartbeat, "host_rank": self._host_rank}
+        link.write(frame(Kind.WELCOME, body=pack([hello.answer, settings])))
+        _tell(self._on_join, rank)
+        if self._roster.ready:
+            self._write_all(frame(Kind.READY))
+
+    def _serve(self, rank: int, received: Frame) -> None:
+        match received.kind:
+            case Kind.MESSAGE:
+                self._route(rank, received)
+            case Kind.REQUEST:
+                self._answer(rank, received.number, unpack(received.body))
+            case Kind.CANCEL:
+                self._store.cancel((rank, received.number))
+            case Kind.PING:
+                pass
+            case kind:
+                raise WireError(f"a frame of kind {kind} from a rank")
+
+    def _route(self, src: int, message: Frame) -> None:
+        data = frame(Kind.MESSAGE, src, message.body)
+        if message.number == EVERYBODY:
+            self._write_all(data, but=src)
+        elif link := self._links.get(message.number):
+            link.write(data)
+
+    def _write_all(self, data: bytes, but: int | None = None) -> None:
+        for rank, link in tuple(self._links.items()):
+            if rank != but:
+                link.write(data)
+
+    def _answer(self, rank: int, number: int, request: Any) -> None:  # noqa: ANN401
+        match request:
+            case ["get", str(key)]:
+                return self._store.get(key, (rank, number), partial(self._reply, rank, number))
+            case ["set", str(key), bytes(value)]:
+                answer = self._store.set(key, value)
+            case ["add", str(key), int(amount)]:
+                try:
+                    answer = self._store.add(key, amount)
+                except ValueError as error:
+                    return self._reply(rank, number, error=str(error))
+            case ["delete", str(key)]:
+                answer = self._store.delete(key)
+            case ["missing"]:
+                answer = list(self._roster.missing().items())
+            case ["fail", str(cause), str(trace), int(code)]:
+                answer = self._leave(Exit(rank, clean=False, cause=cause, traceback=trace, exitcode=code))
+            case ["bye", str(cause)]:
+                answer = self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
+            case _:
+                raise WireError("a request that cannot be read")
+        self._reply(rank, number, answer)
+
+    def _reply(self, rank: int, number: int, value: Any = None, *, error: str | None = None) -> None:  # noqa: ANN401
+        if link := self._links.get(rank):
+            link.write(frame(Kind.REPLY, number, pack([error, value])))
+
+    def _leave(self, exit: Exit) -> None:
+        if not self._roster.leave(exit):
+            return
+        self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
+        _tell(self._on_exit, exit)
+
+    def _gone(self, rank: int, link: Link, cause: str) -> None:
+        """A connection is over; after a goodbye or a report of failure that is no news."""
+        if self._links.get(rank) is not link:  # it gave up while others were awaited, and came again
+            return
+        del self._links[rank]
+        self._store.cancel_all(rank)
+        self._leave(Exit(rank, clean=False, cause=f"it left without a goodbye: {cause}"))
+        if not self._links:
+            self._idle.set()
+            if self._roster.start_over():
+                self._store = Store()
+
+
+def _tell(observers: list[Callable[[T], None]], news: T) -> None:
+    for fn in observers:
+        try:
+            fn(news)
+        except Exception as error:  # noqa: BLE001  (an observer must not cost a rank its connection)
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"an observer of the hub raised: {fn!r}", "exception": error}
+            )
+
+
+def _given_up(cause: str) -> bytes:
+    return frame(Kind.CLOSING, body=pack({"cause": f"the hub gave this rank up: {cause}", "clean": False, "late": []}))

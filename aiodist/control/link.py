@@ -1,0 +1,131 @@
+"""One control connection: frames in, frames out, why it ended; and the heartbeats that watch over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final, cast
+
+from aiodist.control import forks
+from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame
+
+__all__ = ["Link", "Pulse"]
+
+MAX_BACKLOG: Final = 4 * MAX_FRAME
+"""How many bytes may wait for a peer that does not read before it is given up."""
+
+_PING: Final = frame(Kind.PING)
+
+
+class Link(asyncio.Protocol):
+    """A connection that speaks frames.
+
+    `on_frame` and `on_closed` are attributes, since who listens changes: first the handshake, then the hub or the
+    channel. A frame that cannot be understood ends the connection.
+    """
+
+    def __init__(self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
+        self.on_frame = on_frame
+        self.on_closed = on_closed
+        self.heard = 0.0
+        self.closed = asyncio.Event()
+        self._reader = FrameReader()
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._fd = -1
+        self._cause = ""
+
+    def trust(self) -> None:
+        """Allow frames of full size: the other side has shown who it is."""
+        self._reader.limit = MAX_FRAME
+
+    def write(self, data: bytes) -> None:
+        """Send frames; when the connection is over they are dropped, `on_closed` having said so."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > MAX_BACKLOG:
+            self.abort(f"it did not read {MAX_BACKLOG >> 20} MiB that were waiting for it")
+
+    def close(self, cause: str) -> None:
+        """End the connection after what was written has been sent; `cause` is what `on_closed` will be told."""
+        self._cause = self._cause or cause
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, cause: str) -> None:
+        """End the connection at once."""
+        self._cause = self._cause or cause
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self, timeout: float) -> None:
+        """Wait until the connection is over; after `timeout` seconds make it so."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.closed.wait()
+        except TimeoutError:
+            self.abort("it did not take what was sent to it")
+            await self.closed.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start; called by the loop."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._fd = transport.get_extra_info("socket").fileno()
+        forks.guard(self._fd)
+        self.heard = self._loop.time()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on each frame that is complete; called by the loop."""
+        self.heard = self._loop.time()
+        try:
+            for received in self._reader.feed(data):
+                if self._transport is None or self._transport.is_closing():
+                    return
+                self.on_frame(received)
+        except WireError as error:
+            self.abort(f"it broke the protocol: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell whoever listens; called by the loop, before it closes the socket."""
+        forks.forget(self._fd)
+        self._transport = None
+        self.closed.set()
+        self.on_closed(self._cause or ("the connection was closed" if error is None else str(error)))
+
+
+class Pulse:
+    """Sends heartbeats on links, and ends those that have been silent for too long."""
+
+    def __init__(
+        self, timeout: float, links: Callable[[], Iterable[Link]], farewell: Callable[[str], bytes] | None = None
+    ) -> None:
+        self._timeout = timeout
+        self._links = links
+        self._farewell = farewell
+        self._interval = timeout / 6
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + self._interval
+        self._timer = self._loop.call_at(self._due, self._beat)
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        # When this very process was stopped or starved, it is not the others who were silent.
+        forgive = now - self._due > self._interval
+        for link in tuple(self._links()):
+            if forgive:
+                link.heard = now
+            silent = now - link.heard
+            if silent > self._timeout:
+                cause = f"no heartbeat for {silent:.3g} s (the limit is {self._timeout:g} s)"
+                link.write(self._farewell(cause) if self._farewell else b"")
+                link.abort(cause)
+            else:
+                link.write(_PING)
+        self._due = now + self._interval
+        self._timer = self._loop.call_at(self._due, self._beat)

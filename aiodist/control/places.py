@@ -1,0 +1,175 @@
+"""Addresses: where the ranks of a job meet.
+
+`tcp://host:port` is a hub that is there already, `file:///path` a file that says where rank 0 has one, `env://`
+means the variables MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from aiodist.errors import ConfigError
+
+__all__ = ["FilePlace", "Place", "TcpPlace", "listen", "outward_host", "parse", "tcp_address"]
+
+_AGENT_PORTS = 8
+
+
+@dataclass(frozen=True)
+class TcpPlace:
+    """A hub at one of some ports of a host; `hosted`: rank 0 is to open it."""
+
+    host: str
+    ports: tuple[int, ...]
+    hosted: bool = False
+    secret: str = ""
+    """What to add to the token, so that hubs of other jobs at these ports are told apart."""
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """A file that all ranks can read, which rank 0 is to write."""
+
+    path: Path
+
+
+Place = TcpPlace | FilePlace
+
+
+def parse(address: str, environ: Mapping[str, str] | None = None) -> Place:
+    """Return the place that `address` means; raise `ConfigError` when it means none."""
+    scheme, separator, rest = address.partition("://")
+    match scheme if separator else "":
+        case "tcp":
+            return TcpPlace(*_host_and_port(address))
+        case "file":
+            return FilePlace(_path(address, rest))
+        case "env":
+            if environ is None:
+                raise ConfigError("env://: the variables were not given, pass environ=")
+            return _from_environment(environ)
+        case _:
+            raise ConfigError(
+                f"rendezvous {address!r}: unknown scheme {scheme!r}, expected one of tcp://host:port, file:///path, env://"
+            )
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Return `tcp://host:port`, an IPv6 address in brackets.
+
+    >>> tcp_address("::1", 4000)
+    'tcp://[::1]:4000'
+    """
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+async def listen(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Return a listening socket at `host`, IPv4 or IPv6; `""` is every address of both. Raises `OSError`."""
+    if not host:
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):  # IPv6 may be compiled in and turned off
+                return socket.create_server(
+                    ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+                )
+        return socket.create_server(("", port), backlog=backlog)
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, where = found[0]
+    # For IPv6 `where` has a scope, without which a link-local address cannot be listened at.
+    return socket.create_server(where, family=socket.AddressFamily(family), backlog=backlog)  # type: ignore[arg-type]
+
+
+def outward_host() -> str:
+    """Return the address by which other hosts most likely reach this one."""
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))  # sends nothing: it only asks for the route
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _host_and_port(address: str) -> tuple[str, tuple[int]]:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"rendezvous {address!r}: {error}") from None
+    if not host or not port or parts.path or parts.query or parts.username is not None:
+        raise ConfigError(f"rendezvous {address!r}: expected tcp://host:port, or tcp://[address]:port for IPv6")
+    return host, (port,)
+
+
+def _path(address: str, rest: str) -> Path:
+    path = Path(unquote(rest))
+    if not path.is_absolute():
+        raise ConfigError(f"rendezvous {address!r}: expected file:///path, with three slashes")
+    if path.is_dir():
+        raise ConfigError(f"rendezvous {address!r}: {path} is a directory, expected a file in it")
+    return path
+
+
+def _from_environment(environ: Mapping[str, str]) -> TcpPlace:
+    if "MASTER_ADDR" not in environ and "SLURM_JOB_ID" in environ:
+        return _from_slurm(environ)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ConfigError(f"env://: {name} is not set; MASTER_ADDR and MASTER_PORT say where rank 0 listens")
+    try:
+        port = int(environ["MASTER_PORT"])
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536:
+        raise ConfigError(f"MASTER_PORT={environ['MASTER_PORT']!r}: expected a port, 1 to 65535")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "true"):
+        return _beside_agent(environ, port)
+    return TcpPlace(environ["MASTER_ADDR"], (port,), hosted=True)
+
+
+def _beside_agent(environ: Mapping[str, str], port: int) -> TcpPlace:
+    """Return the ports above MASTER_PORT, which torchrun's agent keeps for itself.
+
+    Rank 0 takes the first that is free, the others try them all; the run's name keeps them from a hub of another.
+    """
+    first = port + 1 if port + _AGENT_PORTS < 65536 else port - _AGENT_PORTS
+    secret = "/".join(environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    ports = tuple(range(first, first + _AGENT_PORTS))
+    return TcpPlace(environ["MASTER_ADDR"], ports, hosted=True, secret=f"{port}/{secret}")
+
+
+def _from_slurm(environ: Mapping[str, str]) -> TcpPlace:
+    """Return a port on the first node of the step: `srun` runs rank 0 there, and sets no MASTER_ADDR."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    host = first_node(nodes)
+    if not host:
+        raise ConfigError("env://: neither MASTER_ADDR nor SLURM_STEP_NODELIST is set")
+    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
+    ports = range(20_000, 30_000, _AGENT_PORTS)
+    first = ports[hash((int(job), int(step))) % len(ports)] if (job + step).isdecimal() else ports[0]
+    return TcpPlace(host, tuple(range(first, first + _AGENT_PORTS)), hosted=True, secret=f"{job}.{step}")
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_node("gpu[03-05,9],cpu1"), first_node("a1,b[2-3]"), first_node("r[1-2]n[7,9]")
+    ('gpu03', 'a1', 'r1n7')
+    """
+    name, inside = "", False
+    taking = True
+    for letter in nodes:
+        if letter == "[":
+            inside, taking = True, True
+        elif letter == "]":
+            inside, taking = False, True
+        elif letter == "," and not inside:
+            break
+        elif inside and letter in ",-":
+            taking = False
+        elif taking:
+            name += letter
+    return name

@@ -1,0 +1,87 @@
+"""A thread that runs one plain asyncio loop, so that somebody listens while the main thread is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A daemon thread with a loop of its own, and the resources that live on it.
+
+    `stack` holds them; it is touched on the thread only, and is unwound in reverse order when the thread stops.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.SelectorEventLoop()
+        self.stack = AsyncExitStack()
+        self._pid = os.getpid()
+        self._stopping = asyncio.Event()
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def check_process(self) -> None:
+        """Raise `RuntimeError` in a forked child, where the thread does not exist."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"the control channel belongs to process {self._pid}: a forked child has none")
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, fn: Callable[..., object], *args: Any) -> bool:  # noqa: ANN401
+        """Have the thread call `fn(*args)` soon, in the order of these calls; False when it has ended."""
+        try:
+            self.loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread; cancelling this call cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def aclose(self) -> None:
+        """Unwind the stack and end the thread, without blocking the loop of the caller.
+
+        The thread ends even if the caller is cancelled meanwhile. Raises what the unwinding raised.
+        """
+        self.call(self._stopping.set)
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            self.loop.run_until_complete(self._serve())
+        except BaseException as error:  # noqa: BLE001  (handed to whoever closes the thread)
+            self.loop.close()
+            self._ended.set_exception(error)
+        else:
+            self.loop.close()
+            self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        try:
+            async with self.stack:
+                await self._stopping.wait()
+                await _cancel_others()
+        finally:
+            await _cancel_others()
+
+
+async def _cancel_others() -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)

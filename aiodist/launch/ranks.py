@@ -1,0 +1,149 @@
+"""The launcher's end: one connection a rank, over which its output comes and signals go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from aiodist.errors import LaunchError
+from aiodist.launch import wire
+from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
+
+__all__ = ["Done", "Ended", "Ranks"]
+
+_HELLO_TIMEOUT = 10.0
+_LONGEST_HELLO = 4096
+
+Sink = Callable[[int, Kind, bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The rank's process ended."""
+
+    rank: int
+    exit: Exit
+
+
+@dataclass(frozen=True)
+class Done:
+    """Nothing more comes from this rank."""
+
+    rank: int
+
+
+class Ranks:
+    """Lets the guards in, has them start their ranks, and hands on what they say.
+
+    Output goes to `sink`, one chunk after the other: a sink that waits makes the rank wait. `notify` hears `Ended`
+    and then `Done` of each rank, also of one whose guard was killed (the kernel kills the rank then).
+    """
+
+    def __init__(self, size: int, token: str, start: Start, *, sink: Sink, notify: Callable[[Ended | Done], None]) -> None:
+        self._size = size
+        self._token = token
+        self._start = start
+        self._sink = sink
+        self._notify = notify
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._pids: dict[int, int] = {}
+        self._told: list[int] = []
+        self._ended: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> Ranks:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.release()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def came(self) -> frozenset[int]:
+        """The ranks whose guards have connected."""
+        return frozenset(self._writers)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every rank, those too that come later; SIGKILL reaches what a rank started as well."""
+        self._told.append(signum)
+        for writer in self._writers.values():
+            writer.write(wire.pack(Kind.SIGNAL, bytes([signum])))
+
+    def release(self) -> None:
+        """Let all guards go: they kill what is left of their ranks, and end."""
+        for writer in self._writers.values():
+            writer.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            rank = await self._greet(reader)
+        except (LaunchError, OSError, TimeoutError, ValueError, TypeError, asyncio.IncompleteReadError):
+            writer.close()  # a stranger: nobody of this job
+            return
+        self._writers[rank] = writer
+        writer.write(wire.pack(Kind.START, self._start.encode()))
+        for signum in self._told:
+            writer.write(wire.pack(Kind.SIGNAL, bytes([signum])))
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, LaunchError):
+            await self._listen(rank, reader)
+        self._lost(rank)
+
+    async def _greet(self, reader: asyncio.StreamReader) -> int:
+        async with asyncio.timeout(_HELLO_TIMEOUT):
+            kind, length = wire.header(await reader.readexactly(wire.HEADER.size))
+            if kind is not Kind.HELLO or length > _LONGEST_HELLO:
+                raise LaunchError("expected a guard's hello")
+            hello = Hello.decode(await reader.readexactly(length))
+        known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        if not known or hello.size != self._size or hello.rank in self._writers:
+            raise LaunchError(f"rank {hello.rank} of {hello.size} is not awaited here")
+        return hello.rank
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        while True:
+            kind, length = wire.header(await reader.readexactly(wire.HEADER.size))
+            payload = await reader.readexactly(length)
+            match kind:
+                case Kind.OUT | Kind.ERR:
+                    await self._sink(rank, kind, payload)
+                case Kind.STARTED:
+                    self._pids[rank] = Started.decode(payload).pid
+                case Kind.EXIT:
+                    self._ended.add(rank)
+                    self._notify(Ended(rank, Exit.decode(payload)))
+                case Kind.DONE:
+                    self._pids.pop(rank, None)
+                    self._notify(Done(rank))
+                case _:
+                    raise LaunchError(f"the guard of rank {rank} sent {kind!r}")
+
+    def _lost(self, rank: int) -> None:
+        """The guard is gone; unless it had said DONE, the rank was killed with it, and what it started must be too."""
+        if rank in self._pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pids.pop(rank), signal.SIGKILL)
+        if rank not in self._ended:
+            self._ended.add(rank)
+            self._notify(Ended(rank, Exit(-signal.SIGKILL, told=bool(self._told))))
+        self._notify(Done(rank))

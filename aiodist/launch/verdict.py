@@ -1,0 +1,181 @@
+"""Which rank failed, and what the job's exit code is: no process, no socket, no clock of its own.
+
+The rules:
+
+1. A rank that ends with a non-zero code or by a signal, unasked, is a cause and is named at once. The first
+   cause gives the job's exit code; signal n gives 128 + n.
+2. Where the control channel knows of an earlier failure of another rank, that rank is the cause, and this one
+   a consequence: it is waited for, at most `HOLD` seconds.
+3. A rank that ends with code 0 after it said goodbye to the control channel is done, and the others may go on.
+   One that left the channel without a goodbye is a failure while others still work; one that never joined is a
+   failure when others still work `finish_within` seconds later. The exit code is 1.
+4. What ended because the launcher, or mpirun, asked it to is no cause; if nothing else explains the end of the
+   job, it is named after all.
+5. After the first cause a rank is named too if it was not asked to stop and did not merely leave with code 1,
+   as one does whose peers are lost.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["HOLD", "Ending", "Left", "Report", "Verdict"]
+
+HOLD = 1.5
+_GOODBYE_TRAVELS = 0.5
+_ASKED_BY_OTHERS = 1.0
+
+
+class Left(Enum):
+    """What the control channel knows of a rank."""
+
+    NEVER_JOINED = 1
+    CLEAN = 2
+    OPEN = 3
+    """It joined and has not said goodbye."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the control channel knows: how each rank left it, and the first to fail, with its exit code."""
+
+    left: Callable[[int], Left]
+    first_failure: Callable[[], tuple[int, int] | None]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended: its exit code, or minus the signal; `told` when it was asked to."""
+
+    rank: int
+    code: int
+    told: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The code a shell would show."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {describe(self.code)}"
+
+
+def describe(code: int) -> str:
+    """Return a return code in words.
+
+    >>> describe(3), describe(-9)
+    ('exit code 3', 'signal SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class Verdict:
+    """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
+
+    def __init__(self, size: int, finish_within: float, report: Report) -> None:
+        self.code: int | None = None
+        self.working = set(range(size))
+        self._finish_within = finish_within
+        self._report = report
+        self._named: set[int] = set()
+        self._suspects: dict[int, tuple[float, Ending]] = {}
+
+    @property
+    def due(self) -> float | None:
+        """When `tick` has something to decide."""
+        return None if self.code is not None else min((due for due, _ in self._suspects.values()), default=None)
+
+    def ended(self, ending: Ending, now: float) -> list[str]:
+        """Take in that a rank ended; return the lines to print."""
+        self.working.discard(ending.rank)
+        if ending.code == 0:
+            return self._left_early(ending, now)
+        if ending.told:
+            self._suspects[ending.rank] = (now + _ASKED_BY_OTHERS, ending)
+            return [] if self.working or self.code is not None else self._settle()
+        return self._failed(ending, now)
+
+    def tick(self, now: float) -> list[str]:
+        """Judge the suspects whose time has come."""
+        if self.code is not None:
+            return []
+        lines: list[str] = []
+        for rank, (due, ending) in list(self._suspects.items()):
+            if due > now:
+                continue
+            if ending.code != 0:
+                return lines + self._settle()
+            del self._suspects[rank]
+            if self.working and self._report.left(rank) is not Left.CLEAN:
+                lines.append(self._early(ending, self.working))
+        if lines:
+            self.code = 1
+        return lines
+
+    def stopped_by_mpirun(self, code: int) -> list[str]:
+        """Take in that mpirun ended with `code` and no rank can be running; return the lines to print."""
+        if self.code is not None:
+            return []
+        if any(ending.code != 0 and not ending.told for _, ending in self._suspects.values()):
+            return self._settle()
+        if not self.working and not any(ending.code for _, ending in self._suspects.values()):
+            return []
+        self.code = (code if code >= 0 else 128 - code) or 1
+        return [f"mpirun: {describe(code)} before its ranks had ended"]
+
+    def _failed(self, ending: Ending, now: float) -> list[str]:
+        if self.code is not None:
+            consequence = ending.code == 1 and self._report.left(ending.rank) is not Left.NEVER_JOINED
+            return [] if consequence else self._name(ending)
+        first = self._report.first_failure()
+        if first is not None and first[0] in self.working:
+            self._suspects[ending.rank] = (now + HOLD, ending)
+            return []
+        early = [
+            self._early(other, self.working | {ending.rank})
+            for _, other in self._suspects.values()
+            if other.code == 0 and self._report.left(other.rank) is Left.OPEN
+        ]
+        return early + self._name(ending)
+
+    def _left_early(self, ending: Ending, now: float) -> list[str]:
+        if not self.working:
+            return self._settle()
+        left = self._report.left(ending.rank)
+        if left is not Left.CLEAN:
+            patience = self._finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS
+            self._suspects[ending.rank] = (now + patience, ending)
+        return []
+
+    def _early(self, ending: Ending, others: set[int]) -> str:
+        self._named.add(ending.rank)
+        return f"{ending}, while others still worked ({', '.join(map(str, sorted(others)))})"
+
+    def _settle(self) -> list[str]:
+        """Nothing more will be learnt: whoever ended with a failure is named, the first of them gives the code."""
+        if self.code is not None:
+            return []
+        failed = [ending for _, ending in self._suspects.values() if ending.code != 0]
+        if not failed:
+            return []
+        first = self._report.first_failure()
+        if first is not None and first[0] in self.working:
+            return self._name(Ending(*first))
+        unasked = [ending for ending in failed if not ending.told]
+        return [line for ending in (unasked or failed) for line in self._name(ending)]
+
+    def _name(self, ending: Ending) -> list[str]:
+        if self.code is None:
+            self.code = ending.exit_code
+        if ending.rank in self._named:
+            return []
+        self._named.add(ending.rank)
+        return [str(ending)]

@@ -1,0 +1,265 @@
+"""The guard of one rank: `python -m aiodist.launch.worker HOST:PORT`, started by the launcher or an mpirun.
+
+It connects to the launcher, starts the rank in a session of its own, carries its output and the way it ended
+back, and passes signals on. Because mpirun watches the guard and not the rank, a dying rank comes to the
+launcher with its true exit code under every MPI. When the launcher is gone, the rank is killed; when the guard
+is killed, the kernel kills the rank. What the rank leaves behind has a second to go, then it is killed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from aiodist.env import Environment
+from aiodist.errors import LaunchError
+from aiodist.launch import wire
+from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
+
+_CHUNK = 1 << 16
+_OUTBOX = 1 << 18  # bytes that wait for the launcher before the rank has to wait too
+_LEFTOVERS = 1.0  # seconds that what the rank left behind has to end by itself
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> int:
+    """Guard the rank that the environment names until it has ended and the launcher lets go."""
+    here = Environment.read()
+    host, _, port = sys.argv[1].rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=30) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(wire.pack(Kind.HELLO, Hello(here.rank, here.size, here.token).encode()))
+        start = _receive_start(sock)
+        if start is None:
+            return 1
+        sock.setblocking(False)
+        _Guard(sock, start).run()
+    return 0
+
+
+def _receive_start(sock: socket.socket) -> Start | None:
+    kind, length = wire.header(_exactly(sock, wire.HEADER.size) or wire.pack(Kind.DONE))
+    return Start.decode(_exactly(sock, length)) if kind is Kind.START else None
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+class _Guard:
+    """One rank, its two pipes and the connection to the launcher, in one poll loop."""
+
+    def __init__(self, sock: socket.socket, start: Start) -> None:
+        self._sock = sock
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._told = False
+        self._ended = False
+        self._released = False
+        self._deadline: float | None = None
+        self._wakeup, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for signum in (*_ENDING, signal.SIGCHLD):
+            signal.signal(signum, _noted)
+        self._pid, out, err = _spawn(start)
+        self._pipes = {out: Kind.OUT, err: Kind.ERR}
+        self._send(Kind.STARTED, Started(self._pid).encode())
+
+    def run(self) -> None:
+        """Return when the launcher has let go or is gone; no process of the rank is left then."""
+        try:
+            while not self._released:
+                for fd in self._poll():
+                    self._serve(fd)
+                if self._ended and self._deadline is not None:
+                    self._leave()
+        finally:
+            _kill_all(self._pid)
+
+    def _poll(self) -> list[int]:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        if len(self._outbox) < _OUTBOX:
+            for pipe in self._pipes:
+                poll.register(pipe, select.POLLIN)
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return [fd for fd, _ in poll.poll(None if left is None else left * 1e3)]
+
+    def _serve(self, fd: int) -> None:
+        if fd in self._pipes:
+            self._read(fd)
+        elif fd == self._wakeup:
+            for signum in os.read(self._wakeup, _CHUNK):
+                if signum != signal.SIGCHLD:
+                    self._signal(signum)
+            self._reap()
+        else:
+            self._flush()
+            self._obey()
+
+    def _read(self, pipe: int) -> bool:
+        """Take what the rank wrote; return whether there was anything."""
+        try:
+            data = os.read(pipe, _CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._send(self._pipes[pipe], data)
+        else:
+            os.close(pipe)
+            del self._pipes[pipe]
+        return bool(data)
+
+    def _drain(self) -> None:
+        """Take what lies in the pipes now, and no more of what others may still write."""
+        for pipe in list(self._pipes):
+            for _ in range(32):
+                if not self._read(pipe):
+                    break
+
+    def _send(self, kind: Kind, payload: bytes = b"") -> None:
+        self._outbox += wire.pack(kind, payload)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: self._sock.send(self._outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._released = True
+
+    def _obey(self) -> None:
+        """Do what the launcher says; without it there is nothing left to do."""
+        try:
+            data = self._sock.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._released = self._released or not data
+        self._inbox += data
+        while len(self._inbox) >= wire.HEADER.size + 1:  # every frame after START is a SIGNAL of one byte
+            self._signal(self._inbox[wire.HEADER.size])
+            del self._inbox[: wire.HEADER.size + 1]
+
+    def _signal(self, signum: int) -> None:
+        if not self._ended:
+            self._told = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signum)
+        if signum == signal.SIGKILL:
+            self._deadline = self._deadline and time.monotonic()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Collect orphans of the rank, and notice its own end; it stays a zombie, so that its id stays ours."""
+        _orphans(self._pid)
+        gone = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if gone is None or self._ended:
+            return
+        self._ended = True
+        self._drain()
+        code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
+        self._send(Kind.EXIT, Exit(code, self._told).encode())
+        self._deadline = time.monotonic() + _LEFTOVERS
+
+    def _leave(self) -> None:
+        """Say DONE once nothing of the rank is left, at the latest when the time for leftovers is over."""
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        if not late and (self._pipes or _orphans(self._pid)):
+            return
+        self._deadline = None
+        _kill_all(self._pid)
+        self._drain()
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes.clear()
+        self._send(Kind.DONE)
+
+
+def _noted(_signum: int, _frame: object) -> None:
+    """Do nothing: the number is in the wake-up pipe."""
+
+
+def _spawn(start: Start) -> tuple[int, int, int]:
+    """Start the rank; return its process id and the ends from which its output is read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+    guard = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # a signal meets the rank or its default action
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != guard:
+                os._exit(1)
+            os.dup2(its_out, 1)
+            os.dup2(its_err, 2)
+            signal.set_wakeup_fd(-1)
+            for signum in (*_ENDING, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            os.environ.update(start.environ)
+            os.execvp(start.argv[0], start.argv)
+        except OSError as error:
+            os.write(2, f"aiodist: cannot start {start.argv[0]}: {error}\n".encode())
+        finally:
+            os._exit(127)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    for fd in (its_out, its_err):
+        os.close(fd)
+    for fd in (out, err):
+        os.set_blocking(fd, False)
+    return pid, out, err
+
+
+def _orphans(rank: int) -> list[int]:
+    """Return what the rank started and left to us, after collecting those of them that have ended."""
+    try:
+        listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    except OSError:  # a kernel without this list
+        return []
+    return [pid for pid in map(int, listed) if pid != rank and os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+
+def _kill_all(rank: int) -> None:
+    """Kill the rank, its session and the orphans it leaves, each of which brings up its own children."""
+    end = time.monotonic() + 0.5
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(rank, signal.SIGKILL)
+    while (left := _orphans(rank)) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (OSError, LaunchError) as failure:
+        sys.exit(f"aiodist: the guard of a rank lost the launcher: {failure}")

@@ -1,0 +1,77 @@
+"""`import aiodist` is light, and its names are the ones that are written down."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aiodist
+from aiodist import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def static_imports() -> dict[str, str]:
+    """Return what `aiodist/__init__.py` imports for type checkers, name to module."""
+    (block,) = [
+        node
+        for node in ast.parse(inspect.getsource(aiodist)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def test_import_loads_no_heavy_library() -> None:
+    code = "import sys, aiodist; print(sorted({'torch', 'numpy', 'mpi4py', 'asyncio'} & sys.modules.keys()))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_all_equals_the_sorted_public_names() -> None:
+    modules = {name for name, home in static_imports().items() if home == "aiodist"}
+    assert aiodist.__all__ == sorted({*aiodist._HOMES, *modules, "__version__"})
+    assert dir(aiodist) == aiodist.__all__
+    assert set(errors.__all__) <= set(aiodist.__all__)
+
+
+def test_type_checkers_are_told_the_same() -> None:
+    static = static_imports()
+    assert {name: home for name, home in static.items() if home != "aiodist"} == aiodist._HOMES
+    assert {name for name, home in static.items() if home == "aiodist"} <= aiodist._MODULES
+
+
+@pytest.mark.parametrize("name", aiodist.__all__)
+def test_name_resolves(name: str) -> None:
+    value = getattr(aiodist, name)
+    if name in aiodist._HOMES:
+        assert value is getattr(importlib.import_module(aiodist._HOMES[name]), name)
+    elif name != "__version__":
+        assert value is importlib.import_module(f"aiodist.{name}")
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'aiodist' has no attribute 'allreduce'"):
+        _ = aiodist.allreduce  # type: ignore[attr-defined]
+
+
+def test_missing_module_is_an_attribute_error_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("import a_library_that_is_not_installed")
+    monkeypatch.setattr(aiodist, "__path__", [*aiodist.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_installed"):
+        aiodist._submodule("broken")
+    with pytest.raises(AttributeError, match="'absent'"):
+        aiodist._submodule("absent")

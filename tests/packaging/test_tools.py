@@ -1,0 +1,89 @@
+"""The scripts behind `make rows` and the summary of `make test`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    name = f"tool_{request.param}"
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{request.param}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests" / "handles").mkdir(parents=True)
+    (tmp_path / "docs" / "features.md").write_text("| id | feature |\n|---|---|\n| H1 | issued |\n| H10 | threads |\n")
+    (tmp_path / "tests" / "handles" / "test_handle.py").write_text(
+        "import pytest\n"
+        "async def test_h1_issued_at_once(): ...\n"
+        "class TestThreads:\n"
+        "    @pytest.mark.parametrize('n', [1, 2])\n"
+        "    def test_h10_wait_blocks(self, n): ...\n"
+        "def test_helper(): ...\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("tool", ["rows"], indirect=True)
+def test_rows_prints_each_id_with_its_tests(
+    tool: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "ROOT", project)
+    assert tool.main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "H1",
+        "    tests/handles/test_handle.py::test_h1_issued_at_once",
+        "H10",
+        "    tests/handles/test_handle.py::test_h10_wait_blocks[…]",
+        "2 rows, 2 test functions that bear them",
+    ]
+
+
+@pytest.mark.parametrize("tool", ["rows"], indirect=True)
+def test_rows_fails_and_names_what_does_not_fit(
+    tool: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "ROOT", project)
+    (project / "docs" / "features.md").write_text("| C1 | a |\n| C2 | b |\n| H1 | issued |\n")
+    assert tool.main() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "rows that have no test: C1 C2",
+        "rows that have tests but no row: H10",
+    ]
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+def test_summary_counts_tests_by_outcome_and_mpi(tool: ModuleType) -> None:
+    report = ElementTree.fromstring(
+        """<testsuites><testsuite>
+        <testcase name="test_a[openmpi-2]"/>
+        <testcase name="test_a[mpich-2]"/>
+        <testcase name="test_b"><properties><property name="mpi" value="MPICH"/></properties></testcase>
+        <testcase name="test_c"><failure message="no"/></testcase>
+        <testcase name="test_d[mpich-4]"><skipped message="absent"/></testcase>
+        </testsuite></testsuites>"""
+    )
+    assert str(tool.tally(report)).splitlines() == [
+        "tests: 1 failed, 3 passed, 1 skipped",
+        "       of those that ran: 2 under MPICH, 1 under Open MPI, 1 under no MPI",
+    ]
