@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from aiodist.errors import ConfigError
@@ -65,8 +65,8 @@ class Environment:
     """The job's secret: who does not know it is not let in."""
     backend: str | None
     checked: bool
-    torchelastic_store: bool
-    """torchrun's agent owns the port MASTER_PORT, so rank 0 cannot listen there."""
+    variables: Mapping[str, str] = field(repr=False)
+    """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -84,7 +84,7 @@ class Environment:
             token=environ.get("AIODIST_TOKEN", ""),
             backend=environ.get("AIODIST_BACKEND") or None,
             checked=_flag(environ, "AIODIST_CHECKED"),
-            torchelastic_store=_flag(environ, "TORCHELASTIC_USE_AGENT_STORE"),
+            variables=dict(environ),
         )
 
 

@@ -60,12 +60,23 @@ class AiodistError(Exception):
         ]
         return f"{self.args[0]} [{', '.join(where)}]" if where else str(self.args[0])
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Subclasses take keywords, which the default would lose in a copy or a pickle.
+        return _restored, (type(self), self.args, self.__dict__.copy())
+
     def located(self, *, rank: int, comm: str, op: str | None) -> AiodistError:
         """Return this error with what it does not know yet filled in: the innermost place wins."""
         self.rank = rank if self.rank is None else self.rank
         self.comm = comm if self.comm is None else self.comm
         self.op = op if self.op is None else self.op
         return self
+
+
+def _restored(cls: type[AiodistError], args: tuple[object, ...], state: dict[str, object]) -> AiodistError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(AiodistError, ValueError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import warnings
 from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiodist.handles.handle import Handle
-from aiodist.handles.origin import Origin
+if TYPE_CHECKING:
+    from aiodist.handles.handle import Handle
+    from aiodist.handles.origin import Origin
 
 __all__ = ["Account"]
 
@@ -24,11 +26,13 @@ class Account:
     """The handles of one communicator or stream that were dropped unconsumed.
 
     A later `sync` or `barrier` covers those that went well; an error is reported then, once. What is never
-    covered is judged at close, with a `ResourceWarning` that points at the line that issued it.
+    covered is judged at close, with a `ResourceWarning` that points at the line that issued it; what is dropped
+    after that, or was `closed` from the start, soon after it is dropped.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, closed: bool = False) -> None:
         self._loop = loop
+        self._closed = closed
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
 
@@ -37,23 +41,33 @@ class Account:
         error = handle._value if isinstance(handle._value, BaseException) else None
         if error is not None or handle.seq > self._covered:
             self._dropped.append(_Dropped(str(handle), handle.seq, handle.origin, error))
+            if self._closed:
+                self._judge_soon()
 
     def cover(self, seq: int) -> None:
-        """A sync saw all operations below `seq` through: report the errors among them, forget the rest."""
+        """A sync saw all operations up to `seq` through: report the errors among them, forget the rest."""
         self._covered = max(self._covered, seq)
         for entry in self._take(seq):
             self._report(entry)
 
     def judge(self) -> None:
         """Close: report what is left, errors to the loop's handler, the others as warnings."""
+        self._closed = True
         for entry in self._take(None):
             if not self._report(entry):
                 self._warn(entry)
 
-    def _take(self, below: int | None) -> list[_Dropped]:
+    def _judge_soon(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.judge)
+        except RuntimeError:  # the loop is closed: say it here, where nothing may be raised
+            with contextlib.suppress(Warning):
+                self.judge()
+
+    def _take(self, upto: int | None) -> list[_Dropped]:
         entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._dropped.extend(e for e in entries if below is not None and e.seq > below)
-        return [e for e in entries if below is None or e.seq <= below]
+        self._dropped.extend(e for e in entries if upto is not None and e.seq > upto)
+        return [e for e in entries if upto is None or e.seq <= upto]
 
     def _report(self, entry: _Dropped) -> bool:
         if entry.error is None or isinstance(entry.error, asyncio.CancelledError):

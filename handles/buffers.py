@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 
 from aiodist.errors import BufferInFlight
 
@@ -25,9 +24,9 @@ class InFlight:
         self._lock = threading.Lock()
         self._writes: list[Range] = []
         self._reads: list[Range] = []
-        self._readers: Counter[Range] = Counter()
+        self._readers: dict[Range, list[object]] = {}
         self._longest_read = 0
-        self._owner: dict[tuple[Range, bool], object] = {}
+        self._writer: dict[Range, object] = {}
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
         """Claim bytes for `owner`; raise `BufferInFlight`, naming who has them, when that cannot be."""
@@ -44,9 +43,9 @@ class InFlight:
                 )
             if writes:
                 insort(self._writes, wanted)
+                self._writer[wanted] = owner
             else:
-                self._add_read(wanted)
-            self._owner[wanted, writes] = owner
+                self._add_read(wanted, owner)
 
     def release(self, start: int, nbytes: int, writes: bool) -> None:
         """Give bytes back that `acquire` claimed."""
@@ -56,40 +55,43 @@ class InFlight:
         with self._lock:
             if writes:
                 del self._writes[bisect_left(self._writes, held)]
-            elif self._readers[held] > 1:
-                self._readers[held] -= 1
-                return
+                del self._writer[held]
             else:
                 self._drop_read(held)
-            del self._owner[held, writes]
 
     def __len__(self) -> int:
-        return len(self._writes) + self._readers.total()
+        return len(self._writes) + sum(map(len, self._readers.values()))
 
     def _written(self, wanted: Range) -> object | None:
         """Return who writes any of `wanted`: ranges written are disjoint, so neighbours tell."""
         writes = self._writes
         i = bisect_right(writes, wanted)
         if i and writes[i - 1][1] > wanted[0]:
-            return self._owner[writes[i - 1], True]
+            return self._writer[writes[i - 1]]
         if i < len(writes) and writes[i][0] < wanted[1]:
-            return self._owner[writes[i], True]
+            return self._writer[writes[i]]
         return None
 
     def _read(self, wanted: Range) -> object | None:
         first = bisect_left(self._reads, (wanted[0] - self._longest_read, 0))
         for held in self._reads[first : bisect_left(self._reads, (wanted[1], 0))]:
             if held[1] > wanted[0]:
-                return self._owner[held, False]
+                return self._readers[held][0]
         return None
 
-    def _add_read(self, wanted: Range) -> None:
-        self._readers[wanted] += 1
-        if self._readers[wanted] == 1:
-            insort(self._reads, wanted)
-            self._longest_read = max(self._longest_read, wanted[1] - wanted[0])
+    def _add_read(self, wanted: Range, owner: object) -> None:
+        if (readers := self._readers.get(wanted)) is not None:
+            readers.append(owner)
+            return
+        self._readers[wanted] = [owner]
+        insort(self._reads, wanted)
+        self._longest_read = max(self._longest_read, wanted[1] - wanted[0])
 
     def _drop_read(self, held: Range) -> None:
+        readers = self._readers[held]
+        readers.pop(0)  # most likely the one that is over: the oldest
+        if readers:
+            return
         del self._readers[held]
         del self._reads[bisect_left(self._reads, held)]
         if not self._reads:

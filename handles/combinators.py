@@ -17,6 +17,18 @@ __all__ = ["as_completed", "gather"]
 T = TypeVar("T")
 
 
+class _Gathered(Handle[list[Any]]):
+    """What `gather` returns: its members tell what it waits for. They lie in `keep` until it is done."""
+
+    __slots__ = ()
+
+    def unfinished(self) -> list[Handle[Any]]:
+        return [part for member in self.keep or () for part in member.unfinished()]
+
+    def late(self) -> dict[int, str]:
+        return {rank: where for member in self.keep or () for rank, where in member.late().items()}
+
+
 class _Gathering:
     """Counts its members down and settles the outer handle."""
 
@@ -25,15 +37,18 @@ class _Gathering:
         self.members = members
         self.left = len(members)
         self.keep_errors = keep_errors
+        self.late: dict[Handle[Any], OperationTimeout] = {}
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         self.left -= 1
         if self.outer.done():
             return
+        if late is not None:
+            self.late[handle] = late
         if not self.keep_errors and (error := late or handle.outcome_error()) is not None:
             self.outer.reject(error)
         elif self.left == 0:
-            self.outer.resolve([_value(h) for h in self.members])
+            self.outer.resolve([self.late.get(h) or _value(h) for h in self.members])
 
 
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
@@ -41,13 +56,15 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
 
     The first error rejects it while the others go on; with `return_exceptions` errors stand in the list.
     Unlike `asyncio.gather` it makes no task per member: 1,000 cost one waiter. Raises `TypeError` for what is
-    no handle (`asyncio.gather` takes any awaitable).
+    no handle (`asyncio.gather` takes any awaitable), `RuntimeError` for a handle of another event loop.
     """
+    progress = Progress.current()
     for member in handles:
         if not isinstance(member, Handle):
             raise TypeError(f"aiodist.gather takes handles, got {type(member).__name__}: use asyncio.gather")
-    progress = Progress.current()
-    outer: Handle[list[Any]] = Handle(progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here())
+        member.check_loop(progress)
+    outer = _Gathered(progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here())
+    outer.keep = handles
     gathering = _Gathering(outer, handles, return_exceptions)
     if not handles:
         outer.resolve([])

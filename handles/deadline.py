@@ -20,16 +20,20 @@ class Deadline:
         self._seconds = seconds
         self._timeout = asyncio.timeout(seconds)
         self._token: Token[Deadline | None] | None = None
-        self._seen: list[tuple[str, dict[int, str]]] = []
+        self._outer: Deadline | None = None
+        self._seen: list[Handle[Any]] = []
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
+        self._outer = current_deadline.get()
         self._token = current_deadline.set(self)
         return self
 
     def note(self, handle: Handle[Any]) -> None:
         """An await of `handle` inside the block, by its task or one that it started, was cancelled."""
-        self._seen.append((str(handle), handle.late()))
+        self._seen.append(handle)
+        if self._outer is not None:
+            self._outer.note(handle)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -42,8 +46,10 @@ class Deadline:
             raise self._error() from caught
 
     def _error(self) -> OperationTimeout:
-        late = {rank: where for _, ranks in self._seen for rank, where in ranks.items()}
-        pending = ", ".join(text for text, _ in self._seen) or "no operation"
+        # One await may have been given up long ago, and its operation may be over.
+        waited_for = [part for handle in self._seen for part in handle.unfinished()]
+        late = {rank: where for handle in waited_for for rank, where in handle.late().items()}
+        pending = ", ".join(dict.fromkeys(map(str, waited_for))) or "no operation"
         who = f"; late: {describe_late(late)}" if late else ""
         return OperationTimeout(f"not done within {self._seconds:g} s; pending: {pending}{who}", late=late)
 

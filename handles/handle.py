@@ -9,12 +9,11 @@ from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from weakref import ref
 
 from aiodist.errors import OperationTimeout
+from aiodist.handles.account import Account
 
 if TYPE_CHECKING:
-    from aiodist.handles.account import Account
     from aiodist.handles.deadline import Deadline
     from aiodist.handles.origin import Origin
     from aiodist.handles.progress import Progress
@@ -23,6 +22,7 @@ __all__ = ["Handle", "Orderable", "Status", "Waiter"]
 
 T = TypeVar("T")
 _FAIR_SECONDS = 1e-3
+_event_lock = threading.Lock()
 
 
 class Orderable(Protocol):
@@ -102,6 +102,7 @@ class Handle(Generic[T]):
         "_origin",
         "_progress",
         "_status",
+        "_traceback",
         "_value",
         "_waiters",
         "keep",
@@ -160,6 +161,11 @@ class Handle(Generic[T]):
             yield
         return self._outcome()
 
+    def check_loop(self, progress: Progress) -> None:
+        """Raise `RuntimeError` unless it belongs to the loop of `progress`."""
+        if self._progress is not progress:
+            raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
+
     def _suspend(self) -> Generator[Any, None, None]:
         loop = self._progress.loop
         if asyncio.get_running_loop() is not loop:
@@ -188,6 +194,8 @@ class Handle(Generic[T]):
         # that one of the two sees the other.
         if self._status is not _PENDING:
             self._progress.post(self._notify)
+        elif self._expires is not None and self._expires <= monotonic():
+            self._progress.post(self.tell_late)
 
     def remove_waiter(self, waiter: Waiter) -> None:
         """Forget `waiter`, if it is still there."""
@@ -232,8 +240,8 @@ class Handle(Generic[T]):
             return self._value  # type: ignore[no-any-return]
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
-        # Each raise starts from a clean traceback, else it would grow with every awaiter.
-        raise self._value.with_traceback(None)
+        # Each raise starts from the traceback that it came with, else it would grow with every awaiter.
+        raise self._value.with_traceback(self._traceback)
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the result, blocking this thread, for `timeout` seconds at most.
@@ -250,14 +258,21 @@ class Handle(Generic[T]):
         return self._outcome()
 
     def _block(self, timeout: float | None) -> None:
-        if self._event is None:
-            self._event = threading.Event()
-        event = self._event
-        limit = None if timeout is None else monotonic() + timeout
-        if self._expires is not None:
-            limit = self._expires if limit is None else min(limit, self._expires)
-        if self._status is _PENDING and not event.wait(None if limit is None else max(0.0, limit - monotonic())):
-            raise self._expired() or self._lateness(timeout or 0.0)
+        left = None if self._expires is None else max(0.0, self._expires - monotonic())
+        if timeout is not None:
+            left = timeout if left is None else min(left, timeout)
+        if not self.block(left):
+            raise self._expired() or self._lateness(timeout)
+
+    def block(self, timeout: float | None = None) -> bool:
+        """Block this thread until it is over, for `timeout` seconds at most; return whether it is.
+
+        For streams: unlike `wait` it raises nothing and consumes nothing, whatever the outcome.
+        """
+        with _event_lock:  # two threads must not each make one
+            if self._event is None:
+                self._event = threading.Event()
+        return self._status is not _PENDING or self._event.wait(timeout)
 
     def wait_stream(self, stream: Orderable | None = None) -> None:
         """Order `stream` after this operation and return at once: the host does not wait.
@@ -273,7 +288,8 @@ class Handle(Generic[T]):
     # --- callbacks and cancelling ------------------------------------------------------------------------
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
-        """Have the loop call `fn(handle)` when it is done, soon if it is already."""
+        """Have the loop call `fn(handle)` when it is done, soon if it is already; on the loop's thread."""
+        self._check_thread("add_done_callback()")
         self._consumed = True
         if self._callbacks is None:
             self._callbacks = []
@@ -294,9 +310,16 @@ class Handle(Generic[T]):
         True: it never happened, and awaiting it raises `CancelledError` (a receive that was never matched, or
         what was still queued). False: it goes on, nothing has changed.
         """
-        if self._status is not _PENDING or self._canceller is None:
+        self._check_thread("cancel()")
+        if self._status is not _PENDING or self._canceller is None or not self._canceller():
             return False
-        return self._canceller()
+        self._consumed = True
+        return True
+
+    def _check_thread(self, call: str) -> None:
+        if not self._progress.owns_thread():
+            seen = threading.current_thread().name
+            raise RuntimeError(f"{call} of {self} in thread {seen!r}: call it on the thread of its event loop")
 
     # --- settling: for the operation that owns the handle ----------------------------------------------------
 
@@ -310,7 +333,7 @@ class Handle(Generic[T]):
             raise ValueError(f"timeout={seconds}: expected seconds, at least 0, or None")
         self._expires = monotonic() + seconds
         self._late = late
-        self._progress.loop.call_later(seconds, _expire, ref(self))
+        self._progress.timers.add(self._expires, self)
 
     def resolve(self, value: T) -> None:
         """The operation returned `value`."""
@@ -320,6 +343,7 @@ class Handle(Generic[T]):
     def reject(self, error: BaseException) -> None:
         """The operation raised `error`."""
         self._value = error
+        self._traceback = error.__traceback__
         self._settle(Status.RAISED)
 
     def withdraw(self) -> None:
@@ -372,6 +396,10 @@ class Handle(Generic[T]):
         who = f"; late: {describe_late(late)}" if late else ""
         return OperationTimeout(f"{self} was not done {within} and goes on{who}", late=late, op=self.op)
 
+    def unfinished(self) -> list[Handle[Any]]:
+        """Return the operations it waits for: itself, while it is pending."""
+        return [] if self.done() else [self]
+
     def late(self) -> dict[int, str]:
         """Return the ranks this pending operation is known to wait for, each with where it is."""
         return self._late() if self._late is not None and self._status is _PENDING else {}
@@ -384,8 +412,8 @@ class Handle(Generic[T]):
         return self._origin
 
     def __del__(self) -> None:
-        if not self._consumed and self._account is not None and self._status is not _PENDING:
-            self._account.dropped(self)
+        if not self._consumed and self._status is not _PENDING:
+            (self._account or Account(self._progress.loop, closed=True)).dropped(self)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"
@@ -393,11 +421,6 @@ class Handle(Generic[T]):
     def __str__(self) -> str:
         where = f" issued at {self._origin}" if self._origin else ""
         return f"{self.op} #{self.seq}{where}"
-
-
-def _expire(handle: ref[Handle[Any]]) -> None:
-    if (alive := handle()) is not None:
-        alive.tell_late()
 
 
 def describe_late(late: dict[int, str]) -> str:

@@ -22,9 +22,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary, ref
+
+from aiodist.handles.timers import Timers
 
 if TYPE_CHECKING:
     from aiodist.handles.handle import Handle
@@ -69,8 +72,12 @@ class Progress:
         self.polls = 0
         self.parked = False
         self.large = 0
+        self.timers = Timers(loop)
+        self.watched = False
+        """The progress thread knows of it."""
         self._thread_id = threading.get_ident()
         self._pollers: tuple[Poller, ...] = ()
+        self._pollers_lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Callable[[], None]] = deque()
         self._waking = False
@@ -84,6 +91,9 @@ class Progress:
         progress = cls._of_loop.get(id(loop))
         if progress is None:
             cls._of_loop[id(loop)] = progress = cls(loop)
+            # Nothing may hold it between one await and the next. A new one each time would never find that the
+            # loop has not run for long, so it stays until the loop has.
+            loop.call_soon(progress._ran)
         return progress
 
     def owns_thread(self) -> bool:
@@ -91,16 +101,18 @@ class Progress:
         return threading.get_ident() == self._thread_id
 
     def add_poller(self, poller: Poller) -> None:
-        """Poll `poller` from now on."""
-        self._pollers = (*self._pollers, poller)
+        """Poll `poller` from now on; from any thread."""
+        with self._pollers_lock:
+            self._pollers = (*self._pollers, poller)
 
     def remove_poller(self, poller: Poller) -> None:
-        """Stop polling `poller`."""
-        self._pollers = tuple(p for p in self._pollers if p is not poller)
+        """Stop polling `poller`; from any thread."""
+        with self._pollers_lock:
+            self._pollers = tuple([p for p in self._pollers if p is not poller])
 
     # --- issuing ---------------------------------------------------------------------------------------
 
-    def start(self, call: Callable[[], None], nbytes: int = 0) -> None:
+    def start(self, call: Callable[[], None]) -> None:
         """Make a native call that starts a transfer, now or as soon as the lock's holder gets to it.
 
         `call` runs with the transport lock held, must not raise, and runs in order with the other calls.
@@ -112,20 +124,25 @@ class Progress:
                 transport_lock.release()
         else:
             self._inbox.append(call)
-        self.arm(nbytes)
-
-    def arm(self, nbytes: int = 0) -> None:
-        """See to it that what was just started is driven; `nbytes` decides by whom."""
-        if nbytes >= LARGE_BYTES:
-            self.parked = True
+        if not self._armed:
+            self._arm()
+        elif _thread.asleep:  # user code has computed for so long that the thread went to sleep
             _thread.wake(self)
-        elif not self._armed:
-            self._armed = True
-            self.parked = False
-            self._quiet_since = perf_counter()
-            self.loop.call_soon(self._turn)
-            if _thread.asleep:
-                _thread.wake(self)
+
+    def start_in_thread(self, call: Callable[[], None]) -> None:
+        """Like `start`, but the progress thread makes the call and drives what it starts, without delay."""
+        self._inbox.append(call)
+        self.parked = True
+        _thread.wake(self)
+
+    def _arm(self) -> None:
+        """Have the loop poll from its next iteration on, and the thread see whether it does."""
+        self._armed = True
+        self.parked = False
+        self._quiet_since = perf_counter()
+        self.loop.call_soon(self._turn)
+        if _thread.asleep or not self.watched:
+            _thread.wake(self)
 
     def add_large(self, count: int) -> None:
         """Count transfers that only the thread may drive; called with the transport lock held."""
@@ -145,8 +162,12 @@ class Progress:
             self._inbox.popleft()()
         completed = False
         for poller in self._pollers:
-            if len(poller) and poller.poll():
-                completed = True
+            try:
+                if len(poller) and poller.poll():
+                    completed = True
+            except Exception as error:  # noqa: BLE001  - it must not end the progress thread
+                self.remove_poller(poller)
+                self.report(f"{poller!r} failed: what it drives is never done", error)
         return completed
 
     def spin(self, handle: Handle[Any]) -> None:
@@ -207,18 +228,32 @@ class Progress:
         except RuntimeError:
             # The loop is closed: nobody is left to be told.
             self._posted.clear()
+            self._waking = False
+
+    def report(self, message: str, error: BaseException) -> None:
+        """Have the loop's exception handler hear of `error`, from any thread."""
+        self.post(partial(self.loop.call_exception_handler, {"message": message, "exception": error}))
 
     def _run_posted(self) -> None:
         self._waking = False
+        self._ran()
         for _ in range(len(self._posted)):
-            self._posted.popleft()()
+            fn = self._posted.popleft()
+            try:
+                fn()
+            except Exception as error:  # noqa: BLE001  - those behind it must still be told
+                self.loop.call_exception_handler({"message": f"{fn} failed", "exception": error})
+
+    def _ran(self) -> None:
+        self.last_ran = perf_counter()
 
 
 class _ProgressThread:
     """The one thread of the process that polls for loops that cannot or should not."""
 
     def __init__(self) -> None:
-        self._members: WeakSet[Progress] = WeakSet()
+        self._members: tuple[ref[Progress], ...] = ()
+        self._members_lock = threading.Lock()
         self._bell = threading.Lock()
         self._bell.acquire()
         self._thread: threading.Thread | None = None
@@ -242,10 +277,8 @@ class _ProgressThread:
 
     def wake(self, progress: Progress) -> None:
         """Look after `progress` now; from any thread."""
-        self._members.add(progress)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
-            self._thread.start()
+        if not progress.watched:
+            self._add(progress)
         self.asleep = False
         if self._bell.locked():
             try:
@@ -253,18 +286,27 @@ class _ProgressThread:
             except RuntimeError:
                 return  # somebody else rang first
 
+    def _add(self, progress: Progress) -> None:
+        with self._members_lock:
+            self._members = (*[member for member in self._members if member() is not None], ref(progress))
+            progress.watched = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
+                self._thread.start()
+
+    def _alive(self) -> list[Progress]:
+        return [progress for member in self._members if (progress := member()) is not None]
+
     def _run(self) -> None:
         seen: dict[int, int] = {}
         idle_since = busy_since = perf_counter()
         while True:
             began = perf_counter()
-            members = list(self._members)
-            pending = [p for p in members if p.pending()]
+            pending = [p for p in self._alive() if p.pending()]
             due = [p for p in pending if p.parked or p.large or seen.get(id(p)) == p.polls]
             completed = any([_drive(p) for p in due])
             seen = {id(p): p.polls for p in pending}
             large = any(p.large for p in pending)
-            del members
             now = perf_counter()
             if pending or completed:
                 idle_since = now
@@ -278,7 +320,7 @@ class _ProgressThread:
         if pause is None:
             self.asleep = True
             # An operation that was issued before it could see us asleep rings no bell.
-            if not any(p.pending() for p in list(self._members)):
+            if not any([p.pending() for p in self._alive()]):
                 self._bell.acquire()
             self.asleep = False
         else:

@@ -34,7 +34,7 @@ class SourcePoller(Generic[T]):
         self._handle = handle
 
     def __len__(self) -> int:
-        return 1
+        return 0 if self._handle.done() else 1
 
     def poll(self) -> bool:
         """Settle the handle when the source is over."""

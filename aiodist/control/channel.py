@@ -8,9 +8,10 @@ and `local.InProcessChannel` for ranks that are tasks of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from aiodist.control.exits import Exit
+if TYPE_CHECKING:
+    from aiodist.control.exits import Exit
 
 __all__ = ["Channel"]
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from aiodist.control.exits import HUB, Exit
+from aiodist.control.exits import HUB, Exit, name_ranks
 from aiodist.control.inbox import Inbox
 from aiodist.control.link import Link, Pulse
-from aiodist.control.thread import LoopThread
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
+
+if TYPE_CHECKING:
+    from aiodist.control.thread import LoopThread
 
 __all__ = ["SocketChannel"]
 
@@ -43,11 +47,11 @@ class SocketChannel:
         self._replies: dict[int, _Resolve] = {}
         self._lost: Exit | None = None
         self._closing = False
-        self._said_bye = False
         self._link: Link | None = None
         self._host_rank = HUB
         self.ready: asyncio.Future[None] = thread.loop.create_future()
         """On the thread: done when all ranks have joined."""
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
 
     @property
     def rank(self) -> int:
@@ -111,6 +115,7 @@ class SocketChannel:
 
     def exits(self) -> Mapping[int, Exit]:
         """See `Channel.exits`."""
+        self._thread.check_process()
         return dict(self._inbox.exits)
 
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
@@ -149,10 +154,8 @@ class SocketChannel:
         answer: asyncio.Future[Any] = loop.create_future()
 
         def resolve(value: Any, error: Exception | None) -> None:  # noqa: ANN401
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop that asked was closed meanwhile
                 loop.call_soon_threadsafe(_settle, answer, value, error)
-            except RuntimeError:
-                pass  # the loop that asked was closed meanwhile
 
         number = self._ask(pack(list(question)), resolve)
         answer.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
@@ -165,7 +168,7 @@ class SocketChannel:
         self._write(data)
         # The thread first notes that the hub is lost and then empties the table: one of the two sees this entry.
         if self._lost and self._replies.pop(number, None):
-            resolve(None, self._lost.error())
+            resolve(None, self._gone())
         return number
 
     def _withdraw(self, number: int) -> None:
@@ -183,10 +186,16 @@ class SocketChannel:
 
     def _check_open(self) -> None:
         self._thread.check_process()
-        if self._closing:
-            raise RuntimeError(f"the control channel of rank {self._rank} is closed")
+        # A subscriber that answers while the channel is being closed makes no mistake: what it sends is dropped.
+        if self._closing and not self._thread.is_current():
+            raise self._gone()
 
     # On the listener thread.
+
+    @property
+    def is_welcome(self) -> bool:
+        """The hub has let this rank in."""
+        return self._link is not None
 
     def welcomed(self, link: Link, settings: Mapping[str, Any]) -> None:
         """Take over the connection: the hub has let this rank in. On the thread."""
@@ -196,6 +205,10 @@ class SocketChannel:
         link.on_closed = self._hub_gone
         pulse = Pulse(settings["heartbeat"], lambda: (link,))
         self._thread.stack.push_async_callback(self._leave, link, pulse)
+
+    def give_up(self, cause: str) -> None:
+        """Tell the hub why this rank waits no more for the others. On the thread."""
+        self._ask(pack(["bye", cause]), lambda value, error: None)
 
     async def _leave(self, link: Link, pulse: Pulse) -> None:
         pulse.stop()
@@ -235,28 +248,36 @@ class SocketChannel:
     def _hub_closes(self, notice: dict[str, Any]) -> None:
         if not self.ready.done() and notice["late"]:
             late = dict(notice["late"])
-            self.ready.set_exception(OperationTimeout(notice["cause"], late=late, rank=self._rank, op="connect"))
+            message = f"{notice['cause']}, before {name_ranks(late)} had come"
+            self.ready.set_exception(OperationTimeout(message, late=late, rank=self._rank, op="connect"))
         rank = HUB if notice["clean"] else self._host_rank
         self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
 
     def _hub_gone(self, cause: str) -> None:
-        if self._closing:
-            return self._lose(Exit(HUB, clean=True, cause="this rank closed the channel"))
         where = "" if self._host_rank == HUB else f", which rank {self._host_rank} hosted,"
         self._lose(Exit(self._host_rank, clean=False, cause=f"the hub{where} was lost: {cause}"))
 
     def _lose(self, exit: Exit) -> None:
-        """The hub is gone; what is known first stays, and nobody waits for it any more."""
+        """The hub is gone; nobody waits for it any more."""
         if self._lost is None:
+            known = self._inbox.exits.get(exit.rank)
+            if known is not None and not known.clean:
+                exit = known  # the rank that hosted the hub said why before it went
+            elif known is not None:
+                exit = replace(exit, rank=HUB)  # it had said goodbye, and was still serving
             self._lost = exit
             if not self._closing:
-                known = self._inbox.exits.get(exit.rank)
-                hidden = known is not None and known.clean and not exit.clean
-                self._inbox.left(Exit(HUB, exit.clean, exit.cause) if hidden else exit)
-        _settle(self.ready, None, self._lost.error())
+                self._inbox.left(exit)
+        _settle(self.ready, None, self._gone())
         while self._replies:
             _, resolve = self._replies.popitem()
-            resolve(None, self._lost.error())
+            resolve(None, self._gone())
+
+    def _gone(self) -> Exception:
+        """Return why there is no hub to answer."""
+        if self._closing or self._lost is None:
+            return RuntimeError(f"the control channel of rank {self._rank} is closed")
+        return self._lost.error()
 
     def _report(self, message: str, error: BaseException) -> None:
         self._thread.loop.call_exception_handler({"message": message, "exception": error})

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiodist.control.link import Link
@@ -37,17 +37,25 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Hello:
-    """Who wants to come in, and what the hub must answer to prove itself."""
+    """Who wants to come in."""
 
     rank: int
     size: int
-    answer: bytes
+    token: str = field(repr=False)
+
+    def prove(self, role: bytes, challenge: bytes, counter_challenge: bytes) -> bytes:
+        """Return what only somebody who knows the token can say about this conversation."""
+        said = b"|".join((role, challenge, counter_challenge, f"{self.rank}/{self.size}".encode()))
+        return hmac.digest(self.token.encode(), said, "sha256")
 
 
 class Door:
-    """The hub's side: greets whoever connects, and hands over those who know the token."""
+    """The hub's side: greets whoever connects, and hands over those who know the token.
 
-    def __init__(self, token: str, admit: Callable[[Link, Hello], None]) -> None:
+    `admit(link, hello, proof)` lets a rank in, with the proof to send along, or raises `Refused`.
+    """
+
+    def __init__(self, token: str, admit: Callable[[Link, Hello, bytes], None]) -> None:
         self._token = token
         self._admit = admit
         self._strangers: set[Link] = set()
@@ -83,13 +91,11 @@ class Door:
                 pass
             case _:
                 raise WireError("a hello that cannot be read")
-        place = f"{rank}/{size}".encode()
+        hello = Hello(rank, size, self._token)
         try:
-            expected = _prove(self._token, b"rank", challenge, counter_challenge, place)
-            if not hmac.compare_digest(proof, expected):
+            if not hmac.compare_digest(proof, hello.prove(b"rank", challenge, counter_challenge)):
                 raise Refused("token", "wrong token: this hub belongs to another job")
-            answer = _prove(self._token, b"hub", challenge, counter_challenge, place)
-            self._admit(link, Hello(rank, size, answer))
+            self._admit(link, hello, hello.prove(b"hub", challenge, counter_challenge))
         except Refused as refusal:
             link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
             link.close(str(refusal))
@@ -98,9 +104,7 @@ class Door:
 class _Greeting(Link):
     """A link that speaks first."""
 
-    def __init__(
-        self, greeting: bytes, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]
-    ) -> None:
+    def __init__(self, greeting: bytes, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
         super().__init__(on_frame, on_closed)
         self._words = greeting
 
@@ -109,56 +113,71 @@ class _Greeting(Link):
         self.write(self._words)
 
 
-async def dial(
-    host: str, port: int, *, rank: int, size: int, token: str, welcomed: Callable[[Link, dict[str, Any]], None]
-) -> None:
+async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
     """Connect to a hub and introduce this rank; `welcomed(link, settings)` runs before any later frame is read.
 
-    Raises `OSError` where nobody listens, and also where whoever listens is no hub of this protocol (`ConnectionError`)
-    or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not accept the other.
+    Raises `OSError` where nobody listens, and also where whoever listens is no hub of this protocol
+    (`ConnectionError`) or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not
+    accept the other.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[None] = loop.create_future()
-    counter_challenge = os.urandom(16)
-    place = f"{rank}/{size}".encode()
-    challenge = b""
-
-    def hear(received: Frame) -> None:
-        nonlocal challenge
-        said = unpack(received.body)
-        match received.kind, said:
-            case Kind.GREETING, [str(protocol), bytes(challenge)]:
-                if protocol != _PROTOCOL:
-                    raise WireError(f"it speaks {protocol!r}, this is {_PROTOCOL!r}")
-                proof = _prove(token, b"rank", challenge, counter_challenge, place)
-                link.write(frame(Kind.HELLO, body=pack([rank, size, proof, counter_challenge])))
-            case Kind.REFUSED, [str(code), str(message)]:
-                fail(Refused(code, message))
-            case Kind.WELCOME, [bytes(answer), dict(settings)]:
-                if not hmac.compare_digest(answer, _prove(token, b"hub", challenge, counter_challenge, place)):
-                    return fail(Refused("token", "the hub does not know this job's token"))
-                link.trust()
-                welcomed(link, settings)
-                if not outcome.done():
-                    outcome.set_result(None)
-            case _:
-                raise WireError("no handshake of a hub")
-
-    def fail(error: Exception) -> None:
-        if not outcome.done():
-            outcome.set_exception(error)
-
-    link = Link(hear, lambda cause: fail(ConnectionError(f"no hub of aiodist, or a closing one: {cause}")))
+    visit = _Visit(hello, welcomed)
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            await loop.create_connection(lambda: link, host, port)
-            await outcome
+            await asyncio.get_running_loop().create_connection(lambda: visit.link, host, port)
+            await visit.outcome
     except BaseException:
-        link.abort("the handshake failed")
-        outcome.cancel()
+        visit.link.abort("the handshake failed")
+        visit.outcome.cancel()
         raise
 
 
-def _prove(token: str, role: bytes, *said: bytes) -> bytes:
-    """Return what only somebody with the token can say about this conversation."""
-    return hmac.digest(token.encode(), b"|".join((role, *said)), "sha256")
+class _Visit:
+    """The rank's side of one handshake."""
+
+    def __init__(self, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
+        self.link = Link(self._hear, self._closed)
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hello = hello
+        self._welcomed = welcomed
+        self._challenge = b""
+        self._counter_challenge = os.urandom(16)
+
+    def _hear(self, received: Frame) -> None:
+        match received.kind, unpack(received.body):
+            case Kind.GREETING, [str(protocol), bytes(challenge)]:
+                self._introduce(protocol, challenge)
+            case Kind.REFUSED, [str(code), str(message)]:
+                self._fail(Refused(code, message))
+            case Kind.WELCOME, [bytes(answer), dict(settings)]:
+                self._enter(answer, settings)
+            case _:
+                raise WireError("no handshake of a hub")
+
+    def _introduce(self, protocol: str, challenge: bytes) -> None:
+        if protocol != _PROTOCOL:
+            raise WireError(f"it speaks {protocol!r}, this is {_PROTOCOL!r}")
+        self._challenge = challenge
+        hello = self._hello
+        said = [
+            hello.rank,
+            hello.size,
+            hello.prove(b"rank", challenge, self._counter_challenge),
+            self._counter_challenge,
+        ]
+        self.link.write(frame(Kind.HELLO, body=pack(said)))
+
+    def _enter(self, answer: bytes, settings: dict[str, Any]) -> None:
+        if not hmac.compare_digest(answer, self._hello.prove(b"hub", self._challenge, self._counter_challenge)):
+            self._fail(Refused("token", "the hub does not know this job's token"))
+            return
+        self.link.trust()
+        self._welcomed(self.link, settings)
+        if not self.outcome.done():
+            self.outcome.set_result(None)
+
+    def _closed(self, cause: str) -> None:
+        self._fail(ConnectionError(f"no hub of aiodist, or a closing one: {cause}"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)

@@ -116,7 +116,13 @@ class Hub:
         self._port = sock.getsockname()[1]
         self._fd = sock.fileno()
         forks.guard(self._fd)
-        self._server = await asyncio.get_running_loop().create_server(self._door.greet, sock=sock)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._door.greet, sock=sock, start_serving=False)
+        try:
+            await self._server.start_serving()
+        except BaseException:
+            self._stop_listening()
+            raise
         self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
         return self
 
@@ -125,11 +131,16 @@ class Hub:
     ) -> None:
         await self.aclose()
 
-    async def drain(self, timeout: float) -> None:
-        """Let nobody in any more, and wait until all ranks have left, at most `timeout` seconds."""
+    async def linger(self) -> None:
+        """Let nobody in any more, and wait until all ranks have left, at most `HubOptions.linger` seconds.
+
+        Where they have not even met there is nothing to wait for.
+        """
+        if not self._roster.ready:
+            return
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._options.linger):
                 await self._idle.wait()
 
     async def aclose(self, cause: str = "the hub was closed") -> None:
@@ -146,14 +157,18 @@ class Hub:
             link.close(cause)
         for link in links:
             await link.wait_closed(_FAREWELL_TIMEOUT)
+        if self._server is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL_TIMEOUT):
+                    await self._server.wait_closed()
 
     def _stop_listening(self) -> None:
-        if self._server is not None:
+        if self._server is not None and self._fd >= 0:
             forks.forget(self._fd)
+            self._fd = -1
             self._server.close()
-            self._server = None
 
-    def _admit(self, link: Link, hello: Hello) -> None:
+    def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
         rank = hello.rank
         self._roster.join(rank, hello.size)
         link.trust()
@@ -162,7 +177,7 @@ class Hub:
         self._links[rank] = link
         self._idle.clear()
         settings = {"heartbeat": self._options.heartbeat, "host_rank": self._host_rank}
-        link.write(frame(Kind.WELCOME, body=pack([hello.answer, settings])))
+        link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
         _tell(self._on_join, rank)
         if self._roster.ready:
             self._write_all(frame(Kind.READY))
@@ -193,27 +208,30 @@ class Hub:
                 link.write(data)
 
     def _answer(self, rank: int, number: int, request: Any) -> None:  # noqa: ANN401
+        value: Any = None
         match request:
-            case ["get", str(key)]:
-                return self._store.get(key, (rank, number), partial(self._reply, rank, number))
-            case ["set", str(key), bytes(value)]:
-                answer = self._store.set(key, value)
+            case ["get", str(key)]:  # answered when there is something
+                self._store.get(key, (rank, number), partial(self._reply, rank, number))
+                return
+            case ["set", str(key), bytes(new)]:
+                self._store.set(key, new)
             case ["add", str(key), int(amount)]:
                 try:
-                    answer = self._store.add(key, amount)
+                    value = self._store.add(key, amount)
                 except ValueError as error:
-                    return self._reply(rank, number, error=str(error))
+                    self._reply(rank, number, error=str(error))
+                    return
             case ["delete", str(key)]:
-                answer = self._store.delete(key)
+                self._store.delete(key)
             case ["missing"]:
-                answer = list(self._roster.missing().items())
+                value = list(self._roster.missing().items())
             case ["fail", str(cause), str(trace), int(code)]:
-                answer = self._leave(Exit(rank, clean=False, cause=cause, traceback=trace, exitcode=code))
+                self._leave(Exit(rank, clean=False, cause=cause, traceback=trace, exitcode=code))
             case ["bye", str(cause)]:
-                answer = self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
+                self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
             case _:
                 raise WireError("a request that cannot be read")
-        self._reply(rank, number, answer)
+        self._reply(rank, number, value)
 
     def _reply(self, rank: int, number: int, value: Any = None, *, error: str | None = None) -> None:  # noqa: ANN401
         if link := self._links.get(rank):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from aiodist.control.exits import Exit
+if TYPE_CHECKING:
+    from aiodist.control.exits import Exit
 
 __all__ = ["Inbox"]
 

@@ -11,7 +11,7 @@ from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError,
 
 __all__ = ["Link", "Pulse"]
 
-MAX_BACKLOG: Final = 4 * MAX_FRAME
+MAX_BACKLOG: Final = 16 * MAX_FRAME
 """How many bytes may wait for a peer that does not read before it is given up."""
 
 _PING: Final = frame(Kind.PING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from aiodist.errors import ConfigError
 
-__all__ = ["FilePlace", "Place", "TcpPlace", "listen", "outward_host", "parse", "tcp_address"]
+__all__ = ["FilePlace", "Place", "TcpPlace", "is_loopback", "listen", "outward_host", "parse", "tcp_address"]
 
 _AGENT_PORTS = 8
 
@@ -74,14 +75,26 @@ async def listen(host: str, port: int, *, backlog: int) -> socket.socket:
     if not host:
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):  # IPv6 may be compiled in and turned off
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-                )
+                return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
         return socket.create_server(("", port), backlog=backlog)
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name, which may take a while to look up
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, where = found[0]
     # For IPv6 `where` has a scope, without which a link-local address cannot be listened at.
-    return socket.create_server(where, family=socket.AddressFamily(family), backlog=backlog)  # type: ignore[arg-type]
+    return socket.create_server(where, family=socket.AddressFamily(family), backlog=backlog)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` says in so many words that nobody else is to reach it.
+
+    >>> is_loopback("localhost"), is_loopback("::1"), is_loopback("127.0.1.1"), is_loopback("node1")
+    (True, True, True, False)
+    """
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def outward_host() -> str:
@@ -94,13 +107,14 @@ def outward_host() -> str:
 
 
 def _host_and_port(address: str) -> tuple[str, tuple[int]]:
+    expected = "expected tcp://host:port, or tcp://[address]:port for IPv6"
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"rendezvous {address!r}: {error}") from None
+        raise ConfigError(f"rendezvous {address!r}: {error}; {expected}") from None
     if not host or not port or parts.path or parts.query or parts.username is not None:
-        raise ConfigError(f"rendezvous {address!r}: expected tcp://host:port, or tcp://[address]:port for IPv6")
+        raise ConfigError(f"rendezvous {address!r}: {expected}")
     return host, (port,)
 
 
@@ -149,7 +163,7 @@ def _from_slurm(environ: Mapping[str, str]) -> TcpPlace:
         raise ConfigError("env://: neither MASTER_ADDR nor SLURM_STEP_NODELIST is set")
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
     ports = range(20_000, 30_000, _AGENT_PORTS)
-    first = ports[hash((int(job), int(step))) % len(ports)] if (job + step).isdecimal() else ports[0]
+    first = ports[(int(job) * 31 + int(step)) % len(ports)] if (job + step).isdecimal() else ports[0]
     return TcpPlace(host, tuple(range(first, first + _AGENT_PORTS)), hosted=True, secret=f"{job}.{step}")
 
 

@@ -49,8 +49,9 @@ class Roster:
     def leave(self, exit: Exit) -> bool:
         """Note how a rank left; False when this is no news to the others."""
         if not self.ready:
-            self.joined.discard(exit.rank)
-            self._gave_up[exit.rank] = exit.cause
+            if exit.rank in self.joined:
+                self.joined.remove(exit.rank)
+                self._gave_up[exit.rank] = exit.cause
             return False
         if exit.rank in self._left:
             return False

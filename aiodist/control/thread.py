@@ -49,8 +49,13 @@ class LoopThread:
         return True
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread; cancelling this call cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        """Run a coroutine on the thread; cancelling this call cancels it. Raises `RuntimeError` when it has ended."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            raise RuntimeError("the thread of the control channel has ended: it was closed") from None
+        return await asyncio.wrap_future(future)
 
     async def aclose(self) -> None:
         """Unwind the stack and end the thread, without blocking the loop of the caller.

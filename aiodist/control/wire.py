@@ -60,9 +60,7 @@ class Frame(NamedTuple):
 def frame(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:
     """Return the bytes of a frame; raise `ValueError` when the body is over `MAX_FRAME`."""
     if len(body) > MAX_FRAME:
-        raise ValueError(
-            f"a control message of {len(body)} bytes: at most {MAX_FRAME} bytes (64 MiB) fit in one frame"
-        )
+        raise ValueError(f"a control message of {len(body)} bytes: at most {MAX_FRAME} bytes (64 MiB) fit in one frame")
     return _HEADER.pack(len(body), kind, number) + body
 
 
@@ -89,13 +87,13 @@ class FrameReader:
 
 
 def pack(payload: Any) -> bytes:  # noqa: ANN401  (JSON has no better name)
-    """Return `payload` as bytes: JSON's types, and bytes, bytearray or memoryview anywhere inside.
+    r"""Return `payload` as bytes: JSON's types, and bytes, bytearray or memoryview anywhere inside.
 
     As in JSON, tuples arrive as lists and the keys of a dict as strings. Raises `TypeError` for other types and
     `ValueError` for a payload that contains itself or holds the string that stands for bytes here.
 
-    >>> unpack(pack({"id": b"\\x00\\xff", "sizes": (1, 2)}))
-    {'id': b'\\x00\\xff', 'sizes': [1, 2]}
+    >>> unpack(pack({"id": b"\x00\xff", "sizes": (1, 2)}))
+    {'id': b'\x00\xff', 'sizes': [1, 2]}
     """
     strings: list[bytes] = []
 
@@ -125,8 +123,6 @@ def unpack(body: bytes) -> Any:  # noqa: ANN401
         for length in lengths:
             strings.append(body[start : start + length])
             start += length
-        return json.loads(
-            text, object_hook=lambda found: strings[found[_BYTES]] if found.keys() == {_BYTES} else found
-        )
+        return json.loads(text, object_hook=lambda found: strings[found[_BYTES]] if found.keys() == {_BYTES} else found)
     except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
         raise WireError(f"a body that cannot be read: {error}") from error

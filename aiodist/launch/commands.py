@@ -87,11 +87,11 @@ class Place:
 
 
 def flavour(version_text: str) -> tuple[Flavour, str]:
-    """Return flavour and version that the output of `mpirun --version` shows.
+    r"""Return flavour and version that the output of `mpirun --version` shows.
 
-    >>> flavour("mpirun (Open MPI) 5.0.11\\n")
+    >>> flavour("mpirun (Open MPI) 5.0.11\n")
     (<Flavour.OPENMPI: 'openmpi'>, '5.0.11')
-    >>> flavour("HYDRA build details:\\n    Version:     4.3.0\\n")
+    >>> flavour("HYDRA build details:\n    Version:     4.3.0\n")
     (<Flavour.MPICH: 'mpich'>, '4.3.0')
     """
     first = version_text.strip().splitlines()[0] if version_text.strip() else ""
@@ -127,11 +127,7 @@ _STALE_EXACT = frozenset(
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what another launcher wrote: started from inside a rank, this is a new job."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_STALE) and name not in _STALE_EXACT
-    }
+    return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
 
 
 def common_variables(environ: Mapping[str, str], place: Place) -> dict[str, str]:

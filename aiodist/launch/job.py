@@ -8,47 +8,24 @@ import os
 import secrets
 import signal
 import sys
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from aiodist.control.exits import name_ranks
-from aiodist.control.hub import Hub
-from aiodist.errors import LaunchError
-from aiodist.launch import commands, discover, processes
+from aiodist.control import Hub
+from aiodist.errors import ConfigError
+from aiodist.launch import commands, discover
 from aiodist.launch.commands import Job, Mpi, Place
-from aiodist.launch.output import Console, Lines, Logs
-from aiodist.launch.ranks import Done, Ended, Ranks
-from aiodist.launch.verdict import Ending, Left, Report, Verdict, describe
-from aiodist.launch.wire import Kind, Start
+from aiodist.launch.output import Console, Lines, Logs, read_input
+from aiodist.launch.processes import Command, Processes
+from aiodist.launch.ranks import Ranks
+from aiodist.launch.supervisor import Event, Signalled, Supervisor, report
+from aiodist.launch.wire import Kind, Start, Stdin
 
 __all__ = ["run"]
 
-START_TIMEOUT = 60.0
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PASSED = (signal.SIGUSR1, signal.SIGUSR2)
-_AFTER_KILL = 1.5  # seconds for what was killed to be gone and its last output to be printed
-_TIMED_OUT = 124  # as timeout(1) has it
-
-
-@dataclass(frozen=True)
-class _Signal:
-    """The launcher received a signal."""
-
-    signum: int
-
-
-@dataclass(frozen=True)
-class _MpirunEnded:
-    """The mpirun ended, with its ranks or before them."""
-
-    code: int
-
-
-_Event = Ended | Done | _Signal | _MpirunEnded
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_LAST_WORDS = 2.0  # seconds for a slow reader of our output to take what is left at the end
 
 
 async def run(job: Job, environ: Mapping[str, str] = os.environ) -> int:
@@ -60,46 +37,112 @@ async def run(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     """
     exports = commands.exported(job.exports, environ)
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
+    if mpi is None and job.mpi_args:
+        raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
+    events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
-    output = _Output(job)
-    events: asyncio.Queue[_Event] = asyncio.Queue()
-    start = Start([sys.executable, *job.command], exports)
     async with AsyncExitStack() as stack:
-        stack.callback(output.close)
+        output = _Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
+        stack.push_async_callback(output.aclose)
         hub = await stack.enter_async_context(Hub(job.ranks, token=token))
-        ranks = Ranks(job.ranks, token, start, sink=output.write, notify=events.put_nowait)
-        stack.enter_context(_signals(events.put_nowait))
-        started: list[Process] = []
-        stack.push_async_callback(processes.finish, started, 1.0)
-        await stack.enter_async_context(ranks)
-        place = Place(ranks.address, hub.address, token)
-        await stack.enter_async_context(_started(job, mpi, place, environ, started, output, events))
-        return await _Supervisor(job, hub, ranks, output, events).watch()
-    raise AssertionError("unreachable: no context above swallows exceptions")
+        # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours simply has it.
+        first: Stdin = "same" if mpi is None else "sent"
+        starts = [
+            Start([sys.executable, *job.command], exports, "null" if rank else first) for rank in range(job.ranks)
+        ]
+        ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait))
+        supervisor = Supervisor(job, ranks, report(hub), output.say)
+
+        async def overheard(data: bytes) -> None:
+            if not (supervisor.stopping and ranks.came):  # an mpirun comments at length on what we say in a line
+                await output.overheard(data)
+
+        stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
+        todo = _commands(job, mpi, Place(ranks.address, hub.address, token), environ)
+        processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
+        try:
+            code = await supervisor.watch(events)
+        finally:
+            processes.patience = 1.0 if supervisor.stopping else processes.patience
+            ranks.release()
+    return code
 
 
-class _Output:
-    """Where the output of all ranks, and the launcher's own words, go."""
+def _commands(job: Job, mpi: Mpi | None, place: Place, environ: Mapping[str, str]) -> list[Command]:
+    """Return what to start here: one guard a rank, or one mpirun."""
+    guard = commands.guard_command(place.guards, Path.cwd())
+    common = commands.common_variables(environ, place)
+    if mpi is None:
+        return [
+            Command(guard, {**common, **commands.place_variables(rank, job.ranks)}, rank) for rank in range(job.ranks)
+        ]
+    variables = commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
+    return [Command(commands.mpirun_command(job, mpi, guard), {**common, **variables})]
 
-    def __init__(self, job: Job) -> None:
-        self.console = Console()
+
+@contextlib.contextmanager
+def _signals(tell: Callable[[int], None]) -> Iterator[None]:
+    """Hear signals while inside; outside the main thread they belong to whoever runs the loop."""
+    loop = asyncio.get_running_loop()
+    heard = []
+    for signum in map(signal.Signals.__getitem__, _SIGNALS):
+        if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+            continue  # nohup
+        with contextlib.suppress(RuntimeError, ValueError):
+            loop.add_signal_handler(signum, tell, signum)
+            heard.append(signum)
+    try:
+        yield
+    finally:
+        for signum in heard:
+            loop.remove_signal_handler(signum)
+
+
+class _Streams:
+    """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
+
+    def __init__(self, job: Job, broken: Callable[[], None]) -> None:
+        self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
         self._lines = {
             (rank, kind): Lines(f"[{rank}] ".encode() if job.prefix else b"")
             for rank in range(job.ranks)
             for kind in (Kind.OUT, Kind.ERR)
         }
+        self._mpirun = Lines(b"[mpirun] ")
+        self._words: set[asyncio.Task[None]] = set()
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
+        """Print the whole lines of what a rank wrote; wait while nobody reads them."""
         self._logs.write(rank, kind, data)
-        await self.console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
+        await self._console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
 
-    async def flush(self, rank: int) -> None:
+    async def finish(self, rank: int) -> None:
+        """Print what the rank wrote after its last line end."""
         for kind in (Kind.OUT, Kind.ERR):
-            await self.console.write(kind, self._lines[rank, kind].flush())
+            await self._console.write(kind, self._lines[rank, kind].flush())
 
-    async def say(self, *lines: str) -> None:
-        await self.console.write(Kind.ERR, "".join(f"{line}\n" for line in lines).encode())
+    async def read(self) -> bytes:
+        """Return a piece of our standard input, nothing at its end."""
+        return await read_input()
 
-    def close(self) -> None:
+    async def overheard(self, data: bytes) -> None:
+        """Print what mpirun itself says."""
+        await self._console.write(Kind.ERR, self._mpirun.feed(data, asyncio.get_running_loop().time()))
+
+    def say(self, line: str) -> None:
+        """Print a line of our own as soon as somebody reads, and do not wait for that."""
+        task = asyncio.create_task(self._console.write(Kind.ERR, f"{line}\n".encode()))
+        self._words.add(task)
+        task.add_done_callback(self._words.discard)
+
+    async def aclose(self) -> None:
+        """Wait a little for our last words to be read, and close the files."""
+        rest = self._mpirun.flush()
+        if rest:
+            self.say(rest.decode(errors="replace").rstrip("\n"))
+        if self._words:
+            await asyncio.wait(self._words, timeout=_LAST_WORDS)
+        for task in self._words:
+            task.cancel()
         self._logs.close()

@@ -1,15 +1,17 @@
-"""Whole lines with the rank in front, on the launcher's own standard output and error."""
+"""The launcher's own standard streams: whole lines with the rank in front go out, input for rank 0 comes in."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
+from aiodist.errors import ConfigError
 from aiodist.launch.wire import Kind
 
-__all__ = ["Console", "Lines", "Logs"]
+__all__ = ["Console", "Lines", "Logs", "read_input"]
 
 _LONGEST = 1 << 20
 _REDRAW = 1.0
@@ -66,17 +68,14 @@ def _redrawn(rest: bytes) -> tuple[bytes, bytes]:
 class Console:
     """Writes to the standard streams without ever blocking the loop, one writer at a time.
 
-    The descriptors stay as they are: they are shared with the shell, which would be surprised by O_NONBLOCK.
+    The descriptors stay as they are: they are shared with the shell, which would be surprised by O_NONBLOCK. Calls
+    `broken` when standard output has no reader any more; what is written to it later is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broken: Callable[[], None]) -> None:
         self._lock = asyncio.Lock()
+        self._tell_broken = broken
         self._broken: set[int] = set()
-
-    @property
-    def broken(self) -> bool:
-        """Nobody reads standard output any more."""
-        return 1 in self._broken
 
     async def write(self, kind: Kind, data: bytes) -> None:
         """Write all of `data`, which are whole lines; wait for the reader as long as it takes."""
@@ -94,6 +93,8 @@ class Console:
                     await _writable(fd)
                 except OSError:  # a pipe nobody reads, a terminal that is gone, a full disk
                     self._broken.add(fd)
+                    if fd == 1:
+                        self._tell_broken()
 
 
 def _may_block(fd: int) -> bool:
@@ -103,12 +104,32 @@ def _may_block(fd: int) -> bool:
 
 async def _writable(fd: int) -> None:
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_writer(fd, lambda: ready.done() or ready.set_result(None))
+    await _ready(fd, loop.add_writer, loop.remove_writer)
+
+
+async def _ready(fd: int, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+    ready = asyncio.Event()
+    add(fd, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
-        loop.remove_writer(fd)
+        remove(fd)
+
+
+async def read_input() -> bytes:
+    """Return a piece of standard input, nothing at its end; never, where the terminal belongs to somebody else."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+                return await loop.create_future()  # type: ignore[no-any-return]  # in the background: reading would stop us
+            if _may_block(0):
+                await _ready(0, loop.add_reader, loop.remove_reader)
+            return os.read(0, 1 << 16)
+        except BlockingIOError:
+            continue
+        except OSError:  # standard input is closed
+            return b""
 
 
 class Logs:
@@ -118,11 +139,15 @@ class Logs:
         self._files: dict[tuple[int, Kind], int] = {}
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank in range(ranks):
-            for kind, ending in ((Kind.OUT, "out"), (Kind.ERR, "err")):
-                path = folder / f"rank-{rank}.{ending}"
-                self._files[rank, kind] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(ranks):
+                self._files[rank, Kind.OUT] = os.open(folder / f"rank-{rank}.out", flags, 0o644)
+                self._files[rank, Kind.ERR] = os.open(folder / f"rank-{rank}.err", flags, 0o644)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"--log-dir {folder}: {error.strerror}") from error
 
     def write(self, rank: int, kind: Kind, data: bytes) -> None:
         """Add to the rank's file, if there is one."""

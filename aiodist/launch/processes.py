@@ -8,68 +8,127 @@ import ctypes
 import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from aiodist.errors import LaunchError
 
-__all__ = ["finish", "start", "start_mpirun"]
+__all__ = ["Command", "ProcessEnded", "Processes"]
 
 _PR_SET_PDEATHSIG = 1
 
 
-async def start(command: Sequence[str], environ: Mapping[str, str], *, stdin: bool) -> Process:
-    """Start a guard in a session of its own, so that Ctrl-C reaches it through us alone; `stdin`: it has ours."""
-    return await _start(command, environ, stdin=None if stdin else DEVNULL, output=None)
+@dataclass(frozen=True)
+class Command:
+    """A process to start: the guard of `rank`, or an mpirun when that is None."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str] = field(repr=False)
+    rank: int | None = None
 
 
-async def start_mpirun(command: Sequence[str], environ: Mapping[str, str]) -> Process:
-    """Start an mpirun, which gives our standard input to rank 0, and which the kernel kills when we die."""
-    return await _start(command, environ, stdin=None, output=PIPE, before=_die_with_parent())
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A guard or an mpirun ended."""
+
+    rank: int | None
+    code: int
 
 
-async def _start(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    stdin: int | None,
-    output: int | None,
-    before: Callable[[], None] | None = None,
-) -> Process:
+class Processes:
+    """Runs the commands, each in a session of its own, so that Ctrl-C reaches them through us alone.
+
+    The guard of rank 0 has our standard input. What an mpirun itself writes goes to `sink`; a guard writes nothing
+    but its own last words, which go where ours go. Leaving the context waits `patience` seconds for all to end, then
+    ends them by force. Entering it raises `LaunchError` when one cannot be started.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Command],
+        *,
+        sink: Callable[[bytes], Awaitable[None]],
+        notify: Callable[[ProcessEnded], None],
+    ) -> None:
+        self.patience = 5.0
+        self._commands = commands
+        self._sink = sink
+        self._notify = notify
+        self._processes: list[Process] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Processes:
+        try:
+            for command in self._commands:
+                process = await _start(command)
+                self._processes.append(process)
+                self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
+        except BaseException:
+            self.patience = 0.0
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._end()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _end(self) -> None:
+        for signum, patience in ((signal.SIGTERM, self.patience), (signal.SIGKILL, 1.0)):
+            if not self._tasks or not (await asyncio.wait(self._tasks, timeout=patience))[1]:
+                return
+            for process in self._processes:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signum)
+        await asyncio.wait(self._tasks, timeout=1.0)
+
+    async def _watch(self, rank: int | None, process: Process) -> None:
+        relays = [asyncio.create_task(self._relay(pipe)) for pipe in (process.stdout, process.stderr) if pipe]
+        try:
+            code = await process.wait()
+            if relays:  # what it started may hold its pipes open
+                await asyncio.wait(relays, timeout=0.2)
+        finally:
+            for relay in relays:
+                relay.cancel()
+        self._notify(ProcessEnded(rank, code))
+
+    async def _relay(self, pipe: asyncio.StreamReader) -> None:
+        while data := await pipe.read(1 << 16):
+            await self._sink(data)
+
+
+async def _start(command: Command) -> Process:
+    mpirun = command.rank is None
+    output = PIPE if mpirun else None
     try:
         return await asyncio.create_subprocess_exec(
-            *command, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True, preexec_fn=before
+            *command.argv,
+            env=command.environ,
+            stdin=None if command.rank == 0 else DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=_dies_with_us() if mpirun else None,
         )
     except OSError as error:
-        raise LaunchError(f"cannot start {Path(command[0]).name}: {error}") from error
+        raise LaunchError(f"cannot start {Path(command.argv[0]).name}: {error}") from error
 
 
-def _die_with_parent() -> Callable[[], None]:
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: the child must not import or allocate much
+def _dies_with_us() -> Callable[[], None]:
+    """Return what has the kernel kill a child when we die (a guard sees that by itself: its connection ends)."""
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: the child must not import
 
-    def before() -> None:
+    def before_exec() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    return before
-
-
-async def finish(processes: Sequence[Process], patience: float) -> None:
-    """Wait until all have ended; after `patience` seconds end them, and their sessions, by force."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if await _ended(processes, patience):
-            return
-        for process in processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
-    await _ended(processes, patience)
-
-
-async def _ended(processes: Sequence[Process], patience: float) -> bool:
-    waits = [asyncio.ensure_future(process.wait()) for process in processes]
-    if not waits:
-        return True
-    _, left = await asyncio.wait(waits, timeout=patience)
-    for wait in left:
-        wait.cancel()
-    return not left
+    return before_exec

@@ -7,9 +7,10 @@ import contextlib
 import hmac
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
@@ -20,7 +21,21 @@ __all__ = ["Done", "Ended", "Ranks"]
 _HELLO_TIMEOUT = 10.0
 _LONGEST_HELLO = 4096
 
-Sink = Callable[[int, Kind, bytes], Awaitable[None]]
+
+class Streams(Protocol):
+    """The standard streams of the ranks."""
+
+    async def write(self, rank: int, kind: Kind, data: bytes) -> None:
+        """Take a piece; waiting here makes the rank wait."""
+        ...
+
+    async def finish(self, rank: int) -> None:
+        """The rank writes no more."""
+        ...
+
+    async def read(self) -> bytes:
+        """Return a piece of what rank 0 reads, nothing at its end."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,20 +56,23 @@ class Done:
 class Ranks:
     """Lets the guards in, has them start their ranks, and hands on what they say.
 
-    Output goes to `sink`, one chunk after the other: a sink that waits makes the rank wait. `notify` hears `Ended`
+    `starts` has what each rank runs. Output goes to `streams`, one chunk after the other: to wait there makes the
+    rank wait. `notify` hears `Ended`
     and then `Done` of each rank, also of one whose guard was killed (the kernel kills the rank then).
     """
 
-    def __init__(self, size: int, token: str, start: Start, *, sink: Sink, notify: Callable[[Ended | Done], None]) -> None:
-        self._size = size
+    def __init__(
+        self, token: str, starts: Sequence[Start], streams: Streams, notify: Callable[[Ended | Done], None]
+    ) -> None:
         self._token = token
-        self._start = start
-        self._sink = sink
+        self._starts = starts
+        self._streams = streams
         self._notify = notify
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._pids: dict[int, int] = {}
         self._told: list[int] = []
         self._ended: set[int] = set()
+        self._done: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
@@ -91,23 +109,34 @@ class Ranks:
         for writer in self._writers.values():
             writer.close()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _feed(self, writer: asyncio.StreamWriter) -> None:
+        data = await self._streams.read()
+        writer.write(wire.pack(Kind.INPUT, data))
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._spawn(self._meet(reader, writer))
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             rank = await self._greet(reader)
         except (LaunchError, OSError, TimeoutError, ValueError, TypeError, asyncio.IncompleteReadError):
             writer.close()  # a stranger: nobody of this job
             return
         self._writers[rank] = writer
-        writer.write(wire.pack(Kind.START, self._start.encode()))
+        writer.write(wire.pack(Kind.START, self._starts[rank].encode()))
         for signum in self._told:
             writer.write(wire.pack(Kind.SIGNAL, bytes([signum])))
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, LaunchError):
             await self._listen(rank, reader)
-        self._lost(rank)
+        if rank not in self._done:
+            self._lost(rank)
+            await self._streams.finish(rank)
+            self._notify(Done(rank))
 
     async def _greet(self, reader: asyncio.StreamReader) -> int:
         async with asyncio.timeout(_HELLO_TIMEOUT):
@@ -116,7 +145,7 @@ class Ranks:
                 raise LaunchError("expected a guard's hello")
             hello = Hello.decode(await reader.readexactly(length))
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not known or hello.size != self._size or hello.rank in self._writers:
+        if not known or hello.size != len(self._starts) or hello.rank in self._writers:
             raise LaunchError(f"rank {hello.rank} of {hello.size} is not awaited here")
         return hello.rank
 
@@ -126,7 +155,9 @@ class Ranks:
             payload = await reader.readexactly(length)
             match kind:
                 case Kind.OUT | Kind.ERR:
-                    await self._sink(rank, kind, payload)
+                    await self._streams.write(rank, kind, payload)
+                case Kind.WANT:
+                    self._spawn(self._feed(self._writers[rank]))
                 case Kind.STARTED:
                     self._pids[rank] = Started.decode(payload).pid
                 case Kind.EXIT:
@@ -134,16 +165,17 @@ class Ranks:
                     self._notify(Ended(rank, Exit.decode(payload)))
                 case Kind.DONE:
                     self._pids.pop(rank, None)
+                    self._done.add(rank)
+                    await self._streams.finish(rank)
                     self._notify(Done(rank))
                 case _:
                     raise LaunchError(f"the guard of rank {rank} sent {kind!r}")
 
     def _lost(self, rank: int) -> None:
-        """The guard is gone; unless it had said DONE, the rank was killed with it, and what it started must be too."""
+        """The guard was killed before it said DONE, the rank with it; what the rank started must go too."""
         if rank in self._pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pids.pop(rank), signal.SIGKILL)
         if rank not in self._ended:
             self._ended.add(rank)
-            self._notify(Ended(rank, Exit(-signal.SIGKILL, told=bool(self._told))))
-        self._notify(Done(rank))
+            self._notify(Ended(rank, Exit(-signal.SIGKILL, told=True)))

@@ -9,8 +9,8 @@ The rules:
 3. A rank that ends with code 0 after it said goodbye to the control channel is done, and the others may go on.
    One that left the channel without a goodbye is a failure while others still work; one that never joined is a
    failure when others still work `finish_within` seconds later. The exit code is 1.
-4. What ended because the launcher, or mpirun, asked it to is no cause; if nothing else explains the end of the
-   job, it is named after all.
+4. What ended because the launcher or mpirun asked it to, or because its guard was killed, is no cause; if nothing
+   else explains the end of the job, mpirun's own exit code or that rank is named after all.
 5. After the first cause a rank is named too if it was not asked to stop and did not merely leave with code 1,
    as one does whose peers are lost.
 """
@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: its exit code, or minus the signal; `told` when it was asked to."""
+    """How a rank ended: its exit code, or minus the signal; `told` when it need not be its own doing."""
 
     rank: int
     code: int
@@ -100,7 +100,7 @@ class Verdict:
             return self._left_early(ending, now)
         if ending.told:
             self._suspects[ending.rank] = (now + _ASKED_BY_OTHERS, ending)
-            return [] if self.working or self.code is not None else self._settle()
+            return []
         return self._failed(ending, now)
 
     def tick(self, now: float) -> list[str]:
@@ -121,13 +121,12 @@ class Verdict:
         return lines
 
     def stopped_by_mpirun(self, code: int) -> list[str]:
-        """Take in that mpirun ended with `code` and no rank can be running; return the lines to print."""
-        if self.code is not None:
+        """Take in that mpirun ended with `code`, when no rank can be running; return the lines to print."""
+        suspects = [ending for _, ending in self._suspects.values() if ending.code != 0]
+        if self.code is not None or not (suspects or self.working):
             return []
-        if any(ending.code != 0 and not ending.told for _, ending in self._suspects.values()):
+        if not all(ending.told for ending in suspects):
             return self._settle()
-        if not self.working and not any(ending.code for _, ending in self._suspects.values()):
-            return []
         self.code = (code if code >= 0 else 128 - code) or 1
         return [f"mpirun: {describe(code)} before its ranks had ended"]
 
@@ -148,7 +147,8 @@ class Verdict:
 
     def _left_early(self, ending: Ending, now: float) -> list[str]:
         if not self.working:
-            return self._settle()
+            self._suspects = {rank: suspect for rank, suspect in self._suspects.items() if suspect[1].code != 0}
+            return []
         left = self._report.left(ending.rank)
         if left is not Left.CLEAN:
             patience = self._finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS

@@ -1,7 +1,9 @@
 """Frames between the launcher and the guard of a rank: five bytes (kind, length), then the payload.
 
 The guard says HELLO, the launcher answers START, the guard STARTED; then OUT and ERR carry what the rank
-writes, EXIT how it ended and DONE that nothing follows. The launcher sends SIGNAL; whoever loses the connection ends its work.
+writes, EXIT how it ended and DONE that nothing follows. The launcher sends SIGNAL, and for each WANT a piece of
+INPUT (an empty one at its end), so that no more is read than the rank takes. Whoever loses the connection ends
+its work.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import json
 import struct
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from typing import Literal, Self
 
 from aiodist.errors import LaunchError
 
-__all__ = ["HEADER", "Exit", "Hello", "Kind", "Start", "Started", "header", "pack"]
+__all__ = ["HEADER", "Exit", "Hello", "Kind", "Start", "Started", "Stdin", "header", "pack"]
 
 HEADER = struct.Struct("!BI")
 LONGEST = 16 << 20
@@ -30,6 +33,12 @@ class Kind(IntEnum):
     EXIT = 6
     DONE = 7
     SIGNAL = 8
+    WANT = 9
+    INPUT = 10
+
+
+Stdin = Literal["null", "same", "sent"]
+"""What a rank reads: nothing, what its guard would, or what the launcher sends."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,13 @@ class _Message:
     """A frame whose payload is a JSON object."""
 
     def encode(self) -> bytes:
+        """Return the payload."""
         return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        """Return what the payload says; raise `ValueError` or `TypeError` when it is not of this kind."""
+        return cls(**json.loads(payload))
 
 
 @dataclass(frozen=True)
@@ -48,10 +63,6 @@ class Hello(_Message):
     size: int
     token: str = field(repr=False)
 
-    @classmethod
-    def decode(cls, payload: bytes) -> Hello:
-        return cls(**json.loads(payload))
-
 
 @dataclass(frozen=True)
 class Start(_Message):
@@ -59,10 +70,7 @@ class Start(_Message):
 
     argv: list[str]
     environ: dict[str, str]
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Start:
-        return cls(**json.loads(payload))
+    stdin: Stdin = "null"
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,6 @@ class Started(_Message):
     """The rank runs, in a session of its own whose id is `pid`."""
 
     pid: int
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Started:
-        return cls(**json.loads(payload))
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,13 @@ class Exit(_Message):
     code: int
     told: bool
 
-    @classmethod
-    def decode(cls, payload: bytes) -> Exit:
-        return cls(**json.loads(payload))
-
 
 def pack(kind: Kind, payload: bytes = b"") -> bytes:
     """Return the frame."""
     return HEADER.pack(kind, len(payload)) + payload
 
 
-def header(data: bytes) -> tuple[Kind, int]:
+def header(data: bytes | bytearray) -> tuple[Kind, int]:
     """Return kind and length that the five bytes announce; raise `LaunchError` when they are no header."""
     kind, length = HEADER.unpack(data)
     if kind not in set(Kind) or length > LONGEST:

@@ -68,6 +68,7 @@ class _Guard:
         self._sock = sock
         self._inbox = bytearray()
         self._outbox = bytearray()
+        self._input = bytearray()
         self._told = False
         self._ended = False
         self._released = False
@@ -78,9 +79,11 @@ class _Guard:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for signum in (*_ENDING, signal.SIGCHLD):
             signal.signal(signum, _noted)
-        self._pid, out, err = _spawn(start)
+        self._pid, self._stdin, out, err = _spawn(start)
         self._pipes = {out: Kind.OUT, err: Kind.ERR}
         self._send(Kind.STARTED, Started(self._pid).encode())
+        if self._stdin is not None:
+            self._send(Kind.WANT)
 
     def run(self) -> None:
         """Return when the launcher has let go or is gone; no process of the rank is left then."""
@@ -100,6 +103,8 @@ class _Guard:
         if len(self._outbox) < _OUTBOX:
             for pipe in self._pipes:
                 poll.register(pipe, select.POLLIN)
+        if self._stdin is not None and self._input:
+            poll.register(self._stdin, select.POLLOUT)
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         return [fd for fd, _ in poll.poll(None if left is None else left * 1e3)]
 
@@ -111,6 +116,8 @@ class _Guard:
                 if signum != signal.SIGCHLD:
                     self._signal(signum)
             self._reap()
+        elif fd == self._stdin:
+            self._feed()
         else:
             self._flush()
             self._obey()
@@ -158,9 +165,39 @@ class _Guard:
             data = b""
         self._released = self._released or not data
         self._inbox += data
-        while len(self._inbox) >= wire.HEADER.size + 1:  # every frame after START is a SIGNAL of one byte
-            self._signal(self._inbox[wire.HEADER.size])
-            del self._inbox[: wire.HEADER.size + 1]
+        while len(self._inbox) >= wire.HEADER.size:
+            kind, length = wire.header(self._inbox[: wire.HEADER.size])
+            end = wire.HEADER.size + length
+            if len(self._inbox) < end:
+                return
+            payload = bytes(self._inbox[wire.HEADER.size : end])
+            del self._inbox[:end]
+            if kind is Kind.SIGNAL:
+                self._signal(payload[0])
+            elif kind is Kind.INPUT and self._stdin is not None:
+                self._input += payload
+                if not payload:
+                    self._close_stdin()
+
+    def _feed(self) -> None:
+        """Hand input on, and ask for more once the rank has taken it."""
+        if self._stdin is None:
+            return
+        try:
+            del self._input[: os.write(self._stdin, self._input[:_CHUNK])]
+        except BlockingIOError:
+            return
+        except OSError:  # the rank has closed its standard input
+            self._close_stdin()
+            return
+        if not self._input:
+            self._send(Kind.WANT)
+
+    def _close_stdin(self) -> None:
+        if self._stdin is not None:
+            os.close(self._stdin)
+        self._stdin = None
+        self._input.clear()
 
     def _signal(self, signum: int) -> None:
         if not self._ended:
@@ -202,11 +239,12 @@ def _noted(_signum: int, _frame: object) -> None:
     """Do nothing: the number is in the wake-up pipe."""
 
 
-def _spawn(start: Start) -> tuple[int, int, int]:
-    """Start the rank; return its process id and the ends from which its output is read."""
+def _spawn(start: Start) -> tuple[int, int | None, int, int]:
+    """Start the rank; return its process id, where its input is written, and where its output is read."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+    its_in, stdin = _input_for(start)
     guard = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # a signal meets the rank or its default action
     pid = os.fork()
@@ -216,6 +254,7 @@ def _spawn(start: Start) -> tuple[int, int, int]:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != guard:
                 os._exit(1)
+            os.dup2(its_in, 0)
             os.dup2(its_out, 1)
             os.dup2(its_err, 2)
             signal.set_wakeup_fd(-1)
@@ -229,11 +268,18 @@ def _spawn(start: Start) -> tuple[int, int, int]:
         finally:
             os._exit(127)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    for fd in (its_out, its_err):
+    for fd in (its_out, its_err, *([its_in] if its_in else [])):
         os.close(fd)
-    for fd in (out, err):
+    for fd in (out, err, *([stdin] if stdin is not None else [])):
         os.set_blocking(fd, False)
-    return pid, out, err
+    return pid, stdin, out, err
+
+
+def _input_for(start: Start) -> tuple[int, int | None]:
+    """Return what the rank reads from, and where we write for it."""
+    if start.stdin == "same":
+        return 0, None
+    return os.pipe() if start.stdin == "sent" else (os.open(os.devnull, os.O_RDONLY), None)
 
 
 def _orphans(rank: int) -> list[int]:

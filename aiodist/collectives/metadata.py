@@ -1,0 +1,77 @@
+"""What travels ahead of tensors whose shape the receiver does not know: dtype, shape, and for messages a tag."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "DTYPE_CODES", "META_BYTES", "Meta", "pack_meta", "unpack_meta"]
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+"""In the order of their codes on the wire: append only."""
+DTYPE_CODES = {kind: code for code, kind in enumerate(DTYPES)}
+
+_MAX_DIMS = 16
+_FORMAT = struct.Struct(f"<BB{_MAX_DIMS}q")
+META_BYTES = _FORMAT.size
+
+
+class Meta(NamedTuple):
+    """A tensor without its data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the data."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def pack_meta(t: Tensor) -> bytes:
+    """Return `META_BYTES` bytes; shapes of more than 16 dimensions travel flat."""
+    shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
+    return _FORMAT.pack(DTYPE_CODES[t.dtype], len(shape), *shape, *(0,) * (_MAX_DIMS - len(shape)))
+
+
+def unpack_meta(data: bytes | bytearray | memoryview, offset: int = 0) -> Meta:
+    """Return what `pack_meta` packed."""
+    code, dims, *shape = _FORMAT.unpack_from(data, offset)
+    return Meta(DTYPES[code], tuple(shape[:dims]))
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """Return the bytes as a tensor of their own."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(t: Tensor) -> bytes:
+    """Return the bytes of a flat uint8 tensor."""
+    return t.numpy().tobytes()

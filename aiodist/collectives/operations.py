@@ -1,0 +1,290 @@
+"""What each collective does to the user's tensors: dtypes widened, sizes exchanged, results built.
+
+Every function returns a program. Arguments have been checked: tensors are dense and contiguous, roots valid.
+`out` is None or what the result goes into.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
+from aiodist.collectives.metadata import META_BYTES, Meta, as_bytes, as_tensor, pack_meta, unpack_meta
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Call, Program
+from aiodist.errors import MismatchError
+from aiodist.types import ReduceOp
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_bytes",
+    "exscan",
+    "fit",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+]
+
+
+_COUNT = struct.Struct("<q")
+_FRAME_BYTES = 512
+
+
+def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
+    """Reduce `t` into `out`, which may be `t`."""
+    target = _copied(t, out)
+    wire = to_wire(target)
+    yield from p.allreduce(wire, wire_op(op))
+    from_wire(wire, target, op, p.ep.size)
+    return target
+
+
+def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
+    """Reduce `t` over ranks 0 to mine into `out`; a mean divides by how many those are."""
+    target = _copied(t, out)
+    wire = to_wire(target)
+    yield from p.scan(wire, wire_op(op))
+    from_wire(wire, target, op, p.ep.rank + 1)
+    return target
+
+
+def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
+    """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
+    ep = p.ep
+    target = _copied(t, out)
+    wire = to_wire(t)
+    if ep.rank:
+        before = torch.empty_like(wire)
+        yield [ep.recv(before, ep.rank - 1)]
+        if ep.rank + 1 < ep.size:
+            upto = before.clone()
+            combine(upto, wire, wire_op(op))
+            yield [ep.send(upto, ep.rank + 1)]
+        from_wire(before, target, op, ep.rank)
+    elif ep.size > 1:
+        yield [ep.send(wire, 1)]
+    return target
+
+
+def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int) -> Program[Tensor | None]:
+    """Reduce into root's `out`, which may be its `t`; the others' `t` is only read."""
+    if p.ep.rank != root or out is None:
+        yield from p.reduce(to_wire(t), wire_op(op), root)
+        return None
+    target = _copied(t, out)
+    wire = to_wire(target)
+    yield from p.reduce(wire, wire_op(op), root)
+    from_wire(wire, target, op, p.ep.size)
+    return target
+
+
+def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
+    """Overwrite `t` with root's elements, whatever its shape."""
+    if t.numel():
+        yield from p.broadcast(_flat(t), root)
+    return t
+
+
+def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tensor] | Tensor]:
+    """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
+    record = as_tensor(pack_meta(t))
+    records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8)
+    yield from p.allgather(record, records, [META_BYTES] * p.ep.size)
+    metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
+    _agree_on_dtype(metas)
+    counts = [meta.numel for meta in metas]
+    if out is None:
+        flat = torch.empty(sum(counts), dtype=t.dtype)
+    else:
+        shape = _joined_shape(metas)
+        out = fit(out, shape, t.dtype)
+        flat = _flat(out)
+    if flat.numel():
+        yield from p.allgather(_flat(t), flat, counts)
+    if out is not None:
+        return out
+    return [block.view(meta.shape) for block, meta in zip(flat.split(counts), metas, strict=True)]
+
+
+def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[list[Tensor] | Tensor | None]:
+    """Return every rank's tensor on root, None elsewhere; sizes may differ."""
+    ep = p.ep
+    if ep.rank != root:
+        yield [ep.send(as_tensor(pack_meta(t)), root), *([ep.send(t, root)] if t.numel() else [])]
+        return None
+    others = [rank for rank in range(ep.size) if rank != root]
+    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
+    yield [ep.recv(record, rank) for rank, record in records.items()]
+    records[root] = as_tensor(pack_meta(t))
+    metas = [unpack_meta(as_bytes(records[rank])) for rank in range(ep.size)]
+    _agree_on_dtype(metas)
+    if out is None:
+        parts = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+    else:
+        out = fit(out, _joined_shape(metas), t.dtype)
+        parts = list(_flat(out).split([meta.numel for meta in metas]))
+    yield [ep.recv(parts[rank], rank) for rank in others if parts[rank].numel()]
+    _flat(parts[root]).copy_(_flat(t))
+    return parts if out is None else out
+
+
+def scatter(
+    p: Primitives, lists: Sequence[Sequence[Tensor]] | None, nested: bool, out: Tensor | None, root: int
+) -> Program[Tensor | list[Tensor]]:
+    """Return root's tensor number `rank`, in `out` or in new memory; a list of such for a list of lists.
+
+    Root says how many lists there are (-1: one, not nested) with the first tensor's dtype and shape, so that a
+    plain scatter costs two messages.
+    """
+    ep = p.ep
+    if ep.rank == root and lists is not None:
+        count = len(lists) if nested else -1
+        calls: list[Call] = []
+        for rank in range(ep.size):
+            if rank != root:
+                calls += _scatter_sends(p, [one[rank] for one in lists], count, rank)
+        yield calls
+        kept = [_into(one[root], out) for one in lists]
+        return kept if nested else kept[0]
+    record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8)
+    yield [ep.recv(record, root)]
+    head = as_bytes(record)
+    (count,) = _COUNT.unpack_from(head)
+    metas = [unpack_meta(head, _COUNT.size)] if count else []
+    if count > 1:
+        rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8)
+        yield [ep.recv(rest, root)]
+        metas += [unpack_meta(as_bytes(rest), i * META_BYTES) for i in range(count - 1)]
+    targets = [_room(meta, out) for meta in metas]
+    yield [ep.recv(target, root) for target in targets if target.numel()]
+    return targets[0] if count == -1 else targets
+
+
+def _scatter_sends(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -> list[Call]:
+    head = _COUNT.pack(count) + (pack_meta(ts[0]) if ts else bytes(META_BYTES))
+    calls = [p.ep.send(as_tensor(head), rank)]
+    if count > 1:
+        calls.append(p.ep.send(as_tensor(b"".join(pack_meta(t) for t in ts[1:])), rank))
+    return calls + [p.ep.send(t, rank) for t in ts if t.numel()]
+
+
+def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
+    """Return what each rank holds for me, by rank."""
+    ep = p.ep
+    others = [rank for rank in range(ep.size) if rank != ep.rank]
+    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
+    yield [ep.recv(records[rank], rank) for rank in others] + [
+        ep.send(as_tensor(pack_meta(ts[rank])), rank) for rank in others
+    ]
+    result = [torch.empty(0)] * ep.size
+    for rank in others:
+        result[rank] = _room(unpack_meta(as_bytes(records[rank])), out[rank] if out is not None else None)
+    yield [ep.recv(result[rank], rank) for rank in others if result[rank].numel()] + [
+        ep.send(ts[rank], rank) for rank in others if ts[rank].numel()
+    ]
+    result[ep.rank] = _into(ts[ep.rank], out[ep.rank] if out is not None else None)
+    return result
+
+
+def reduce_scatter(
+    p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, blocks: Sequence[torch.Size]
+) -> Program[Tensor]:
+    """Return my block of the reduced `t`; `blocks` are the shapes of all ranks' blocks."""
+    counts = [block.numel() for block in blocks]
+    mine = counts[p.ep.rank]
+    target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
+    wire = to_wire(t)
+    block = torch.empty(mine, dtype=wire.dtype)
+    yield from p.reduce_scatter(wire, block, counts, wire_op(op))
+    from_wire(block, target, op, p.ep.size)
+    return target
+
+
+def barrier(p: Primitives, digest: int) -> Program[bool]:
+    """Return, once all ranks have come, whether all brought the same `digest` (of 62 bits)."""
+    both = torch.tensor([digest, -digest], dtype=torch.int64)
+    yield from p.allreduce(both, ReduceOp.MAX)
+    return bool(both[0] == -both[1])
+
+
+def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[Tensor]:
+    """Return root's bytes everywhere: one broadcast of a frame that says how many, a second for what is longer."""
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    room = _FRAME_BYTES - _COUNT.size
+    if packed is not None:
+        frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
+        frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
+    yield from p.broadcast(frame, root)
+    (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
+    if packed is None:
+        packed = frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8)
+    if length > room:
+        yield from p.broadcast(packed, root)
+    return packed
+
+
+def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    """Return `out` as `shape`: narrowed when it is larger, grown when it is too small and owns its memory.
+
+    Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
+    """
+    if out.dtype is not kind:
+        raise TypeError(f"out= holds {out.dtype}, the result {kind}")
+    numel = torch.Size(shape).numel()
+    if out.shape == shape:
+        return out
+    if out.numel() < numel:
+        if out._is_view() or not out.untyped_storage().resizable():
+            raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")
+        return out.resize_(shape)
+    return out.view(-1)[:numel].view(shape)
+
+
+def _room(meta: Meta, out: Tensor | None) -> Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype) if out is None else fit(out, meta.shape, meta.dtype)
+
+
+def _into(t: Tensor, out: Tensor | None) -> Tensor:
+    target = _room(Meta(t.dtype, tuple(t.shape)), out)
+    target.detach().copy_(t.detach())
+    return target
+
+
+def _copied(t: Tensor, out: Tensor) -> Tensor:
+    if out is not t:
+        out = fit(out, tuple(t.shape), t.dtype)
+        if out.data_ptr() != t.data_ptr():
+            out.detach().copy_(t.detach())
+    return out
+
+
+def _flat(t: Tensor) -> Tensor:
+    flat = t.detach().view(-1)
+    return flat.view(torch.uint8) if t.dtype is torch.bool else flat
+
+
+def _agree_on_dtype(metas: Sequence[Meta]) -> None:
+    if len({meta.dtype for meta in metas}) > 1:
+        listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
+        raise MismatchError(f"ranks disagree on the dtype: {listed}")
+
+
+def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
+    """Return the shape of all tensors concatenated along dim 0; numbers count as tensors of one element."""
+    rows = [meta.shape or (1,) for meta in metas]
+    tails = {row[1:] for row in rows if torch.Size(row).numel()} or {rows[0][1:]}
+    if len(tails) > 1:
+        listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
+        raise MismatchError(f"tensors that differ beyond dim 0 cannot be concatenated: {listed}")
+    tail = tails.pop()
+    return (sum(row[0] for row in rows if row[1:] == tail), *tail)

@@ -1,0 +1,27 @@
+"""The control channel: how ranks meet, share small values, send each other word, and learn who has left.
+
+Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank sees, `hub` for the other end.
+"""
+
+from aiodist.control.channel import Channel
+from aiodist.control.exits import HUB, Exit, name_ranks
+from aiodist.control.hosting import HostedHub, host
+from aiodist.control.hub import Hub, HubOptions
+from aiodist.control.local import InProcessHub, in_process
+from aiodist.control.rendezvous import connect
+from aiodist.control.wire import MAX_FRAME
+
+__all__ = [
+    "HUB",
+    "MAX_FRAME",
+    "Channel",
+    "Exit",
+    "HostedHub",
+    "Hub",
+    "HubOptions",
+    "InProcessHub",
+    "connect",
+    "host",
+    "in_process",
+    "name_ranks",
+]

@@ -1,0 +1,82 @@
+"""The file by which rank 0 tells the others where its hub is."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiodist.control.places import outward_host
+
+if TYPE_CHECKING:
+    from aiodist.control.hub import Hub
+
+__all__ = ["Notice"]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What the file says.
+
+    An earlier job may have left one, and its port may be another program's by now. So the hub's token includes the
+    `nonce`: whoever follows an old file is not let in by anybody, and reads the file again. `proof` shows that the
+    writer knows the job's token.
+    """
+
+    hostname: str
+    hosts: tuple[str, ...]
+    port: int
+    nonce: str
+    proof: str
+
+    @classmethod
+    def of(cls, hub: Hub, nonce: str, token: str) -> Notice:
+        """Return the notice for a hub on this host."""
+        hosts = (outward_host(), socket.gethostname())
+        return cls(socket.gethostname(), hosts, hub.port, nonce, _prove(token, nonce))
+
+    @classmethod
+    def read(cls, path: Path, token: str) -> Notice:
+        """Return what the file says; raise `OSError` or `ValueError` when that is nothing for us."""
+        try:
+            found = json.loads(path.read_bytes())
+            notice = cls(**{**found, "hosts": tuple(found["hosts"])})
+            known = hmac.compare_digest(notice.proof, _prove(token, notice.nonce))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is not there yet") from None
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{path} is no notice of rank 0: {error}") from None
+        if not known:
+            raise ValueError(f"{path} was written by a job with another token")
+        return notice
+
+    def write(self, path: Path) -> None:
+        """Put the notice there at once as a whole, for the eyes of this user only: it holds the nonce."""
+        beside = path.with_name(f".{path.name}.{self.nonce}")
+        try:
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(asdict(self), file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """Remove the file, unless a later job has written its own."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(path.read_bytes())["nonce"] == self.nonce:
+                path.unlink()
+
+    def reachable(self) -> tuple[str, ...]:
+        """Return where to try, the likeliest first."""
+        return ("127.0.0.1", *self.hosts) if self.hostname == socket.gethostname() else self.hosts
+
+
+def _prove(token: str, nonce: str) -> str:
+    return hmac.digest(token.encode(), b"notice|" + nonce.encode(), "sha256").hex()

@@ -1,0 +1,213 @@
+"""How the ranks of a job find each other."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiodist.control.client import SocketChannel
+from aiodist.control.exits import name_ranks
+from aiodist.control.handshake import Hello, Refused, dial
+from aiodist.control.hosting import THREAD_NAME, HostedHub, open_hub
+from aiodist.control.hub import Hub, HubOptions
+from aiodist.control.notice import Notice
+from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
+from aiodist.control.thread import LoopThread
+from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiodist.control.channel import Channel
+
+__all__ = ["connect"]
+
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 0.5
+_QUESTION_TIMEOUT = 1.0
+
+
+async def connect(
+    address: str,
+    *,
+    rank: int,
+    size: int,
+    token: str = "",
+    timeout: float | None = 60.0,
+    environ: Mapping[str, str] | None = None,
+    options: HubOptions | None = None,
+    hub: HostedHub | None = None,
+) -> Channel:
+    """Return this rank's end of the control channel, when all `size` ranks have joined; each must call it.
+
+    `address` is one of
+
+    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that somebody runs there, or soon will;
+    - `file:///path`: a file that all ranks see. Rank 0 runs the hub and writes there where it is. What an earlier
+      job left there is told apart; the file is removed at close;
+    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, and rank 0 runs the hub there; under torchrun, whose
+      agent keeps that port for itself, at one of the eight above; under Slurm without these, on the first node.
+
+    `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
+    here when this call fails. `options` are those of a hub that this call opens. The loop of the caller (asyncio
+    or uvloop) is not blocked; cancelling leaves no thread, no socket and no file.
+
+    Raises `ConfigError` for an address that makes no sense, and when the hub refuses this rank: a wrong token,
+    another size, a rank that has joined already; `PeerLost` when the hub or the job is gone; `OperationTimeout`
+    after `timeout` seconds, whose `late` are the ranks that never came.
+    """
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size}: expected 0 <= rank < size")
+    place = parse(address, environ)
+    if hub is not None:
+        hub.thread.check_process()
+    thread = LoopThread(THREAD_NAME) if hub is None else hub.thread
+    channel = SocketChannel(rank, size, thread)
+    meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None)
+    try:
+        await thread.run(meeting.join())
+    except BaseException:
+        await thread.aclose()
+        raise
+    return channel
+
+
+@dataclass(frozen=True)
+class _Door:
+    """Where to knock, and with which token."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass
+class _Meeting:
+    """One rank on its way into the job. All of it runs on the listener thread."""
+
+    address: str
+    place: Place
+    token: str
+    timeout: float | None
+    options: HubOptions | None
+    channel: SocketChannel
+    thread: LoopThread
+    hub: Hub | None
+    own_door: _Door | None = None
+    last_seen: str = "nothing was tried"
+
+    async def join(self) -> None:
+        """Host the hub if that falls to this rank, enter, and wait for the others."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                if self.hub is None and self.channel.rank == 0:
+                    await self._host()
+                await self._enter()
+                await self.channel.ready
+        except OperationTimeout:  # whoever hosts the hub gave up first, and said who never came
+            raise
+        except TimeoutError:
+            raise await self._too_late() from None
+
+    async def _host(self) -> None:
+        match self.place:
+            case TcpPlace(hosted=True) as place:
+                await self._host_at(place)
+            case FilePlace() as place:
+                nonce = secrets.token_hex(16)
+                await self._open("", 0, f"{self.token}\n{nonce}")
+                assert self.hub is not None
+                notice = Notice.of(self.hub, nonce, self.token)
+                notice.write(place.path)
+                self.thread.stack.callback(notice.remove, place.path)
+
+    async def _host_at(self, place: TcpPlace) -> None:
+        for port in place.ports:
+            try:
+                # A host name may mean a loopback address here and a real one elsewhere: listen at all of them.
+                listen_at = place.host if is_loopback(place.host) else ""
+                return await self._open(listen_at, port, self.token + place.secret)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or port == place.ports[-1]:
+                    raise ConfigError(f"{self.address}: rank 0 cannot listen at port {port}: {error}") from error
+
+    async def _open(self, host: str, port: int, token: str) -> None:
+        size, rank = self.channel.size, self.channel.rank
+        hub = Hub(size, host=host, port=port, token=token, options=self.options, host_rank=rank)
+        await open_hub(self.thread, hub)
+        self.hub = hub
+        self.own_door = _Door(host or "127.0.0.1", hub.port, token)
+
+    async def _enter(self) -> None:
+        """Knock until some hub lets this rank in."""
+        pause = _FIRST_PAUSE
+        while True:
+            for door in self._doors():
+                if await self._knock(door):
+                    return
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
+
+    async def _knock(self, door: _Door) -> bool:
+        hello = Hello(self.channel.rank, self.channel.size, door.token)
+        try:
+            await dial(door.host, door.port, hello, self.channel.welcomed)
+        except Refused as refusal:
+            if not self._may_change(refusal.code):
+                message = f"{self.address}: {refusal}"
+                raise (PeerLost(message, lost=0) if refusal.code == "failed" else ConfigError(message)) from None
+            self.last_seen = str(refusal)
+        except OSError as error:
+            why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else str(error) or "no answer"
+            self.last_seen = f"{tcp_address(door.host, door.port)}: {why}"
+        else:
+            return True
+        return False
+
+    def _may_change(self, code: str) -> bool:
+        """Whether it makes sense to knock again: the next hub there may be the right one."""
+        match self.place:
+            case FilePlace():
+                return code in ("left", "failed", "token")
+            case TcpPlace(hosted=hosted, ports=ports):
+                return code == "left" or (hosted and code == "failed") or (len(ports) > 1 and code == "token")
+
+    def _doors(self) -> list[_Door]:
+        if self.own_door:
+            return [self.own_door]
+        match self.place:
+            case TcpPlace(host=host, ports=ports, secret=secret):
+                return [_Door(host, port, self.token + secret) for port in ports]
+            case FilePlace(path=path):
+                try:
+                    notice = Notice.read(path, self.token)
+                except (OSError, ValueError) as error:
+                    self.last_seen = str(error)
+                    return []
+                return [_Door(host, notice.port, f"{self.token}\n{notice.nonce}") for host in notice.reachable()]
+
+    async def _too_late(self) -> OperationTimeout:
+        """Return the error that names those who never came, as far as anybody here knows."""
+        rank, size = self.channel.rank, self.channel.size
+        late: dict[int, str] = {}
+        if not self.channel.is_welcome:
+            if isinstance(self.place, FilePlace) or self.place.hosted:
+                late[0] = "it is to host the hub, and never came"
+            message = f"no hub let this rank in at {self.address} within {self.timeout:g} s; last: {self.last_seen}"
+            return OperationTimeout(message, late=late, rank=rank, op="connect")
+        try:
+            async with asyncio.timeout(_QUESTION_TIMEOUT):
+                late = dict(await self.channel.request("missing"))
+        except (TimeoutError, ConnectionError) as error:
+            late[0] = f"the hub does not answer: {error}"
+        gave_up = f"rank {rank} gave up after {self.timeout:g} s"
+        if self.hub is not None:
+            self.thread.stack.push_async_callback(self.hub.aclose, gave_up)
+        else:
+            self.channel.give_up(gave_up)
+        details = "; ".join(f"rank {late_rank}: {where}" for late_rank, where in sorted(late.items())[:8])
+        message = f"{name_ranks(late)} of {size} had not joined {self.address} after {self.timeout:g} s ({details})"
+        return OperationTimeout(message, late=late, rank=rank, op="connect")

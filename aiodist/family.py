@@ -1,0 +1,197 @@
+"""The communicators of one `init`: made from one another, told of lost ranks, closed in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.control import Channel, Exit
+from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout
+from aiodist.handles import Handle, Origin
+from aiodist.issuer import Issuer
+from aiodist.topology import Topology
+
+if TYPE_CHECKING:
+    from aiodist.communicator import Communicator
+
+__all__ = ["Family"]
+
+_DRAIN_SECONDS = 30.0
+
+
+class Family:
+    """Knows every open communicator of one rank."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        make: Callable[[Issuer, Topology | None, Family], Communicator],
+        *,
+        checked: bool,
+        timeout: float | None,
+    ) -> None:
+        self._channel = channel
+        self._make = make
+        self._checked = checked
+        self._timeout = timeout
+        self._open: list[Communicator] = []
+        self._shared: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._children: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def world(self, transport: Transport, topology: Topology) -> Communicator:
+        """Return the first communicator, over all ranks."""
+        world = self._communicator("world", transport, range(transport.size), topology)
+        self._channel.on_lost(lambda exit: world._issuer.progress.post(lambda: self._lost(exit)))
+        return world
+
+    def _communicator(
+        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None
+    ) -> Communicator:
+        issuer = Issuer(name, transport, self._channel, ranks, checked=self._checked)
+        issuer.timeout = self._timeout
+        made = self._make(issuer, topology, self)
+        self._open.append(made)
+        return made
+
+    def _lost(self, exit: Exit) -> None:
+        for communicator in self._open:
+            if exit.rank < 0 or exit.rank in communicator._issuer.ranks:
+                communicator._issuer.peer_lost(exit)
+
+    # --- making ----------------------------------------------------------------------------------------------
+
+    def derive(self, parent: Communicator, kind: str, ranks: Sequence[int]) -> Handle[Communicator]:
+        """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
+        mark = hash(tuple(ranks)) % (1 << 31)
+        agreed = parent.allgather(torch.tensor([mark]))
+        name = self._next_name(parent, kind)
+        return self._later(parent, kind, agreed, lambda _: self._join(parent, name, tuple(ranks), kind != "dup"))
+
+    def split(self, parent: Communicator, color: int | None, key: int) -> Handle[Communicator]:
+        """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""
+        agreed = parent.allgather(torch.tensor([color is None, color or 0, key]))
+        name = self._next_name(parent, "split")
+
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+            rows = [row.tolist() for row in table]
+            group = sorted((row[2], rank) for rank, row in enumerate(rows) if row[:2] == rows[parent.rank][:2])
+            ranks = () if color is None else tuple(rank for _, rank in group)
+            return self._join(parent, name, ranks, shared=True)
+
+        return self._later(parent, "split", agreed, join)
+
+    def _later(
+        self,
+        parent: Communicator,
+        kind: str,
+        agreed: Handle[Any],
+        join: Callable[[Any], Coroutine[Any, Any, Communicator]],
+    ) -> Handle[Communicator]:
+        """Return a handle that a task of the loop settles: the native calls that make communicators block."""
+        issuer = parent._issuer
+        handle: Handle[Communicator] = Handle(
+            issuer.progress, kind, agreed.seq, origin=Origin.here(3), account=issuer.account
+        )
+        handle.polled = False
+        earlier = issuer.pending()
+
+        async def make() -> None:
+            try:
+                table = await agreed
+                if earlier:
+                    await asyncio.wait(earlier)
+                handle.resolve(await join(table))
+            except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
+                handle.reject(error)
+
+        task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    def _next_name(self, parent: Communicator, kind: str) -> str:
+        number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
+        return f"{parent.name}/{kind}{number}"
+
+    async def _join(self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool) -> Communicator:
+        if parent.rank not in ranks:
+            return self._outside(name, len(ranks))
+        key = (parent.name, ranks)
+        if shared and key in self._shared:
+            return self._shared[key]
+        name = f"{name}.{ranks[0]}"
+        transport = await parent._transport.split(ranks, name)
+        world_ranks = [parent._issuer.ranks[rank] for rank in ranks]
+        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks))
+        if shared:
+            self._shared[key] = made
+        return made
+
+    def _outside(self, name: str, size: int) -> Communicator:
+        error = CommunicatorError(f"this rank is outside communicator {name!r}")
+        return self._make(Issuer.refusing(name, _Outside(size), self._channel, error), None, self)
+
+    # --- closing -----------------------------------------------------------------------------------------------
+
+    async def close(self, communicator: Communicator) -> None:
+        """Close `communicator` and, before it, what was made from it."""
+        for child in [c for c in reversed(self._open) if c.name.startswith(f"{communicator.name}/")]:
+            await self.close(child)
+        if communicator not in self._open:
+            return
+        self._open.remove(communicator)
+        self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
+        issuer = communicator._issuer
+        drained = False
+        try:
+            issuer.withdraw_receives()
+            if issuer.refusal is None:
+                await issuer.drain(_DRAIN_SECONDS)
+                await communicator.barrier(timeout=_DRAIN_SECONDS)
+                drained = True
+        except OperationTimeout as error:
+            issuer.abort(error)
+            raise
+        finally:
+            issuer.close()
+            await communicator._transport.aclose(drained=drained)
+
+    async def abandon(self, error: AiodistError) -> None:
+        """The program failed: give everything up at once."""
+        for communicator in reversed(self._open):
+            communicator._issuer.abort(error)
+            communicator._issuer.ledger.close()
+            with suppress(OSError):
+                await communicator._transport.aclose(drained=False)
+        self._open.clear()
+
+
+class _Outside:
+    """The transport of a rank that is not in the group: there is none."""
+
+    name = "none"
+    rank = -1
+    native: Native | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(short_receives=True)
+
+    def isend(self, t: torch.Tensor, dst: int, tag: int, done: Done) -> None:
+        done(CommunicatorError("this rank is outside the communicator"))
+
+    irecv = isend
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        raise CommunicatorError("this rank is outside the communicator")
+
+    async def aclose(self, *, drained: bool) -> None:
+        return None

@@ -1,0 +1,114 @@
+"""Torch's modes are the task's (H13): a task factory that swaps them around each step of a task.
+
+In torch grad mode, autocast and their like belong to the thread, which all tasks of a loop share. Without this,
+`with torch.no_grad(): await …` in one task makes the task beside it build no graph, and two such blocks that overlap
+without nesting leave grad mode off for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+from aiodist.streams.modes import Modes, ModeSwitch, plain
+
+__all__ = ["isolate"]
+
+
+def isolate(loop: asyncio.AbstractEventLoop) -> None:
+    """Give each task that `loop` makes from now on torch modes of its own.
+
+    A task begins with the modes of the code that made it; what runs outside tasks is left alone. A task factory that
+    is there already goes on making the tasks. Doing it again changes nothing. Costs a microsecond a step.
+    """
+    previous = loop.get_task_factory()
+    if not isinstance(previous, _Factory):
+        loop.set_task_factory(_Factory(previous))
+
+
+class _Factory:
+    """Makes tasks of coroutines that carry modes, by way of the factory that was there before."""
+
+    def __init__(self, previous: Any) -> None:  # noqa: ANN401  - typed differently from Python to Python
+        self._previous = previous
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Future[Any]:  # noqa: ANN401
+        if type(coro) is not _Isolated and asyncio.iscoroutine(coro):
+            coro = _Isolated(coro)
+        if self._previous is None:
+            return asyncio.Task(coro, loop=loop, **options)
+        task: asyncio.Future[Any] = self._previous(loop, coro, **options)
+        return task
+
+
+class _Isolated(Coroutine[Any, Any, Any]):
+    """A coroutine that runs each step of another in modes of its own; for everything else it is the other one.
+
+    `send` is the bound method of a generator, without a frame in between: a step costs 0.6 us, not 1.
+    """
+
+    __slots__ = ("__weakref__", "_coro", "_steps", "send")
+
+    def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
+        self._coro = coro
+        self._steps = _steps(coro, Modes.capture())
+        next(self._steps)
+        self.send = self._steps.send  # type: ignore[method-assign]
+
+    def throw(self, *error: Any) -> Any:  # noqa: ANN401
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        self._steps.close()
+        self._coro.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._steps
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._coro, name)
+
+    def __repr__(self) -> str:
+        return repr(self._coro)
+
+
+def _steps(coro: Coroutine[Any, Any, Any], modes: Modes) -> Generator[Any, Any, Any]:
+    """Run `coro`; suspended first of all before its first step, so that an error may be thrown into that."""
+    switch = ModeSwitch(modes)
+    quiet = modes.simple and modes.grad  # all is as torch starts: then it is enough to look whether it still is
+    call = send = coro.send
+    value: Any = None
+    begun = False
+    while True:
+        try:
+            argument = yield value
+            call = send
+        except GeneratorExit:
+            if begun:
+                _close(coro, switch)
+            raise
+        except BaseException as error:  # noqa: BLE001  - all of them go to the task
+            call, argument = coro.throw, error
+        begun = True
+        if not quiet or not plain():
+            quiet = False
+            switch.enter()
+        try:
+            value = call(argument)
+        except BaseException as error:
+            if not quiet or not plain():
+                switch.leave(last=True)
+            if isinstance(error, StopIteration):
+                return error.value
+            raise
+        if not quiet or not plain():
+            quiet = switch.leave()
+
+
+def _close(coro: Coroutine[Any, Any, Any], switch: ModeSwitch) -> None:
+    switch.enter()
+    try:
+        coro.close()
+    finally:
+        switch.leave(last=True)

@@ -1,0 +1,386 @@
+"""What happens around every operation of a communicator: claims, order, deadlines, completion, failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor
+
+from aiodist.backends.base import Done, Transport
+from aiodist.collectives import operations
+from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program, run
+from aiodist.control import Channel, Exit
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, CommunicatorError, MismatchError, OperationTimeout
+from aiodist.handles import LARGE_BYTES, Account, Handle, Origin, Progress, in_flight
+from aiodist.handles.progress import transport_lock
+from aiodist.ledger import Fingerprint, Ledger
+
+__all__ = ["Claim", "Issuer", "claims_of", "reading", "writing"]
+
+T = TypeVar("T")
+
+_STALL_SECONDS = 0.1  # an operation that is pending at two ticks in a row is published
+_MISMATCH_SECONDS = 1.0
+
+
+class _Differ(Exception):  # noqa: N818
+    """The ranks brought different digests to a barrier."""
+
+
+class Claim(NamedTuple):
+    """Bytes that an operation reads or writes until it is over."""
+
+    start: int
+    nbytes: int
+    writes: bool
+
+
+def reading(*tensors: Tensor) -> list[Claim]:
+    """Return the claims of an operation that reads `tensors`."""
+    return [Claim(t.data_ptr(), t.nbytes, False) for t in tensors]
+
+
+def writing(*tensors: Tensor) -> list[Claim]:
+    """Return the claims of an operation that writes `tensors`."""
+    return [Claim(t.data_ptr(), t.nbytes, True) for t in tensors]
+
+
+def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
+    """Return the claims of an operation that reads `inputs` and writes `outs`; an input inside an out is its own."""
+    written = writing(*(out for out in outs if out is not None))
+    inside = [(w.start, w.start + w.nbytes) for w in written]
+    read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
+    return written + read
+
+
+class Issuer:
+    """Issues the operations of one communicator and answers for them until they are over."""
+
+    _alive: WeakSet[Issuer] = WeakSet()
+
+    def __init__(
+        self, name: str, transport: Transport, channel: Channel, ranks: Sequence[int], *, checked: bool
+    ) -> None:
+        """`ranks` are the world ranks of the communicator's, in order."""
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.transport = transport
+        self.progress = Progress.current()
+        self.account = Account(self.progress.loop)
+        self.mailbox = Mailbox(transport)
+        self.ledger = Ledger(name, channel, ranks, self._disagreed)
+        self.timeout: float | None = None
+        self.checked = checked and transport.size > 1
+        self._pending: dict[Handle[Any], bool] = {}
+        """In order of issue; True for collectives, which all ranks number alike."""
+        self._refusal: AiodistError | RuntimeError | None = None
+        self._bytes = 0
+        self._watching = False
+        self._old: set[Handle[Any]] = set()
+        self._alive.add(self)
+
+    @classmethod
+    def refusing(cls, name: str, transport: Transport, channel: Channel, error: CommunicatorError) -> Issuer:
+        """Return one that refuses every call, for a rank outside the group."""
+        issuer = cls(f"{name} (outside)", transport, channel, [channel.rank], checked=False)
+        issuer.ledger.close()
+        issuer._refusal = error
+        return issuer
+
+    # --- issuing -------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise what a call must raise: wrong thread or loop, closed, aborted."""
+        if asyncio._get_running_loop() is not self.progress.loop:
+            raise RuntimeError(
+                f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
+                "opened on; a second loop opens its own dup()"
+            )
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+
+    def collective(
+        self,
+        what: Fingerprint,
+        program: Program[T],
+        claims: Sequence[Claim] = (),
+        *,
+        nbytes: int = 0,
+        timeout: float | None = None,
+    ) -> Handle[T]:
+        """Issue `program` as the next operation that all ranks take part in."""
+        handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout, collective=True)
+        self._record(what, handle)
+        self._begin(handle.seq, program, partial(self._finish, handle, claims), nbytes)
+        return handle
+
+    def _record(self, what: Fingerprint, handle: Handle[Any]) -> None:
+        assert handle.origin is not None
+        self.ledger.record(what, handle.origin, _coroutine() if self.checked else "")
+
+    def _begin(self, seq: int, program: Program[Any], finish: Callable[..., None], nbytes: int) -> None:
+        if self.checked:
+            verdict = partial(self._checked_start, program, finish, nbytes)
+            self.ledger.check(seq, lambda error: self.progress.post(partial(verdict, error)))
+        else:
+            self.run(program, finish, nbytes)
+
+    def run(self, program: Program[Any], finish: Callable[..., None], nbytes: int) -> None:
+        """Run `program`, then call `finish(result, error)`."""
+        self.start(partial(run, program, finish), nbytes)
+
+    def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
+        """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
+
+        def withdraw() -> bool:
+            with transport_lock:
+                withdrawn = self.mailbox.withdraw(wanted)
+                if withdrawn:
+                    wanted.finish(None, asyncio.CancelledError())
+            return withdrawn
+
+        handle.set_canceller(withdraw)
+        self.start(partial(self.mailbox.receive, wanted), 0)
+
+    def quick(self, what: Fingerprint, start: Callable[[Tensor, Done], None], t: Tensor, timeout: float | None) -> Any:  # noqa: ANN401
+        """Issue one native call that reduces `t` in place: `collective` without what it does not need."""
+        claim = Claim(t.data_ptr(), t.nbytes, True)
+        handle: Handle[Tensor] = self._handle(what.kind, claim.nbytes, (claim,), timeout, collective=True)
+        self.ledger.record(what, handle.origin)  # type: ignore[arg-type]
+        pending = self._pending
+
+        def done(error: BaseException | None) -> None:
+            in_flight.release(*claim)
+            pending.pop(handle, None)
+            if error is not None:
+                self._failed(handle, error)
+            elif not handle.done():
+                handle.resolve(t)
+
+        self.start(partial(start, t, done), claim.nbytes)
+        return handle
+
+    def barrier(self, p: Primitives, timeout: float | None) -> Handle[None]:
+        """Issue a barrier that also compares what the ranks issued before it."""
+        what = Fingerprint("barrier")
+
+        def program() -> Program[None]:
+            if not (yield from operations.barrier(p, digest)):
+                raise _Differ
+
+        handle: Handle[None] = self._handle("barrier", 0, (), timeout, collective=True)
+        self._record(what, handle)
+        digest = self.ledger.digest
+
+        def finish(_: None, error: BaseException | None) -> None:
+            if isinstance(error, _Differ):
+                self.progress.post(lambda: self._explain(handle.seq))
+                return
+            self._finish(handle, (), None, error)
+            if error is None:
+                self.account.cover(handle.seq)
+
+        self._begin(handle.seq, program(), finish, 0)
+        return handle
+
+    def message(
+        self, op: str, nbytes: int, claims: Sequence[Claim], timeout: float | None
+    ) -> tuple[Handle[Any], Callable[[Any, BaseException | None], None]]:
+        """Return the handle of a point-to-point operation, and what to call when it is over."""
+        handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, collective=False)
+        return handle, partial(self._finish, handle, claims)
+
+    def start(self, call: Callable[[], None], nbytes: int) -> None:
+        """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
+        if nbytes >= LARGE_BYTES:
+            self.progress.start_in_thread(call)
+        else:
+            self.progress.start(call)
+
+    def _checked_start(
+        self, program: Program[Any], finish: Callable[..., None], nbytes: int, error: MismatchError | None
+    ) -> None:
+        if error is not None:
+            program.close()
+            finish(None, error)
+        else:
+            self.run(program, finish, nbytes)
+
+    def _handle(
+        self, op: str, nbytes: int, claims: Sequence[Claim], timeout: float | None, *, collective: bool
+    ) -> Handle[Any]:
+        self.check_usable()
+        handle: Handle[Any] = Handle(
+            self.progress, op, self.ledger.seq, nbytes, Origin.here(4), self.account
+        )
+        for i, claim in enumerate(claims):
+            try:
+                in_flight.acquire(*claim, handle)
+            except ValueError:
+                for held in claims[:i]:
+                    in_flight.release(*held)
+                raise
+        if timeout is None:
+            timeout = self.timeout
+        if timeout is not None:
+            self._set_deadline(handle, timeout)
+        self._bytes += nbytes
+        self._pending[handle] = collective
+        if not self._watching:
+            self._watching = True
+            self.progress.loop.call_later(_STALL_SECONDS, self._watch)
+        return handle
+
+    def _set_deadline(self, handle: Handle[Any], seconds: float) -> None:
+        handle.set_deadline(seconds, lambda: dict(self.ledger.late))
+        if seconds < 3 * _STALL_SECONDS:
+            # The late ranks must be known by then, so they are asked in good time.
+            self.progress.loop.call_later(seconds / 2, self._publish, handle)
+
+    # --- completion: with the transport lock held --------------------------------------------------------------
+
+    def _finish(
+        self, handle: Handle[Any], claims: Sequence[Claim], result: object, error: BaseException | None
+    ) -> None:
+        for claim in claims:
+            in_flight.release(*claim)
+        self._pending.pop(handle, None)
+        if error is not None:
+            self._failed(handle, error)
+        elif not handle.done():
+            if isinstance(result, Arrived):
+                handle.source, handle.tag, handle.nbytes = result.source, result.tag, result.nbytes
+                result = result.data
+            handle.resolve(result)
+
+    def _failed(self, handle: Handle[Any], error: BaseException) -> None:
+        if handle.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            handle.withdraw()
+            return
+        if isinstance(error, AiodistError):
+            error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
+        handle.reject(error)
+
+    # --- stalls and disagreements --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Ten times a second while something is pending: publish what has not moved since the last time."""
+        pending = list(self._pending)
+        if not pending:
+            self._watching = False
+            self._old.clear()
+            return
+        stalled = next((h for h in pending if h in self._old and self._pending.get(h)), None)
+        if stalled is not None:
+            self._publish(stalled)
+        self._old = set(pending)
+        self.progress.loop.call_later(_STALL_SECONDS, self._watch)
+
+    def _publish(self, handle: Handle[Any]) -> None:
+        if not handle.done() and self._pending.get(handle) and self.transport.size > 1 and self._refusal is None:
+            self.ledger.publish(handle.seq)
+
+    def _disagreed(self, error: AiodistError) -> None:
+        """On the listener thread: MPI cannot withdraw a collective, so the communicator is given up.
+
+        In checked mode a mismatch is found before anything is sent, and told through the verdict.
+        """
+        if not (self.checked and isinstance(error, MismatchError)):
+            self.progress.post(lambda: self.abort(error))
+
+    def _explain(self, seq: int) -> None:
+        """The digests differ at the barrier `seq`: have the ranks show each other what they issued before it."""
+        self.ledger.publish_history()
+        text = f"ranks issued different operations before barrier #{seq}, which are no longer kept"
+        self.progress.loop.call_later(_MISMATCH_SECONDS, lambda: self.abort(MismatchError(text)))
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts of what was issued and what is pending."""
+        return {"collectives": self.ledger.seq, "bytes": self._bytes, "pending": len(self.pending())}
+
+    def pending(self) -> list[Handle[Any]]:
+        """Return what is not over, in order of issue."""
+        return [handle for handle in list(self._pending) if not handle.done()]
+
+    def withdraw_receives(self) -> None:
+        """Withdraw every receive that nothing matched, and warn of each."""
+        for handle in self.pending():
+            if handle.op.startswith("recv") and handle.cancel():
+                message = f"{handle} was never matched, and withdrawn at close"
+                where = handle.origin
+                if where is not None:
+                    warnings.warn_explicit(message, ResourceWarning, where.filename, where.lineno)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until nothing is pending; raise `OperationTimeout` naming what still is after `seconds`."""
+        pending = self.pending()
+        if pending and self._refusal is None:
+            await asyncio.wait(pending, timeout=seconds)
+            left = [str(handle) for handle in pending if not handle.done()]
+            if left:
+                raise OperationTimeout(f"still pending after {seconds:g} s: {', '.join(left)}", comm=self.name)
+
+    def peer_lost(self, exit: Exit) -> None:
+        """A rank of this communicator is gone: what is pending and every later call raise that."""
+        self.abort(exit.error())
+
+    def abort(self, error: AiodistError) -> None:
+        """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
+        if self._refusal is not None:
+            return
+        self._refusal = self._aborted(error)
+        with transport_lock:
+            for handle in self.pending():
+                self._failed(handle, copy(error))
+            self._pending.clear()
+
+    def _aborted(self, error: AiodistError) -> AiodistError:
+        if not isinstance(error, MismatchError):
+            return error
+        aborted = CommunicatorAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name)
+        aborted.__cause__ = error
+        return aborted
+
+    def close(self) -> None:
+        """Refuse every later call."""
+        self.ledger.close()
+        if self._refusal is None:
+            self._refusal = CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name)
+        self.account.judge()
+
+    @property
+    def refusal(self) -> AiodistError | RuntimeError | None:
+        """Why calls are refused, None while they are not."""
+        return self._refusal
+
+    def forked(self) -> None:
+        """This is a child of the process that opened it."""
+        self._refusal = RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it")
+
+
+def _coroutine() -> str:
+    """Return the name of the coroutine that the current task runs, as a sign of who issues."""
+    task = asyncio.current_task()
+    coroutine = task.get_coro() if task is not None else None
+    return str(getattr(coroutine, "__qualname__", ""))
+
+
+def _after_fork() -> None:
+    for issuer in list(Issuer._alive):
+        issuer.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,170 @@
+"""Watches one job from its start to its end: what happens, what it means, and who is told to stop when."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiodist.control import Hub, name_ranks
+from aiodist.errors import LaunchError
+from aiodist.launch.processes import ProcessEnded
+from aiodist.launch.ranks import Done, Ended, Ranks
+from aiodist.launch.verdict import Ending, Left, Report, Verdict, describe
+
+if TYPE_CHECKING:
+    from aiodist.launch.commands import Job
+
+__all__ = ["Event", "Signalled", "Supervisor", "report"]
+
+_START_TIMEOUT = 60.0
+_AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
+_MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
+_TIMED_OUT = 124  # as timeout(1) has it
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The launcher received a signal, or SIGPIPE's cause: nobody reads its output any more."""
+
+    signum: int
+
+
+Event = Ended | Done | ProcessEnded | Signalled
+
+
+def report(hub: Hub) -> Report:
+    """Return what the hub knows in the words of the verdict."""
+
+    def left(rank: int) -> Left:
+        exit = hub.exits.get(rank)
+        if exit is None:
+            return Left.OPEN if rank in hub.joined else Left.NEVER_JOINED
+        return Left.CLEAN if exit.clean else Left.OPEN
+
+    def first_failure() -> tuple[int, int] | None:
+        failed = next((exit for exit in hub.exits.values() if not exit.clean), None)
+        return None if failed is None else (failed.rank, failed.exitcode or 1)
+
+    return Report(left, first_failure)
+
+
+class Supervisor:
+    """Takes events until every rank is done; `code` is the job's exit code then."""
+
+    def __init__(self, job: Job, ranks: Ranks, known: Report, say: Callable[[str], None]) -> None:
+        self.code: int | None = None
+        self.stopping = False
+        self._job = job
+        self._ranks = ranks
+        self._say = say
+        self._verdict = Verdict(job.ranks, job.finish_within, known)
+        self._loop = asyncio.get_running_loop()
+        self._left = set(range(job.ranks))
+        self._came_by: float | None = self._loop.time() + _START_TIMEOUT
+        self._finished_by = None if job.timeout is None else self._loop.time() + job.timeout
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        self._mpirun: tuple[float, int] | None = None
+
+    async def watch(self, events: asyncio.Queue[Event]) -> int:
+        """Return the exit code once all ranks are done, or have been killed and still say nothing.
+
+        Raises `LaunchError` when ranks cannot be started.
+        """
+        while self._left or (not self.stopping and self._verdict.due is not None):
+            try:
+                async with asyncio.timeout_at(self._next()):
+                    self._take(await events.get())
+            except TimeoutError:
+                pass
+            self._tick()
+            if self._give_up_at is not None and self._loop.time() >= self._give_up_at:
+                break
+        return self._verdict.code or 0 if self.code is None else self.code
+
+    def _next(self) -> float | None:
+        mpirun = self._mpirun and self._mpirun[0]
+        times = (self._came_by, self._finished_by, self._kill_at, self._give_up_at, mpirun, self._verdict.due)
+        return min((time for time in times if time is not None), default=None)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Ended(rank, exit):
+                self._ended(Ending(rank, exit.code, exit.told))
+            case Done(rank):
+                self._left.discard(rank)
+            case ProcessEnded(None, code):
+                self._mpirun_ended(code)
+            case ProcessEnded(int(rank), code):
+                if rank not in self._ranks.came:  # its guard never got as far as to connect
+                    self._ended(Ending(rank, code or 1))
+                    self._left.discard(rank)
+            case Signalled(signum):
+                self._signalled(signum)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if self._came_by is not None and len(self._ranks.came) == self._job.ranks:
+            self._came_by = None
+        if _over(self._mpirun and self._mpirun[0], now) and self._mpirun is not None:
+            self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun[1]))
+            self._mpirun = None
+            self._stop(signal.SIGTERM)
+        if not self.stopping:
+            self._judge(self._verdict.tick(now))
+        if _over(self._came_by, now) and not self.stopping:
+            never = set(range(self._job.ranks)) - self._ranks.came
+            raise LaunchError(f"{name_ranks(never)} did not start within {_START_TIMEOUT:g} s")
+        if _over(self._finished_by, now):
+            self._finished_by = None
+            if not self.stopping:
+                working = name_ranks(self._verdict.working)
+                self._say(f"aiodist run: not finished within {self._job.timeout:g} s: {working}")
+                self.code = _TIMED_OUT
+                self._stop(signal.SIGTERM)
+        if _over(self._kill_at, now):
+            self._kill_at = None
+            self._give_up_at = now + _AFTER_KILL
+            self._ranks.signal(signal.SIGKILL)
+
+    def _ended(self, ending: Ending) -> None:
+        if ending.rank not in self._verdict.working:
+            return
+        lines = self._verdict.ended(ending, self._loop.time())
+        if self.code is None:
+            self._judge(lines)
+
+    def _judge(self, lines: list[str]) -> None:
+        for line in lines:
+            self._say(line)
+        if self._verdict.code is not None and not self.stopping:
+            self._stop(signal.SIGTERM)
+
+    def _mpirun_ended(self, code: int) -> None:
+        if not self._ranks.came:
+            raise LaunchError(f"mpirun ended before it had started a rank: {describe(code)}")
+        self._mpirun = (self._loop.time() + (_MPIRUN_GRACE if self._left else 0.0), code)
+
+    def _signalled(self, signum: int) -> None:
+        if signum in _PASSED_ON:
+            self._ranks.signal(signum)
+            return
+        if self.stopping:  # asked a second time: no more patience
+            self._kill_at = self._loop.time() if self._give_up_at is None else None
+            return
+        self.code = 128 + signum
+        self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+
+    def _stop(self, signum: int) -> None:
+        if not self.stopping:
+            self.stopping = True
+            self._ranks.signal(signum)
+            self._kill_at = self._loop.time() + self._job.kill_after
+
+
+def _over(time: float | None, now: float) -> bool:
+    return time is not None and now >= time

@@ -1,0 +1,50 @@
+"""Python objects as tensors of bytes: pickle protocol 5, large buffers out of band.
+
+Objects are framed by length, never by a sentinel. Unpickling runs code that the sender chose: use it among ranks
+that trust one another. The traffic of tensors never comes here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "unpack"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(obj: object) -> Tensor:
+    """Return `obj` as flat uint8: the number of parts, their lengths, then the pickle and its buffers.
+
+    Raises what pickle raises for an object that cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    lengths = b"".join(_LENGTH.pack(n) for n in (len(parts), *(part.nbytes for part in parts)))
+    packed = torch.empty(len(lengths) + sum(part.nbytes for part in parts), dtype=torch.uint8)
+    view = memoryview(packed.numpy())
+    view[: len(lengths)] = lengths
+    at = len(lengths)
+    for part in parts:
+        view[at : at + part.nbytes] = part
+        at += part.nbytes
+    return packed
+
+
+def unpack(packed: Tensor) -> Any:  # noqa: ANN401
+    """Return the object; its buffers share `packed`'s memory."""
+    view = memoryview(packed.numpy())
+    (count,) = _LENGTH.unpack_from(view)
+    lengths = [_LENGTH.unpack_from(view, _LENGTH.size * (1 + i))[0] for i in range(count)]
+    at = _LENGTH.size * (1 + count)
+    parts: list[memoryview] = []
+    for length in lengths:
+        parts.append(view[at : at + length])
+        at += length
+    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301

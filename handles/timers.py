@@ -1,0 +1,66 @@
+"""The deadlines of one loop's handles, behind one timer of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from aiodist.handles.handle import Handle
+
+__all__ = ["Timers"]
+
+_SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
+
+
+class Timers:
+    """Tells handles that their deadline passed.
+
+    Most are over long before. A timer of the loop for each, with a deadline of half an hour, would still be
+    there; so they lie in a heap that is cleared of what is over whenever it has doubled.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._heap: list[tuple[float, int, ref[Handle[Any]]]] = []
+        self._count = count()
+        self._limit = 64
+        self._due = inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, expires: float, handle: Handle[Any]) -> None:
+        """Call `handle.tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
+        if len(self._heap) >= self._limit:
+            self._clear()
+        heappush(self._heap, (expires, next(self._count), ref(handle)))
+        if expires < self._due:
+            self._set(expires)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _clear(self) -> None:
+        self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and not handle.done()]
+        heapify(self._heap)
+        self._limit = max(64, 2 * len(self._heap))
+
+    def _set(self, expires: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = expires
+        self._timer = self._loop.call_later(max(0.0, expires - monotonic()) + _SLACK_SECONDS, self._fire)
+
+    def _fire(self) -> None:
+        now = monotonic()
+        self._timer, self._due = None, inf
+        while self._heap and self._heap[0][0] <= now:
+            handle = heappop(self._heap)[2]()
+            if handle is not None:
+                handle.tell_late()
+        if self._heap:
+            self._set(self._heap[0][0])

@@ -1,0 +1,293 @@
+"""What a channel does, the same over sockets and inside one process."""
+
+import asyncio
+import functools
+import gc
+import threading
+import time
+
+import pytest
+
+from aiodist.control import MAX_FRAME, Channel, connect, host, in_process
+from aiodist.control.local import InProcessHub
+from aiodist.errors import OperationTimeout, PeerLost, RemoteError
+
+SIZE = 3
+
+
+def limited(test):
+    @functools.wraps(test)
+    async def run(*args, **kwargs):
+        async with asyncio.timeout(20):
+            await test(*args, **kwargs)
+
+    return run
+
+
+class Letters:
+    """Collects the calls of a callback, whichever thread they come from."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
+
+    def __call__(self, *args):
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, args)
+
+    async def take(self, count=1):
+        return [await self._queue.get() for _ in range(count)]
+
+
+@pytest.fixture(params=["sockets", "in process"])
+async def channels(request):
+    async with asyncio.timeout(20):
+        if request.param == "sockets":
+            hub = await host(SIZE)
+            joining = (connect(hub.address, rank=r, size=SIZE, hub=None if r else hub) for r in range(SIZE))
+            found = await asyncio.gather(*joining)
+        else:
+            found = in_process(SIZE)
+    yield found
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(channel.aclose() for channel in found))
+    assert not [thread for thread in threading.enumerate() if thread.name == "aiodist-control"]
+    gc.collect()
+
+
+@limited
+async def test_rank_and_size(channels):
+    assert [(channel.rank, channel.size) for channel in channels] == [(0, SIZE), (1, SIZE), (2, SIZE)]
+    assert all(isinstance(channel, Channel) for channel in channels)
+
+
+@limited
+async def test_get_returns_what_any_rank_set_now_or_later(channels):
+    await channels[0].set("here", b"\x00\xff")
+    assert await channels[1].get("here") == b"\x00\xff"
+    waiting = [asyncio.ensure_future(channel.get("later")) for channel in channels]
+    await channels[2].set("later", b"")
+    assert await asyncio.gather(*waiting) == [b""] * SIZE
+
+
+@limited
+async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels):
+    with pytest.raises(OperationTimeout, match=r"'never' was not set within 0\.02 s"):
+        await channels[1].get("never", timeout=0.02)
+    await channels[0].set("never", b"after all")
+    assert await channels[1].get("never", timeout=5) == b"after all"
+
+
+@limited
+async def test_a_cancelled_get_is_withdrawn(channels):
+    waiting = asyncio.ensure_future(channels[1].get("k"))
+    await channels[1].add("let the question out")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await channels[1].set("k", b"v")
+    assert await channels[2].get("k") == b"v"
+
+
+@limited
+async def test_add_counts_without_losing_any(channels):
+    await asyncio.gather(*(channel.add("n") for channel in channels for _ in range(50)))
+    assert await channels[0].add("n", -50) == 100
+    assert await channels[1].get("n") == b"100"
+
+
+@limited
+async def test_add_to_what_is_no_counter_is_an_error(channels):
+    await channels[0].set("text", b"abc")
+    with pytest.raises(ValueError, match="no counter"):
+        await channels[1].add("text")
+
+
+@limited
+async def test_delete_forgets(channels):
+    await channels[0].set("k", b"v")
+    await channels[1].delete("k")
+    await channels[1].delete("k")
+    assert await channels[2].add("k", 7) == 7
+
+
+@limited
+async def test_messages_arrive_in_order_with_their_source(channels):
+    letters = Letters()
+    channels[2].subscribe("t", letters)
+    for n in range(200):
+        channels[0].send(2, "t", {"n": n, "raw": bytes([n])})
+    assert await letters.take(200) == [(0, {"n": n, "raw": bytes([n])}) for n in range(200)]
+
+
+@limited
+async def test_broadcast_reaches_every_other_rank(channels):
+    letters = [Letters() for _ in channels]
+    for channel, box in zip(channels, letters, strict=True):
+        channel.subscribe("t", box)
+    channels[1].broadcast("t", "all")
+    channels[1].send(1, "t", "myself")
+    assert [await box.take() for box in letters] == [[(1, "all")], [(1, "myself")], [(1, "all")]]
+
+
+@limited
+async def test_messages_before_the_subscription_are_kept(channels):
+    letters, marker = Letters(), Letters()
+    channels[1].subscribe("marker", marker)
+    for n in range(3):
+        channels[0].send(1, "early", n)
+    channels[0].send(1, "marker", None)
+    await marker.take()
+    channels[1].subscribe("early", letters)
+    channels[0].send(1, "early", 3)
+    assert await letters.take(4) == [(0, n) for n in range(4)]
+
+
+@limited
+async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(channels):
+    letters, marker = Letters(), Letters()
+    channels[1].subscribe("marker", marker)
+    channels[1].subscribe("t", letters)
+    with pytest.raises(ValueError, match="has a subscriber already"):
+        channels[1].subscribe("t", marker)
+    channels[1].unsubscribe("t")
+    channels[0].send(1, "t", "lost")
+    channels[0].send(1, "marker", None)
+    await marker.take()
+    channels[1].subscribe("t", letters)
+    channels[0].send(1, "t", "heard")
+    assert await letters.take() == [(0, "heard")]
+
+
+@limited
+async def test_send_works_from_any_thread(channels):
+    letters = Letters()
+    channels[1].subscribe("t", letters)
+    await asyncio.to_thread(channels[0].send, 1, "t", 1)
+    assert await letters.take() == [(0, 1)]
+
+
+@limited
+async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels):
+    letters = Letters()
+    reports = Letters()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reports(context["exception"]))
+    if hasattr(channels[1], "_thread"):
+        channels[1]._thread.loop.set_exception_handler(lambda _, context: reports(context["exception"]))
+
+    def subscriber(src, payload):
+        if payload == "bad":
+            raise SystemExit("not here")
+        letters(src, payload)
+
+    channels[1].subscribe("t", subscriber)
+    channels[0].send(1, "t", "bad")
+    channels[0].send(1, "t", "good")
+    assert await letters.take() == [(0, "good")]
+    assert isinstance((await reports.take())[0][0], SystemExit)
+
+
+@limited
+async def test_mistakes_are_raised_by_the_call(channels):
+    with pytest.raises(ValueError, match="rank 3 of 3: expected 0 <= rank < 3"):
+        channels[0].send(3, "t", 1)
+    with pytest.raises(TypeError, match="cannot travel"):
+        channels[0].broadcast("t", object())
+    with pytest.raises(ValueError, match=r"at most 67108864 bytes \(64 MiB\)"):
+        channels[0].send(1, "t", bytes(MAX_FRAME))
+    with pytest.raises(ValueError, match=r"at most 67108864 bytes \(64 MiB\)"):
+        await channels[0].set("k", bytes(MAX_FRAME))
+
+
+@limited
+async def test_a_large_value_passes(channels):
+    value = bytes(range(256)) * (8 << 12)  # 8 MiB
+    await channels[0].set("large", value)
+    assert await channels[1].get("large") == value
+
+
+@limited
+async def test_a_clean_leave_is_known_and_no_loss(channels):
+    lost, marker = Letters(), Letters()
+    channels[0].on_lost(lost)
+    await channels[2].aclose()
+    while 2 not in channels[0].exits():
+        await channels[0].add("time passes")
+    exit = channels[0].exits()[2]
+    assert (exit.clean, exit.exitcode) == (True, 0)
+    channels[0].subscribe("marker", marker)
+    channels[1].send(0, "marker", None)
+    await marker.take()
+    channels[1].fail("only this is a loss")
+    assert [found.rank for (found,) in await lost.take()] == [1]
+
+
+@limited
+async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels):
+    lost = Letters()
+    channels[0].on_lost(lost)
+    channels[2].on_lost(lost)
+    channels[1].fail("ValueError: no", "Traceback: line 7", 3)
+    for (exit,) in await lost.take(2):
+        assert (exit.rank, exit.clean, exit.cause, exit.exitcode) == (1, False, "ValueError: no", 3)
+        error = exit.error()
+        assert isinstance(error, RemoteError)
+        assert (error.raised_by, error.traceback) == (1, "Traceback: line 7")
+    await channels[1].aclose()
+    late = Letters()
+    channels[0].on_lost(late)
+    assert [found.cause for (found,) in await late.take()] == ["ValueError: no"]
+    assert isinstance(channels[0].exits()[1].error(), RemoteError)
+
+
+@limited
+async def test_a_closed_channel_says_so(channels):
+    waiting = asyncio.ensure_future(channels[1].get("never"))
+    await channels[1].add("let the question out")
+    await channels[1].aclose()
+    with pytest.raises(RuntimeError, match="rank 1 is closed"):
+        await waiting
+    with pytest.raises(RuntimeError, match="rank 1 is closed"):
+        channels[1].send(0, "t", 1)
+    with pytest.raises(RuntimeError, match="rank 1 is closed"):
+        await channels[1].get("k")
+    channels[1].fail("too late to matter")
+    await channels[1].aclose()
+    channels[0].send(1, "t", "to nobody")
+
+
+@limited
+async def test_in_process_a_death_can_be_played():
+    hub = InProcessHub(2)
+    lost = Letters()
+    hub.channels[0].on_lost(lost)
+    hub.lose(1, "unplugged")
+    ((exit,),) = await lost.take()
+    assert isinstance(exit.error(), PeerLost)
+    assert "rank 1 left: unplugged" in str(exit.error())
+    with pytest.raises(RuntimeError, match="closed"):
+        hub.channels[1].send(0, "t", 1)
+
+
+@limited
+async def test_subscribers_hear_while_the_main_thread_is_stuck():
+    hub = await host(2)
+    a, b = await asyncio.gather(*(connect(hub.address, rank=r, size=2, hub=None if r else hub) for r in range(2)))
+    answered = threading.Event()
+    names = []
+
+    def answer(src, payload):
+        names.append(threading.current_thread().name)
+        b.send(src, "answer", payload)
+
+    b.subscribe("question", answer)
+    a.subscribe("answer", lambda src, payload: answered.set())
+    a.send(1, "question", None)
+    assert answered.wait(5)  # blocks the only loop of this thread
+    answered.clear()
+    a.send(1, "question", None)
+    end = time.monotonic() + 5
+    while not answered.is_set():  # and so does Python code that never yields
+        assert time.monotonic() < end
+    assert names == ["aiodist-control"] * 2
+    await asyncio.gather(a.aclose(), b.aclose())

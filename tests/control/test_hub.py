@@ -1,0 +1,274 @@
+"""The hub: whom it lets in, what it notices, what becomes of those who are connected when it goes."""
+
+import asyncio
+import functools
+import gc
+import socket
+import threading
+
+import pytest
+
+from aiodist.control import HUB, Hub, HubOptions, connect, host
+from aiodist.control.handshake import Door
+from aiodist.control.link import Link, Pulse
+from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+
+
+def limited(test):
+    @functools.wraps(test)
+    async def run(*args, **kwargs):
+        async with asyncio.timeout(20):
+            await test(*args, **kwargs)
+        gc.collect()
+        assert not [thread for thread in threading.enumerate() if thread.name == "aiodist-control"]
+
+    return run
+
+
+class News:
+    """Collects the calls of a callback, whichever thread they come from."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
+
+    def __call__(self, *args):
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, *args)
+
+    async def take(self):
+        return await self._queue.get()
+
+
+async def join(hub, size, **settings):
+    return await asyncio.gather(*(connect(hub.address, rank=r, size=size, **settings) for r in range(size)))
+
+
+@limited
+async def test_observers_see_ranks_come_and_go():
+    came, went = News(), News()
+    async with Hub(2) as hub:
+        hub.on_join(came)
+        hub.on_exit(went)
+        a, b = await join(hub, 2)
+        assert {await came.take(), await came.take()} == {0, 1} == hub.joined
+        await a.aclose()
+        exit = await went.take()
+        assert (exit.rank, exit.clean) == (0, True)
+        b.fail("bad", "trace", 9)
+        exit = await went.take()
+        assert (exit.rank, exit.clean, exit.exitcode) == (1, False, 9)
+        assert hub.exits.keys() == {0, 1}
+        await b.aclose()
+
+
+@limited
+async def test_an_observer_that_raises_costs_no_rank_its_connection():
+    reports = News()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports(context["exception"]))
+    async with Hub(1) as hub:
+        hub.on_join(lambda rank: 1 / 0)
+        (a,) = await join(hub, 1)
+        assert isinstance(await reports.take(), ZeroDivisionError)
+        assert await a.add("n") == 1
+        await a.aclose()
+
+
+@limited
+async def test_a_wrong_token_is_refused():
+    async with Hub(1, token="right") as hub:
+        with pytest.raises(ConfigError, match="wrong token"):
+            await connect(hub.address, rank=0, size=1, token="wrong")
+        await (await connect(hub.address, rank=0, size=1, token="right")).aclose()
+
+
+@limited
+async def test_a_hub_that_does_not_know_the_token_is_refused():
+    """A stranger that lets everybody in cannot prove that it knows the token."""
+
+    def admit(link, hello, proof):
+        raise AssertionError("the door of a stranger never gets that far")
+
+    door = Door("other", admit)
+    door._judge = lambda link, challenge, said: link.write(welcome)
+    from aiodist.control.wire import Kind, frame, pack
+
+    welcome = frame(Kind.WELCOME, body=pack([b"guess", {"heartbeat": 30, "host_rank": None}]))
+    server = await asyncio.get_running_loop().create_server(door.greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(ConfigError, match="does not know this job's token"):
+        await connect(f"tcp://127.0.0.1:{port}", rank=0, size=1, token="secret")
+    server.close()
+    await server.wait_closed()
+
+
+@limited
+async def test_a_second_process_with_the_same_rank_is_refused():
+    async with Hub(2) as hub:
+        a, b = await join(hub, 2)
+        with pytest.raises(ConfigError, match="rank 1 has joined already: two processes have the same rank"):
+            await connect(hub.address, rank=1, size=2)
+        assert await b.add("still works") == 1
+        await asyncio.gather(a.aclose(), b.aclose())
+
+
+@limited
+async def test_another_size_is_refused():
+    async with Hub(2) as hub:
+        with pytest.raises(ConfigError, match="rank 0 expects 3 ranks, this hub 2"):
+            await connect(hub.address, rank=0, size=3)
+
+
+@limited
+async def test_strangers_are_sent_away_and_nobody_else_notices():
+    async with Hub(1) as hub:
+        (a,) = await join(hub, 1)
+        for words in (b"GET / HTTP/1.1\r\n\r\n", bytes(9), b"\0\0\0\4\2\0\0\0\0junk"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+            writer.write(words)
+            assert b"aiodist control" in await reader.read()  # the greeting, then the end
+            writer.close()
+            await writer.wait_closed()
+        assert await a.add("n") == 1
+        await a.aclose()
+
+
+@limited
+async def test_who_never_says_hello_is_sent_away_when_the_hub_closes():
+    async with Hub(1) as hub:
+        reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+        await reader.readexactly(9)
+    await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+@limited
+async def test_a_broken_connection_is_a_loss():
+    async with Hub(2) as hub:
+        a, b = await join(hub, 2)
+        lost = News()
+        a.on_lost(lost)
+        b._thread.call(b._link.abort, "pulled the plug")
+        exit = await lost.take()
+        assert (exit.rank, exit.clean, exit.exitcode) == (1, False, None)
+        assert "left without a goodbye" in exit.cause
+        assert isinstance(exit.error(), PeerLost)
+        with pytest.raises(PeerLost, match=r"the job is over: rank 1 left"):
+            await connect(hub.address, rank=1, size=2)
+        await asyncio.gather(a.aclose(), b.aclose())
+
+
+@limited
+async def test_a_rank_without_heartbeats_is_lost_and_told_so():
+    async with Hub(2, options=HubOptions(heartbeat=0.3)) as hub:
+        a, b = await join(hub, 2)
+        lost, told = News(), News()
+        a.on_lost(lost)
+        b.on_lost(told)
+        b._link.write = lambda data: None  # it goes on listening and says nothing any more
+        exit = await lost.take()
+        assert (exit.rank, exit.clean) == (1, False)
+        assert "no heartbeat for" in exit.cause
+        exit = await told.take()
+        assert (exit.rank, exit.clean) == (HUB, False)
+        assert "the hub gave this rank up: no heartbeat" in exit.cause
+        assert await a.add("healthy ranks stay") == 1
+        await asyncio.gather(a.aclose(), b.aclose())
+
+
+@limited
+async def test_a_starved_watcher_blames_nobody():
+    link = Link(lambda frame: None, lambda cause: None)
+    ended = []
+    link.abort = ended.append
+    pulse = Pulse(0.6, lambda: [link])
+    link.heard = pulse._loop.time() - 100
+    pulse._due -= 5  # as if this process had been stopped for five seconds
+    pulse._beat()
+    assert not ended
+    link.heard -= 100
+    pulse._timer.cancel()
+    pulse._beat()
+    assert "no heartbeat for 100 s (the limit is 0.6 s)" in ended[0]
+    pulse.stop()
+
+
+@limited
+async def test_a_closed_hub_ends_what_waits_for_it_and_is_no_failure():
+    async with Hub(1) as hub:
+        (a,) = await join(hub, 1)
+        waiting = asyncio.ensure_future(a.get("never"))
+        await a.add("let the question out")
+    with pytest.raises(PeerLost, match="the hub left: the hub was closed"):
+        await waiting
+    with pytest.raises(PeerLost, match="the hub was closed"):
+        await a.set("k", b"v")
+    a.send(0, "t", "dropped")
+    a.fail("nobody hears it, and it does not wait")
+    assert a.exits()[HUB].clean
+    await a.aclose()
+
+
+@limited
+async def test_sessions_follow_each_other_under_one_hub():
+    async with Hub(2) as hub:
+        for _ in range(3):
+            a, b = await join(hub, 2)
+            assert await a.add("a fresh store each time") == 1
+            await a.aclose()
+            again = asyncio.ensure_future(connect(hub.address, rank=0, size=2))
+            await b.add("rank 0 is early for the next session")
+            await b.aclose()
+            b = await connect(hub.address, rank=1, size=2)
+            a = await again
+            await asyncio.gather(a.aclose(), b.aclose())
+
+
+@limited
+async def test_the_hosting_rank_stays_until_the_others_have_left():
+    hub = await host(2)
+    a, b = await asyncio.gather(connect(hub.address, rank=0, size=2, hub=hub), connect(hub.address, rank=1, size=2))
+    leaving = asyncio.ensure_future(a.aclose())
+    while 0 not in b.exits():
+        await b.add("time passes, and the hub still answers")
+    assert not leaving.done()
+    await b.aclose()
+    await leaving
+
+
+@limited
+async def test_the_hosting_rank_does_not_stay_for_ever():
+    hub = await host(2, options=HubOptions(linger=0.05))
+    a, b = await asyncio.gather(connect(hub.address, rank=0, size=2, hub=hub), connect(hub.address, rank=1, size=2))
+    await a.aclose()
+    with pytest.raises(PeerLost, match="the hub was closed"):
+        await b.get("k")
+    assert b.exits()[HUB].clean
+    assert b.exits()[0].clean
+    await b.aclose()
+
+
+@limited
+async def test_a_hosted_hub_can_be_closed_before_anybody_came():
+    hub = await host(2)
+    await hub.aclose()
+    with pytest.raises(RuntimeError, match="has ended"):
+        await connect(hub.address, rank=0, size=2, hub=hub)
+
+
+@limited
+async def test_a_port_in_use_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        await host(1, port=taken.getsockname()[1])
+
+
+@limited
+async def test_a_rank_that_gives_up_before_all_have_come_may_come_again():
+    async with Hub(2) as hub:
+        for _ in range(3):
+            with pytest.raises(OperationTimeout):
+                await connect(hub.address, rank=0, size=2, timeout=0.05)
+        assert "gave up after 0.05 s" in hub.missing()[0]
+        a, b = await join(hub, 2)
+        assert not hub.missing()
+        await asyncio.gather(a.aclose(), b.aclose())

@@ -1,0 +1,288 @@
+"""Real processes: killed ranks, dead hubs, forked children, exits without a goodbye."""
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import aiodist
+from aiodist.control import HUB, Hub, connect
+from aiodist.errors import PeerLost
+
+ROOT = Path(aiodist.__file__).parents[1]
+
+PRELUDE = """
+import asyncio, os, sys, time, threading
+from aiodist import control
+from aiodist.errors import *
+address, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+def limited(test):
+    @functools.wraps(test)
+    async def run(*args, **kwargs):
+        async with asyncio.timeout(40):
+            await test(*args, **kwargs)
+
+    return run
+
+
+class Child:
+    def __init__(self, process):
+        self.process = process
+
+    async def line(self):
+        return (await self.process.stdout.readline()).decode().strip()
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+
+
+@asynccontextmanager
+async def child(body, *args, expect_stderr=""):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-X", "dev", "-W", "error", "-c", PRELUDE + body, *map(str, args),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        yield Child(process)
+        process.stdin.close()
+        _, errors = await process.communicate()
+        assert expect_stderr in errors.decode()
+        if not expect_stderr:
+            assert errors == b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+class News:
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
+
+    def __call__(self, *args):
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, *args)
+
+    async def take(self):
+        return await self._queue.get()
+
+
+STAY = """
+async def main():
+    channel = await control.connect(address, rank=rank, size=size)
+    say("in")
+    threading.Event().wait()  # stuck: the loop of this thread never runs again
+asyncio.run(main())
+"""
+
+
+@limited
+async def test_a_killed_rank_is_lost_at_once():
+    async with Hub(2) as hub, child(STAY, hub.address, 1, 2) as other:
+        channel = await connect(hub.address, rank=0, size=2)
+        assert await other.line() == "in"
+        lost = News()
+        channel.on_lost(lost)
+        other.kill()
+        exit = await lost.take()
+        assert (exit.rank, exit.clean, exit.exitcode) == (1, False, None)
+        assert exit.error().lost == 1
+        assert hub.exits[1] == exit
+        await channel.aclose()
+
+
+@limited
+async def test_a_stopped_rank_is_lost_when_its_heartbeats_stop():
+    from aiodist.control import HubOptions
+
+    async with Hub(2, options=HubOptions(heartbeat=0.5)) as hub, child(STAY, hub.address, 1, 2) as other:
+        channel = await connect(hub.address, rank=0, size=2)
+        assert await other.line() == "in"
+        lost = News()
+        channel.on_lost(lost)
+        other.process.send_signal(signal.SIGSTOP)
+        assert "no heartbeat" in (await lost.take()).cause
+        other.kill()
+        await channel.aclose()
+
+
+HUB_ALONE = """
+async def main():
+    async with control.Hub(size) as hub:
+        say(hub.address)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@limited
+async def test_a_dead_hub_is_told_to_everybody_and_get_raises_at_once():
+    async with child(HUB_ALONE, "-", 0, 2) as launcher:
+        address = await launcher.line()
+        channels = await asyncio.gather(*(connect(address, rank=rank, size=2) for rank in range(2)))
+        lost = [News(), News()]
+        for channel, news in zip(channels, lost, strict=True):
+            channel.on_lost(news)
+        waiting = asyncio.ensure_future(channels[1].get("never"))
+        await channels[1].add("let the question out")
+        launcher.kill()
+        for news in lost:
+            exit = await news.take()
+            assert (exit.rank, exit.clean) == (HUB, False)
+            assert "the hub was lost" in exit.cause
+        with pytest.raises(PeerLost, match="the hub left: the hub was lost"):
+            await waiting
+        began = asyncio.get_running_loop().time()
+        channels[0].fail("nobody hears it")
+        assert asyncio.get_running_loop().time() - began < 1
+        await asyncio.gather(*(channel.aclose() for channel in channels))
+
+
+HOST = """
+async def main():
+    channel = await control.connect(address, rank=0, size=size)
+    say("in")
+    threading.Event().wait()
+asyncio.run(main())
+"""
+
+
+@limited
+async def test_the_death_of_the_rank_that_hosts_the_hub_names_it(tmp_path):
+    address = (tmp_path / "meet").as_uri()
+    async with child(HOST, address, 0, 2) as first:
+        channel = await connect(address, rank=1, size=2)
+        lost = News()
+        channel.on_lost(lost)
+        assert await first.line() == "in"
+        first.kill()
+        exit = await lost.take()
+        assert (exit.rank, exit.clean) == (0, False)
+        assert "the hub, which rank 0 hosted, was lost" in exit.cause
+        with pytest.raises(PeerLost) as caught:
+            await channel.get("k")
+        assert caught.value.lost == 0
+        await channel.aclose()
+    channels = asyncio.gather(*(connect(address, rank=rank, size=2) for rank in range(2)))
+    await asyncio.gather(*(channel.aclose() for channel in await channels))  # the file it left fools nobody
+    assert not os.listdir(tmp_path)
+
+
+FAILING = """
+async def main():
+    channel = await control.connect(address, rank=rank, size=size)
+    channel.fail("ValueError: no", "Traceback of rank %d" % rank, 3)
+    os._exit(3)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@limited
+async def test_a_failure_is_told_though_the_process_ends_at_once(tmp_path, failing):
+    address = (tmp_path / "meet").as_uri()
+    async with child(FAILING, address, failing, 2) as other:
+        channel = await connect(address, rank=1 - failing, size=2)
+        lost = News()
+        channel.on_lost(lost)
+        exit = await lost.take()
+        assert (exit.rank, exit.cause, exit.exitcode) == (failing, "ValueError: no", 3)
+        assert exit.traceback == f"Traceback of rank {failing}"
+        assert await other.process.wait() == 3
+        await channel.aclose()
+
+
+EXITING = """
+async def main():
+    channel = await control.connect(address, rank=rank, size=size)
+    say("in")
+    sys.stdin.read()
+    return channel
+channel = asyncio.run(main())
+sys.exit(5)
+"""
+
+
+@limited
+async def test_a_rank_that_exits_without_closing_ends_and_is_lost():
+    async with Hub(2) as hub, child(EXITING, hub.address, 1, 2) as other:
+        channel = await connect(hub.address, rank=0, size=2)
+        assert await other.line() == "in"
+        lost = News()
+        channel.on_lost(lost)
+        other.process.stdin.close()
+        assert "without a goodbye" in (await lost.take()).cause
+        assert await other.process.wait() == 5
+        await channel.aclose()
+
+
+FORKING = """
+async def main():
+    channel = await control.connect(address, rank=rank, size=size)
+    to_child, from_parent = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(from_parent)
+        refused = 0
+        for call in (
+            lambda: channel.send(0, "t", 1),
+            lambda: channel.broadcast("t", 1),
+            lambda: channel.subscribe("t", print),
+            lambda: channel.on_lost(print),
+            lambda: channel.fail("x"),
+            lambda: channel.exits(),
+            lambda: channel.aclose().send(None),
+            lambda: channel.add("k").send(None),
+            lambda: channel.set("k", b"").send(None),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                refused += "forked child" in str(error)
+        say("refused", refused)
+        os.read(to_child, 1)  # outlives its parent, until there is nobody who could write
+        sys.exit(0)
+    say("in", await channel.add("the parent goes on"))
+    threading.Event().wait()
+asyncio.run(main())
+"""
+
+
+@limited
+async def test_a_forked_child_has_no_channel_and_holds_none_open(tmp_path):
+    """The child lives on while its parent, which hosts the hub, is killed: that must be seen all the same."""
+    address = (tmp_path / "meet").as_uri()
+    async with child(FORKING, address, 0, 2) as first:
+        channel = await connect(address, rank=1, size=2)
+        lost = News()
+        channel.on_lost(lost)
+        assert sorted([await first.line(), await first.line()]) == ["in 1", "refused 9"]
+        port = channel._link._transport.get_extra_info("peername")[1]
+        first.kill()
+        assert (await lost.take()).rank == 0
+        async with Hub(1, port=port):  # the port is free again
+            pass
+        await channel.aclose()
+
+
+IMPORTS = """
+banned = {"torch", "numpy", "mpi4py"} & sys.modules.keys()
+say("banned", *banned)
+"""
+
+
+@limited
+async def test_control_imports_neither_torch_nor_numpy_nor_mpi4py():
+    async with child(IMPORTS, "-", 0, 1) as other:
+        assert await other.line() == "banned"

@@ -1,0 +1,162 @@
+"""Starts `aiodist run` as a user does: a process, its output, its exit code, and what it leaves behind.
+
+AIODIST_TEST_MPICH names the prefix of an MPICH (the folder with bin/mpirun); without it, the tests of MPICH look for
+one that `--mpi mpich` would find, and are skipped where there is none.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiodist
+from aiodist.errors import BackendUnavailable
+from aiodist.launch.commands import Flavour
+from aiodist.launch.discover import find_mpi, probe
+
+LIMIT = 60.0
+MARK = "AIODIST_TEST_MARK"
+
+
+@dataclass
+class Launcher:
+    """`aiodist run --mpi MPI` in a folder of its own, with a mark in the environment of all it starts."""
+
+    mpi: str
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        root = str(Path(aiodist.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "PYTHONPATH": path, MARK: self.mark}
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script that knows its `rank` and `size`, and how to `say` a line at once."""
+        (self.folder / name).write_text(_BEFORE + textwrap.dedent(text))
+        return name
+
+    def command(self, *arguments: str, n: int = 2) -> list[str]:
+        return [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", self.mpi, *arguments]
+
+    def run(self, *arguments: str, n: int = 2, **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments, n=n),
+            **{
+                "cwd": self.folder,
+                "env": self.environ,
+                "timeout": LIMIT,
+                "capture_output": True,
+                "text": True,
+                "stdin": subprocess.DEVNULL,
+                **options,
+            },
+        )
+
+    @contextlib.contextmanager
+    def started(self, *arguments: str, n: int = 2, **options: object):
+        """A running launcher; whatever is left of it at the end is killed."""
+        process = subprocess.Popen(
+            self.command(*arguments, n=n),
+            **{
+                "cwd": self.folder,
+                "env": self.environ,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+                "stdin": subprocess.DEVNULL,
+                **options,
+            },
+        )
+        try:
+            yield process
+        finally:
+            for left in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
+            process.kill()
+            process.communicate()
+
+    @staticmethod
+    def read_until(stream, *wanted: str) -> list[str]:
+        """Read lines until each of `wanted` has been one of them."""
+        lines = []
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+            if set(wanted) <= set(lines):
+                return lines
+        raise AssertionError(f"the output ended without {sorted(set(wanted) - set(lines))}: {lines}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs with our mark: the launcher, mpirun, guards, ranks, and what these started."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+
+    def left_after(self, seconds: float) -> list[psutil.Process]:
+        """Return what of ours still runs after at most so many seconds."""
+        return psutil.wait_procs(self.processes(), timeout=seconds)[1]
+
+
+_BEFORE = """\
+import os, signal, sys, time
+
+def of(*names):
+    return int(next(os.environ[name] for name in names if name in os.environ))
+
+rank = of("OMPI_COMM_WORLD_RANK", "PMI_RANK", "AIODIST_RANK")
+size = of("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "AIODIST_SIZE")
+
+def say(*words, file=sys.stdout):
+    print(*words, file=file, flush=True)
+
+"""
+
+
+def find(mpi: str) -> str:
+    """Return what `--mpi` is given for this MPI; skip the test, with the reason, where there is none."""
+    if mpi == "none":
+        return mpi
+    prefix = os.environ.get("AIODIST_TEST_MPICH")
+    if mpi == "mpich" and prefix:
+        mpirun = str(Path(prefix) / "bin" / "mpirun")
+        found = probe(mpirun)
+        assert found is not None, f"AIODIST_TEST_MPICH={prefix}: {mpirun} does not answer"
+        assert found.flavour is Flavour.MPICH
+        return mpirun
+    try:
+        find_mpi(mpi, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    return mpi
+
+
+@pytest.fixture(params=["none", "openmpi", "mpich"])
+def launcher(request, tmp_path):
+    """A launcher without MPI, and for each MPI that is installed."""
+    return Launcher(find(request.param), tmp_path)
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi_launcher(request, tmp_path):
+    """A launcher for each MPI that is installed."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    return Launcher(find(request.param), tmp_path)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A launcher without MPI, for what does not depend on it."""
+    return Launcher("none", tmp_path)

@@ -1,0 +1,570 @@
+"""`aiodist run`: output, exit codes, signals, and that nothing is left behind. The scripts load no torch."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(90)
+
+FOREVER = "say('ready')\ntime.sleep(600)\n"
+
+
+def causes(stderr):
+    """The lines that say who died: those without a rank's prefix."""
+    return [line for line in stderr.splitlines() if not line.startswith("[")]
+
+
+# Output
+
+
+def test_l5_each_line_carries_its_rank(launcher):
+    script = launcher.script("say('hello', rank, size); say('oh', rank, file=sys.stderr)")
+    done = launcher.run(script, n=3)
+    assert (done.returncode, causes(done.stderr)) == (0, [])
+    assert sorted(done.stdout.splitlines()) == ["[0] hello 0 3", "[1] hello 1 3", "[2] hello 2 3"]
+    assert sorted(done.stderr.splitlines()) == ["[0] oh 0", "[1] oh 1", "[2] oh 2"]
+
+
+def test_l5_lines_of_ranks_are_never_mixed(launcher):
+    script = launcher.script("""
+        for i in range(1500):
+            for part in (f"{rank} ", "abc" * 50, f" {i}\\n"):
+                os.write(1, part.encode())
+    """)
+    done = launcher.run(script, n=4)
+    assert done.returncode == 0
+    expected = [f"[{rank}] {rank} {'abc' * 50} {i}" for rank in range(4) for i in range(1500)]
+    assert Counter(done.stdout.splitlines()) == Counter(expected)
+
+
+def test_l5_lines_of_one_rank_stay_in_order(launcher):
+    script = launcher.script("for i in range(2000): print(rank, i)")
+    done = launcher.run(script)
+    for rank in range(2):
+        mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] {rank} {i}" for i in range(2000)]
+
+
+def test_l5_a_last_line_without_an_end_is_printed(launcher):
+    done = launcher.run(launcher.script("sys.stdout.write('half'); sys.stderr.write('way')"))
+    assert sorted(done.stdout.splitlines()) == ["[0] half", "[1] half"]
+    assert sorted(done.stderr.splitlines()) == ["[0] way", "[1] way"]
+
+
+def test_l5_output_of_a_dying_rank_comes_before_its_cause(launcher):
+    done = launcher.run(launcher.script("if rank == 1: sys.exit('no luck')\ntime.sleep(600)"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["[1] no luck", "rank 1: exit code 1"]
+
+
+def test_l5_no_prefix_leaves_lines_as_they_are(launcher):
+    done = launcher.run("--no-prefix", launcher.script("say('plain', rank)"))
+    assert sorted(done.stdout.splitlines()) == ["plain 0", "plain 1"]
+
+
+def test_l5_log_files_hold_what_each_rank_wrote(launcher):
+    script = launcher.script("os.write(1, b'bar 1%\\rbar 2%\\n'); os.write(2, b'\\xff\\x00 half')")
+    done = launcher.run("--log-dir", "logs/today", script, text=False)
+    assert done.returncode == 0
+    assert sorted(path.name for path in (launcher.folder / "logs/today").iterdir()) == [
+        "rank-0.err",
+        "rank-0.out",
+        "rank-1.err",
+        "rank-1.out",
+    ]
+    for rank in range(2):
+        assert (launcher.folder / f"logs/today/rank-{rank}.out").read_bytes() == b"bar 1%\rbar 2%\n"
+        assert (launcher.folder / f"logs/today/rank-{rank}.err").read_bytes() == b"\xff\x00 half"
+    assert b"[0] \xff\x00 half\n" in done.stderr
+
+
+def test_l5_a_hundred_megabytes_neither_block_nor_pile_up(launcher):
+    script = launcher.script("""
+        line = b"x" * 999 + b"\\n"
+        with open(1, "wb", closefd=False) as out:
+            for _ in range(100_000):
+                out.write(line)
+    """)
+    with launcher.started(script, n=1, text=False, stderr=None) as process:
+        count, largest = 0, 0
+        own = psutil.Process(process.pid)
+        while data := os.read(process.stdout.fileno(), 1 << 20):
+            count += len(data)
+            if count < 90_000_000:
+                largest = max(largest, own.memory_info().rss)
+        assert process.wait(20) == 0
+    assert count == 100_000 * (1000 + len("[0] "))
+    assert largest < 120e6
+
+
+def test_l5_ctrl_c_works_while_nobody_reads_the_output(launcher):
+    script = launcher.script("""
+        say("ready")
+        while True:
+            os.write(1, b"y" * 4095 + b"\\n")
+    """)
+    with launcher.started(script) as process:
+        launcher.read_until(process.stdout, "[0] ready")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert launcher.left_after(1) == []
+
+
+def test_l5_a_reader_that_goes_away_ends_the_job(launcher):
+    script = launcher.script("while True: say('y')")
+    with launcher.started(script) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(10) == 128 + signal.SIGPIPE
+        assert launcher.left_after(1) == []
+
+
+def test_l5_a_script_may_open_its_standard_streams_by_name(launcher):
+    script = launcher.script("""
+        with open("/dev/stdout", "w") as out:
+            out.write("by name\\n")
+    """)
+    assert sorted(launcher.run(script).stdout.splitlines()) == ["[0] by name", "[1] by name"]
+
+
+def test_l5_a_lot_of_input_goes_no_faster_than_it_is_read(launcher):
+    script = launcher.script("""
+        if rank == 0:
+            say("first", len(sys.stdin.buffer.read(1000)))
+            say("rest", len(sys.stdin.buffer.read()))
+    """)
+    with launcher.started(script, n=1, stdin=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate("x" * 20_000_000, timeout=60)
+    assert (process.returncode, stdout, stderr) == (0, "[0] first 1000\n[0] rest 19999000\n", "")
+
+
+def test_l5_input_that_nobody_reads_holds_nothing_up(launcher):
+    with launcher.started(launcher.script("say('ready')"), stdin=subprocess.PIPE) as process:
+        assert process.wait(20) == 0
+
+
+# What ranks are given
+
+
+def test_l5_arguments_and_environment_pass_through(launcher, monkeypatch):
+    monkeypatch.setenv("B", "from here")
+    script = launcher.script("import json; say(json.dumps([sys.argv[1:], os.environ['A'], os.environ['B']]))")
+    arguments = ["-n", "4", "--mpi", "x", ":", "", "a b", "--help"]
+    done = launcher.run("-x", "A=1 2=3", "-x", "B", script, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    for line in done.stdout.splitlines():
+        assert json.loads(line[4:]) == [arguments, "1 2=3", "from here"]
+
+
+def test_l5_standard_input_goes_to_rank_0(launcher):
+    script = launcher.script("say(repr(sys.stdin.read()))")
+    with launcher.started(script, stdin=subprocess.PIPE) as process:
+        stdout, _ = process.communicate("some\ninput\n", timeout=30)
+    assert sorted(stdout.splitlines()) == ["[0] 'some\\ninput\\n'", "[1] ''"]
+
+
+def test_l5_a_module_is_run_with_m(launcher):
+    (launcher.folder / "package").mkdir()
+    launcher.script("say(__name__, sys.argv[1:])", "package/tool.py")
+    done = launcher.run("-m", "package.tool", "-m", "x")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ ['-m', 'x']" for rank in range(2)]
+
+
+def test_l5_ranks_learn_their_place_the_hub_and_the_secret(launcher):
+    script = launcher.script("""
+        from aiodist.env import Environment
+        here = Environment.read()
+        say(here.starter, here.rank, here.size, here.local_rank, here.local_size, here.rendezvous[:6], len(here.token))
+    """)
+    done = launcher.run(script, n=3)
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] aiodist run {r} 3 {r} 3 tcp:// 32" for r in range(3)]
+
+
+def test_l5_a_job_within_a_job_is_a_new_job(launcher, monkeypatch):
+    for name, value in {"OMPI_COMM_WORLD_RANK": "7", "PMI_RANK": "7", "PMI_SIZE": "9", "AIODIST_RANK": "7"}.items():
+        monkeypatch.setenv(name, value)
+    done = launcher.run(launcher.script("from aiodist.env import Environment; say(Environment.read().size)"))
+    assert sorted(done.stdout.splitlines()) == ["[0] 2", "[1] 2"]
+
+
+def test_l5_files_beside_the_script_do_not_disturb_the_guard(launcher):
+    for name in ("select.py", "socket.py", "types.py", "ctypes.py"):
+        (launcher.folder / name).write_text("raise RuntimeError('not the standard one')")
+    (launcher.folder / "sub").mkdir()
+    launcher.script("say('fine')", "sub/script.py")
+    environ = {**launcher.environ, "PYTHONSAFEPATH": "1"}
+    done = launcher.run("sub/script.py", env=environ)
+    assert sorted(done.stdout.splitlines()) == ["[0] fine", "[1] fine"], done.stderr
+
+
+def test_l5_auto_is_one_rank_per_core_where_there_is_no_gpu(plain, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = plain.command(plain.script("say(size)"))
+    command[command.index("-n") + 1] = "auto"
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+    cores = len(os.sched_getaffinity(0))
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {cores}" for rank in range(cores))
+
+
+# MPI
+
+
+def test_l5_mpi4py_is_in_the_job_with_more_ranks_than_cores(mpi_launcher):
+    script = mpi_launcher.script("""
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        say(world.rank == rank, world.size, world.allreduce(rank), len(os.sched_getaffinity(0)))
+    """)
+    n = 2 * len(os.sched_getaffinity(0))
+    done = mpi_launcher.run(script, n=n)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = f"True {n} {n * (n - 1) // 2} {len(os.sched_getaffinity(0))}"
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {expected}" for rank in range(n))
+
+
+def test_l5_mpi_abort_gives_its_code(mpi_launcher):
+    script = mpi_launcher.script("""
+        from mpi4py import MPI
+        if rank == 1:
+            MPI.COMM_WORLD.Abort(3)
+        time.sleep(600)
+    """)
+    with mpi_launcher.started(script) as process:
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == 3, stderr
+        assert [line for line in causes(stderr) if "3" in line]
+        assert mpi_launcher.left_after(1) == []
+
+
+def test_l5_mpi_arguments_reach_mpirun(mpi_launcher):
+    done = mpi_launcher.run("--mpi-arg=--no-such-option-at-all", mpi_launcher.script("say('never')"))
+    assert done.returncode == 2
+    assert "never" not in done.stdout
+    assert "no-such-option-at-all" in done.stderr
+    assert "aiodist: mpirun ended before it had started a rank" in done.stderr
+
+
+def test_l5_a_killed_mpirun_takes_its_ranks_along(mpi_launcher):
+    with mpi_launcher.started(mpi_launcher.script(FOREVER)) as process:
+        mpi_launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+        _, stderr = process.communicate(timeout=10)
+        assert process.returncode == 137
+        assert "mpirun: signal SIGKILL before its ranks had ended" in causes(stderr)
+        assert mpi_launcher.left_after(2) == []
+
+
+# Exit codes
+
+
+def test_l5_exit_code_three_comes_back(launcher):
+    script = launcher.script("if rank == 1: sys.exit(3)\ntime.sleep(600)")
+    begin = time.monotonic()
+    done = launcher.run(script, n=3)
+    assert (done.returncode, causes(done.stderr)) == (3, ["rank 1: exit code 3"])
+    assert launcher.left_after(0) == []
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV"])
+def test_l5_a_rank_killed_by_a_signal_is_named(launcher, name):
+    script = launcher.script(f"""
+        if rank == 1:
+            signal.signal(signal.{name}, signal.SIG_DFL) if "{name}" != "SIGKILL" else None
+            os.kill(os.getpid(), signal.{name})
+        time.sleep(600)
+    """)
+    done = launcher.run(script, n=3)
+    assert (done.returncode, causes(done.stderr)) == (128 + signal.Signals[name], [f"rank 1: signal {name}"])
+    assert launcher.left_after(0) == []
+
+
+def test_l5_ranks_that_ignore_sigterm_are_killed(launcher):
+    script = launcher.script("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say("ready")
+        if rank == 0:
+            sys.stdin.readline()
+            sys.exit(4)
+        time.sleep(600)
+    """)
+    with launcher.started(script, stdin=subprocess.PIPE) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        begin = time.monotonic()
+        _, stderr = process.communicate("\n", timeout=20)
+        assert time.monotonic() - begin < 5
+        assert (process.returncode, causes(stderr)) == (4, ["rank 0: exit code 4"])
+        assert launcher.left_after(0) == []
+
+
+def test_l5_the_time_is_up(launcher):
+    done = launcher.run("--timeout", "2", launcher.script(FOREVER))
+    assert (done.returncode, causes(done.stderr)) == (124, ["aiodist run: not finished within 2 s: ranks 0-1"])
+    assert launcher.left_after(0) == []
+
+
+def test_l5_an_early_exit_with_0_is_a_failure_while_others_work(launcher):
+    script = launcher.script("if rank == 1: sys.exit(0)\ntime.sleep(600)")
+    done = launcher.run("--finish-within", "0.3", script)
+    assert (done.returncode, causes(done.stderr)) == (1, ["rank 1: exit code 0, while others still worked (0)"])
+    assert launcher.left_after(0) == []
+
+
+def test_l5_others_may_finish_after_an_early_exit_with_0(launcher):
+    script = launcher.script("if rank == 0: sys.stdin.readline()\nif rank == 1: say('out')")
+    with launcher.started(script, stdin=subprocess.PIPE) as process:
+        launcher.read_until(process.stdout, "[1] out")
+        _, stderr = process.communicate("\n", timeout=20)
+        assert (process.returncode, stderr) == (0, "")
+
+
+_JOIN = """
+import asyncio
+from aiodist.control import connect
+from aiodist.env import Environment
+
+async def main():
+    here = Environment.read()
+    channel = await connect(here.rendezvous, rank=rank, size=size, token=here.token)
+    await act(channel)
+
+"""
+
+
+def test_l5_a_rank_that_said_goodbye_may_leave_early(launcher):
+    script = launcher.script(
+        _JOIN
+        + """
+async def act(channel):
+    await channel.aclose()
+    if rank == 1:
+        say("out")
+    else:
+        sys.stdin.readline()
+
+asyncio.run(main())
+"""
+    )
+    with launcher.started("--finish-within", "0", script, stdin=subprocess.PIPE) as process:
+        launcher.read_until(process.stdout, "[1] out")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        _, stderr = process.communicate("\n", timeout=20)
+        assert (process.returncode, stderr) == (0, "")
+
+
+def test_l5_a_rank_that_leaves_without_goodbye_is_named(launcher):
+    script = launcher.script(
+        _JOIN
+        + """
+async def act(channel):
+    if rank == 1:
+        os._exit(0)
+    time.sleep(600)
+
+asyncio.run(main())
+"""
+    )
+    done = launcher.run("--finish-within", "60", script)
+    assert (done.returncode, causes(done.stderr)) == (1, ["rank 1: exit code 0, while others still worked (0)"])
+
+
+def test_l5_who_failed_first_is_named_though_others_leave_before(launcher):
+    script = launcher.script(
+        _JOIN
+        + """
+async def act(channel):
+    if rank == 1:
+        channel.fail("ValueError: no", "", 5)
+        time.sleep(0.5)  # it frees what it holds, while its peers have heard already
+        os._exit(5)
+    lost = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    channel.on_lost(lambda exit: loop.call_soon_threadsafe(lost.set))
+    await lost.wait()
+    os._exit(1)
+
+asyncio.run(main())
+"""
+    )
+    done = launcher.run(script, n=3)
+    assert (done.returncode, causes(done.stderr)) == (5, ["rank 1: exit code 5"])
+
+
+# Signals
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_l5_signals_are_forwarded_and_end_the_job(launcher, name, code):
+    script = launcher.script(f"""
+        def heard(*_):
+            say("heard")
+            sys.exit(0)
+        signal.signal(signal.{name}, heard)
+        say("ready")
+        time.sleep(600)
+    """)
+    with launcher.started(script) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        process.send_signal(signal.Signals[name])
+        launcher.read_until(process.stdout, "[0] heard", "[1] heard")
+        _, stderr = process.communicate(timeout=10)
+        assert (process.returncode, stderr) == (code, "")
+        assert launcher.left_after(0) == []
+
+
+def test_l5_ctrl_c_leaves_no_process_behind(launcher):
+    script = launcher.script("""
+        import subprocess
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["sleep", "601"], start_new_session=True)
+        say("ready")
+        time.sleep(600)
+    """)
+    with launcher.started(script) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert time.monotonic() - begin < 5
+        assert launcher.left_after(0) == []
+
+
+def test_l5_a_second_ctrl_c_kills_at_once(launcher):
+    script = launcher.script("""
+        signal.signal(signal.SIGINT, lambda *_: say("heard"))
+        say("ready")
+        while True:
+            time.sleep(600)
+    """)
+    with launcher.started("--kill-after", "60", script) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        process.send_signal(signal.SIGINT)
+        launcher.read_until(process.stdout, "[0] heard", "[1] heard")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+        assert launcher.left_after(0) == []
+
+
+def test_l5_user_signals_are_passed_on_and_end_nothing(launcher):
+    script = launcher.script("""
+        def heard(*_):
+            say("heard")
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, heard)
+        say("ready")
+        time.sleep(600)
+    """)
+    with launcher.started(script) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=10)
+        assert (process.returncode, stderr) == (0, "")
+        assert sorted(stdout.splitlines()) == ["[0] heard", "[1] heard"]
+
+
+def test_l5_a_killed_launcher_leaves_no_rank_behind(launcher):
+    with launcher.started(launcher.script(FOREVER)) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        process.kill()
+        assert launcher.left_after(5) == []
+
+
+def test_l5_a_killed_guard_takes_its_rank_along(launcher):
+    script = launcher.script("""
+        import subprocess
+        subprocess.Popen(["sleep", "600"])
+        say("ready")
+        time.sleep(600)
+    """)
+    with launcher.started(script) as process:
+        launcher.read_until(process.stdout, "[0] ready", "[1] ready")
+        guards = [p for p in launcher.processes() if "aiodist.launch.worker" in p.cmdline()]
+        guards[0].kill()
+        process.communicate(timeout=10)
+        assert process.returncode != 0
+        assert launcher.left_after(0) == []
+
+
+def test_l5_what_a_finished_rank_left_running_is_ended(launcher):
+    script = launcher.script("""
+        import subprocess
+        subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """)
+    assert launcher.run(script).returncode == 0
+    assert launcher.left_after(0) == []
+
+
+# The command line
+
+
+def test_l5_the_launcher_loads_neither_torch_nor_numpy_nor_mpi4py(launcher):
+    script = launcher.script("say('fine')")
+    code = (
+        "import sys, aiodist.cli\n"
+        "sys.argv = ['aiodist', *sys.argv[1:]]\n"
+        "try: aiodist.cli.main()\n"
+        "finally: print(sorted({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
+    )
+    arguments = launcher.command(script)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=launcher.folder,
+        env=launcher.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] fine", "[1] fine", "[]"]
+
+
+def test_l5_the_guard_loads_neither_torch_nor_numpy_nor_mpi4py(plain):
+    code = (
+        "import sys, aiodist.launch.worker; print(sorted({'torch', 'numpy', 'mpi4py', 'asyncio'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such.py"], "no-such.py: there is no such file"),
+        (["-n", "0", "script.py"], "0 ranks: expected at least 1"),
+        (["-n", "two", "script.py"], "-n two: expected a number of ranks, or auto"),
+        (["--mpi", "lam", "script.py"], "--mpi lam: expected auto, openmpi, mpich, none or the path of an mpirun"),
+        (["--mpi", "/no/such/mpirun", "script.py"], "/no/such/mpirun: expected an mpirun that answers --version"),
+        (["--mpi-arg=-v", "script.py"], "--mpi-arg -v needs an mpirun, but --mpi is none"),
+        (["-x", "NO_SUCH_VARIABLE", "script.py"], "-x NO_SUCH_VARIABLE: expected NAME=VALUE"),
+        (["--log-dir", "script.py/logs", "script.py"], "script.py/logs"),
+    ],
+)
+def test_l5_bad_input_is_one_line_and_code_2(plain, arguments, words):
+    plain.script("say('never')")
+    done = plain.run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"aiodist: .+\n", done.stderr)
+    assert words in done.stderr
+
+
+def test_l5_the_version_is_printed(plain):
+    code = (
+        "import importlib.metadata as m, sys; m.version = lambda name: '1.2.3'; import aiodist.cli; aiodist.cli.main()"
+    )
+    command = [sys.executable, "-c", code, "--version"]
+    done = subprocess.run(command, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1.2.3\n")
