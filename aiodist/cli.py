@@ -67,7 +67,7 @@ def run(  # noqa: PLR0913 - one for each option
         str,
         typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="Which mpirun; auto: Open MPI or MPICH, or none."),
     ] = "auto",
-    mpi_arg: Annotated[list[str] | None, typer.Option(metavar="ARG", help="Given to mpirun.")] = None,
+    mpi_arg: Annotated[list[str] | None, typer.Option(metavar="ARG", help="One argument for mpirun.")] = None,
     export: Annotated[
         list[str] | None,
         typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for the ranks."),
@@ -112,6 +112,28 @@ def run(  # noqa: PLR0913 - one for each option
         finish_within=finish_within,
     )
     raise typer.Exit(asyncio.run(job.run(todo)))
+
+
+@app.command()
+def doctor(
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
+) -> None:
+    """Say what is installed here, what works, and how to install what is missing; 1 if no several ranks can work."""
+    from rich.console import Console
+
+    from aiodist.doctor import examine, show
+
+    report = examine(os.environ)
+    if json == "-":
+        typer.echo(report.to_json())
+    else:
+        show(report, Console())
+        if json is not None:
+            try:
+                Path(json).write_text(report.to_json() + "\n")
+            except OSError as error:
+                raise ConfigError(f"--json {json}: {error.strerror}") from error
+    raise typer.Exit(0 if report.usable else 1)
 
 
 @app.command(context_settings=_Everything, add_help_option=False)

@@ -24,7 +24,7 @@ from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.wrappers import copied_to_all, interleaved, local_first, mapped, nothing, returning
 from aiodist.errors import BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Handle, gather
-from aiodist.issuer import Claim, Issuer, claims_of, reading, writing
+from aiodist.issuer import Claim, Issuer, Plan, claims_of, reading, writing
 from aiodist.ledger import Fingerprint
 from aiodist.topology import Topology
 from aiodist.types import ANY, ReduceOp
@@ -39,6 +39,7 @@ Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 T = TypeVar("T")
 
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
+_MOST_PLANS = 10_000
 _QUICK_OPS = frozenset(op.value for op in ReduceOp) - {"mean"}
 
 
@@ -58,7 +59,7 @@ class Communicator:
         self._topology = topology
         self._family = family
         self._tags = 0
-        self._quick: dict[tuple[torch.dtype, int, str], tuple[Fingerprint, Callable[[Tensor, Done], None]] | None] = {}
+        self._plans: dict[tuple[torch.dtype, int, str], Plan] = {}
         self._can_be_quick = self._transport.native is not None and self._transport.size > 1 and not issuer.checked
 
     # --- who and where -----------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Communicator:
         return self._transport.name
 
     def statistics(self) -> dict[str, int]:
-        """Return how many operations were issued, their bytes on this rank, and how many are pending."""
+        """Return how many collectives were issued and how many operations are pending."""
         return self._issuer.statistics()
 
     def __repr__(self) -> str:
@@ -156,9 +157,9 @@ class Communicator:
         """
         if self._can_be_quick and out is None and impl == "auto" and type(t) in (Tensor, Parameter):
             key = (t.dtype, t.numel(), op)  # type: ignore[union-attr]
-            plan = self._quick.get(key) or self._plan(key)
+            plan = self._plans.get(key) or self._plan(key)
             if plan is not None and t.layout is torch.strided and t.is_cpu and t.is_contiguous():  # type: ignore[union-attr]
-                return self._issuer.quick(*plan, t, timeout)  # type: ignore[no-any-return, arg-type]
+                return self._issuer.quick(plan, t, timeout)  # type: ignore[return-value, arg-type]
         if across:
             return self._allreduce_across(t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
@@ -602,23 +603,19 @@ class Communicator:
 
     # --- building operations ---------------------------------------------------------------------------------------------
 
-    def _plan(self, key: tuple[torch.dtype, int, str]) -> tuple[Fingerprint, Callable[[Tensor, Done], None]] | None:
+    def _plan(self, key: tuple[torch.dtype, int, str]) -> Plan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
         kind, numel, op = key
         native = self._transport.native
-        if native is None or op not in _QUICK_OPS or not numel or len(self._quick) > 10_000:
+        if native is None or op not in _QUICK_OPS or not numel or len(self._plans) > _MOST_PLANS:
             return None
         known = ReduceOp(op)
         if kind in (torch.bool, torch.float16, torch.bfloat16) or not native.supports("allreduce", kind, known, numel):
             return None
         check_op(op, kind)
         what = Fingerprint("allreduce", _name(kind), numel, known.value)
-
-        def start(t: Tensor, done: Done) -> None:
-            native.allreduce(t, known, done)
-
-        self._quick[key] = what, start
-        return what, start
+        plan = self._plans[key] = Plan(what, native.plan_allreduce(kind, numel, known), numel * kind.itemsize)
+        return plan
 
     def _reduction(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiodist.streams.modes import Modes, ModeSwitch, plain
 
@@ -45,19 +45,23 @@ class _Factory:
 class _Isolated(Coroutine[Any, Any, Any]):
     """A coroutine that runs each step of another in modes of its own; for everything else it is the other one.
 
-    `send` is the bound method of a generator, without a frame in between: a step costs 0.6 us, not 1.
+    `send` and `throw` are those of a generator, with no frame of ours in between: that would cost 0.2 us a step, and
+    keep an error that is thrown in alive by its own traceback.
     """
 
-    __slots__ = ("__weakref__", "_coro", "_steps", "send")
+    __slots__ = ("__weakref__", "_coro", "_steps", "send", "throw")
 
     def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
         self._coro = coro
         self._steps = _steps(coro, Modes.capture())
         next(self._steps)
         self.send = self._steps.send  # type: ignore[method-assign]
+        self.throw = self._steps.throw  # type: ignore[assignment]
 
-    def throw(self, *error: Any) -> Any:  # noqa: ANN401
-        return self._steps.throw(*error)
+    if TYPE_CHECKING:
+
+        def send(self, value: Any, /) -> Any: ...  # noqa: ANN401
+        def throw(self, *error: Any) -> Any: ...  # noqa: ANN401
 
     def close(self) -> None:
         self._steps.close()
@@ -97,6 +101,8 @@ def _steps(coro: Coroutine[Any, Any, Any], modes: Modes) -> Generator[Any, Any, 
         try:
             value = call(argument)
         except BaseException as error:
+            # The error holds this frame, which must not hold it in turn, nor a future that does.
+            argument = value = None
             if not quiet or not plain():
                 switch.leave(last=True)
             if isinstance(error, StopIteration):

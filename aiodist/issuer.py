@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -19,17 +20,26 @@ from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, run
 from aiodist.control import Channel, Exit
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, CommunicatorError, MismatchError, OperationTimeout
-from aiodist.handles import LARGE_BYTES, Account, Handle, Origin, Progress, in_flight
+from aiodist.errors import AiodistError, BackendError, CommunicatorAborted, CommunicatorClosed, CommunicatorError, MismatchError, OperationTimeout
+from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight
+from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ledger import Fingerprint, Ledger
 
-__all__ = ["Claim", "Issuer", "claims_of", "reading", "writing"]
+__all__ = ["Claim", "Issuer", "Plan", "claims_of", "reading", "writing"]
 
 T = TypeVar("T")
 
 _STALL_SECONDS = 0.1  # an operation that is pending at two ticks in a row is published
 _MISMATCH_SECONDS = 1.0
+
+
+class Plan(NamedTuple):
+    """How to reduce tensors of one kind with a single native call, worked out at the first of them."""
+
+    what: Fingerprint
+    start: Callable[[Tensor, Done], None]
+    nbytes: int
 
 
 class _Differ(Exception):  # noqa: N818
@@ -83,7 +93,7 @@ class Issuer:
         self._pending: dict[Handle[Any], bool] = {}
         """In order of issue; True for collectives, which all ranks number alike."""
         self._refusal: AiodistError | RuntimeError | None = None
-        self._bytes = 0
+        self._thread_id = get_ident()
         self._watching = False
         self._old: set[Handle[Any]] = set()
         self._alive.add(self)
@@ -124,8 +134,7 @@ class Issuer:
         return handle
 
     def _record(self, what: Fingerprint, handle: Handle[Any]) -> None:
-        assert handle.origin is not None
-        self.ledger.record(what, handle.origin, _coroutine() if self.checked else "")
+        self.ledger.record(what, handle.raw_origin, _coroutine() if self.checked else "")
 
     def _begin(self, seq: int, program: Program[Any], finish: Callable[..., None], nbytes: int) -> None:
         if self.checked:
@@ -151,22 +160,32 @@ class Issuer:
         handle.set_canceller(withdraw)
         self.start(partial(self.mailbox.receive, wanted), 0)
 
-    def quick(self, what: Fingerprint, start: Callable[[Tensor, Done], None], t: Tensor, timeout: float | None) -> Any:  # noqa: ANN401
-        """Issue one native call that reduces `t` in place: `collective` without what it does not need."""
-        claim = Claim(t.data_ptr(), t.nbytes, True)
-        handle: Handle[Tensor] = self._handle(what.kind, claim.nbytes, (claim,), timeout, collective=True)
-        self.ledger.record(what, handle.origin)  # type: ignore[arg-type]
-        pending = self._pending
+    def quick(self, plan: Plan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+        """Issue one native call that works on `t` in place: `collective` without what it does not need."""
+        start, nbytes = t.data_ptr(), plan.nbytes
+        pending, progress, ledger = self._pending, self.progress, self.ledger
+        if self._refusal is not None or get_ident() != self._thread_id or not (self._watching and progress.armed):
+            self.check_usable()
+            self._keep_watch()
+        handle: Handle[Tensor] = Handle(progress, "allreduce", ledger.seq, nbytes, whence(3), self.account)
+        in_flight.acquire(start, nbytes, True, handle)
+        ledger.record(plan.what, handle.raw_origin)
+        if timeout is not None or self.timeout is not None:
+            self._set_deadline(handle, timeout)
+        pending[handle] = True
 
         def done(error: BaseException | None) -> None:
-            in_flight.release(*claim)
+            in_flight.release(start, nbytes, True)
             pending.pop(handle, None)
             if error is not None:
                 self._failed(handle, error)
             elif not handle.done():
                 handle.resolve(t)
 
-        self.start(partial(start, t, done), claim.nbytes)
+        if nbytes >= LARGE_BYTES:
+            progress.start_in_thread(partial(plan.start, t, done))
+        else:
+            progress.start(partial(plan.start, t, done))
         return handle
 
     def barrier(self, p: Primitives, timeout: float | None) -> Handle[None]:
@@ -179,7 +198,8 @@ class Issuer:
 
         handle: Handle[None] = self._handle("barrier", 0, (), timeout, collective=True)
         self._record(what, handle)
-        digest = self.ledger.digest
+        # Checked mode has compared every operation, and goes on after those that differed.
+        digest = 0 if self.checked else self.ledger.digest
 
         def finish(_: None, error: BaseException | None) -> None:
             if isinstance(error, _Differ):
@@ -216,12 +236,16 @@ class Issuer:
             self.run(program, finish, nbytes)
 
     def _handle(
-        self, op: str, nbytes: int, claims: Sequence[Claim], timeout: float | None, *, collective: bool
+        self,
+        op: str,
+        nbytes: int,
+        claims: Sequence[tuple[int, int, bool]],
+        timeout: float | None,
+        *,
+        collective: bool,
     ) -> Handle[Any]:
         self.check_usable()
-        handle: Handle[Any] = Handle(
-            self.progress, op, self.ledger.seq, nbytes, Origin.here(4), self.account
-        )
+        handle: Handle[Any] = Handle(self.progress, op, self.ledger.seq, nbytes, whence(4), self.account)
         for i, claim in enumerate(claims):
             try:
                 in_flight.acquire(*claim, handle)
@@ -229,18 +253,20 @@ class Issuer:
                 for held in claims[:i]:
                     in_flight.release(*held)
                 raise
-        if timeout is None:
-            timeout = self.timeout
-        if timeout is not None:
+        if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
-        self._bytes += nbytes
         self._pending[handle] = collective
+        self._keep_watch()
+        return handle
+
+    def _keep_watch(self) -> None:
         if not self._watching:
             self._watching = True
             self.progress.loop.call_later(_STALL_SECONDS, self._watch)
-        return handle
 
-    def _set_deadline(self, handle: Handle[Any], seconds: float) -> None:
+    def _set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
+        seconds = self.timeout if timeout is None else timeout
+        assert seconds is not None
         handle.set_deadline(seconds, lambda: dict(self.ledger.late))
         if seconds < 3 * _STALL_SECONDS:
             # The late ranks must be known by then, so they are asked in good time.
@@ -253,6 +279,9 @@ class Issuer:
     ) -> None:
         for claim in claims:
             in_flight.release(*claim)
+        if isinstance(error, BackendError) and self._pending.get(handle):
+            self._ask_the_others(handle, error)
+            return
         self._pending.pop(handle, None)
         if error is not None:
             self._failed(handle, error)
@@ -273,6 +302,20 @@ class Issuer:
         handle.reject(error)
 
     # --- stalls and disagreements --------------------------------------------------------------------------
+
+    def _ask_the_others(self, handle: Handle[Any], error: BackendError) -> None:
+        """A collective's transfer failed; the likeliest cause is that ranks disagree, which sounds different."""
+
+        def ask() -> None:
+            self._publish(handle)
+            self.progress.loop.call_later(_MISMATCH_SECONDS / 2, conclude)
+
+        def conclude() -> None:
+            with transport_lock:
+                self._pending.pop(handle, None)
+                self._failed(handle, error)
+
+        self.progress.post(ask)
 
     def _watch(self) -> None:
         """Ten times a second while something is pending: publish what has not moved since the last time."""
@@ -309,7 +352,7 @@ class Issuer:
 
     def statistics(self) -> dict[str, int]:
         """Return counts of what was issued and what is pending."""
-        return {"collectives": self.ledger.seq, "bytes": self._bytes, "pending": len(self.pending())}
+        return {"collectives": self.ledger.seq, "pending": len(self.pending())}
 
     def pending(self) -> list[Handle[Any]]:
         """Return what is not over, in order of issue."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
@@ -19,7 +20,8 @@ from aiodist.handles import Origin
 __all__ = ["Fingerprint", "Ledger"]
 
 _KEPT = 4096
-_MASK = (1 << 61) - 1
+_SHOWN = 256  # how many records ranks show each other when their digests differ
+_DIGEST_BITS = (1 << 61) - 1
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         text = repr((self.kind, self.dtype, self.count, self.op, self.root)).encode()
-        # The built-in hash of text differs between processes.
-        object.__setattr__(self, "digest", int.from_bytes(text[-512:], "big") % _MASK)
+        # The built-in hash of text differs between processes, that of numbers does not.
+        object.__setattr__(self, "digest", int.from_bytes(text[-512:], "big") % _DIGEST_BITS)
 
     def __str__(self) -> str:
         what = f"{self.dtype or ''}{'' if self.count is None else f'[{self.count}]'}"
@@ -47,12 +49,12 @@ class Fingerprint:
 class _Record(NamedTuple):
     seq: int
     what: Fingerprint
-    origin: Origin
+    origin: tuple[CodeType, int]
     coroutine: str
 
     def text(self) -> str:
         task = f" (task {self.coroutine})" if self.coroutine else ""
-        return f"{self.what} at {self.origin}{task}"
+        return f"{self.what} at {Origin(*self.origin)}{task}"
 
 
 class Ledger:
@@ -70,7 +72,7 @@ class Ledger:
         self._ranks = list(ranks)
         self._rank = self._ranks.index(channel.rank)
         self._on_error = on_error
-        self._kept: list[_Record | None] = [None] * _KEPT
+        self._kept: list[tuple[Any, ...] | None] = [None] * _KEPT
         self._awaited: dict[int, tuple[int, list[Any]]] = {}
         self._verdicts: dict[int, Callable[[MismatchError | None], None]] = {}
         self._ballots: dict[int, dict[int, list[Any]]] = {}
@@ -80,15 +82,15 @@ class Ledger:
         """Listen no more."""
         self._channel.unsubscribe(self._topic)
 
-    def record(self, what: Fingerprint, origin: Origin, coroutine: str = "") -> int:
-        """Take note of the next operation and return its number."""
+    def record(self, what: Fingerprint, origin: tuple[CodeType, int], coroutine: str = "") -> None:
+        """Take note of the next operation, whose number is `seq`."""
         seq = self.seq
-        self._kept[seq % _KEPT] = record = _Record(seq, what, origin, coroutine)
-        self.digest = (self.digest * 1_000_003 + what.digest) & _MASK
+        # A plain tuple: this is on the way of every operation, and hardly ever looked at.
+        self._kept[seq % _KEPT] = (seq, what, origin, coroutine)
+        self.digest = hash((self.digest, what.digest))
         self.seq = seq + 1
         if self._awaited and (claim := self._awaited.pop(seq, None)) is not None:
-            self._compare(claim[0], record, claim[1])
-        return seq
+            self._compare(claim[0], _Record(seq, what, origin, coroutine), claim[1])
 
     # --- checked mode ------------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class Ledger:
 
     def publish_history(self) -> None:
         """The digests differ: show all that is kept, so that the first difference is found."""
-        for record in sorted(r for r in self._kept if r is not None)[-256:]:
-            self._send_others("stalled", record.seq, _packed(record))
+        for seq in range(max(0, self.seq - _SHOWN), self.seq):
+            self.publish(seq)
 
     def _stalled(self, src: int, seq: int, claim: list[Any]) -> None:
         record = self._find(seq)
@@ -167,8 +169,8 @@ class Ledger:
                 self._compare(src, record, payload)
 
     def _find(self, seq: int) -> _Record | None:
-        record = self._kept[seq % _KEPT] if seq >= 0 else None
-        return record if record is not None and record.seq == seq else None
+        kept = self._kept[seq % _KEPT] if seq >= 0 else None
+        return _Record(*kept) if kept is not None and kept[0] == seq else None
 
     def _send(self, rank: int, what: str, seq: int, payload: list[Any]) -> None:
         self._channel.send(self._ranks[rank], self._topic, [what, seq, payload])

@@ -22,60 +22,52 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._writes: list[Range] = []
+        self._writes: list[int] = []
+        self._written: dict[int, tuple[int, object]] = {}
+        """First byte to one past the last, and who writes there."""
         self._reads: list[Range] = []
         self._readers: dict[Range, list[object]] = {}
         self._longest_read = 0
-        self._writer: dict[Range, object] = {}
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
         """Claim bytes for `owner`; raise `BufferInFlight`, naming who has them, when that cannot be."""
-        if nbytes == 0:
+        if not nbytes:
             return
-        wanted = (start, start + nbytes)
+        end = start + nbytes
         with self._lock:
-            clash = self._written(wanted)
-            if clash is None and writes and self._reads:
-                clash = self._read(wanted)
-            if clash is not None:
-                raise BufferInFlight(
-                    f"{owner} would {'write' if writes else 'read'} memory that {clash} still owns: await that first"
-                )
+            begun = self._writes
+            at = bisect_right(begun, start) if begun else 0
+            if at and self._written[begun[at - 1]][0] > start:
+                raise _clash(owner, writes, self._written[begun[at - 1]][1])
+            if at < len(begun) and begun[at] < end:
+                raise _clash(owner, writes, self._written[begun[at]][1])
             if writes:
-                insort(self._writes, wanted)
-                self._writer[wanted] = owner
+                if self._reads and (reader := self._read(start, end)) is not None:
+                    raise _clash(owner, writes, reader)
+                begun.insert(at, start)
+                self._written[start] = (end, owner)
             else:
-                self._add_read(wanted, owner)
+                self._add_read((start, end), owner)
 
     def release(self, start: int, nbytes: int, writes: bool) -> None:
         """Give bytes back that `acquire` claimed."""
-        if nbytes == 0:
+        if not nbytes:
             return
-        held = (start, start + nbytes)
         with self._lock:
             if writes:
-                del self._writes[bisect_left(self._writes, held)]
-                del self._writer[held]
+                del self._writes[bisect_left(self._writes, start)]
+                del self._written[start]
             else:
-                self._drop_read(held)
+                self._drop_read((start, start + nbytes))
 
     def __len__(self) -> int:
         return len(self._writes) + sum(map(len, self._readers.values()))
 
-    def _written(self, wanted: Range) -> object | None:
-        """Return who writes any of `wanted`: ranges written are disjoint, so neighbours tell."""
-        writes = self._writes
-        i = bisect_right(writes, wanted)
-        if i and writes[i - 1][1] > wanted[0]:
-            return self._writer[writes[i - 1]]
-        if i < len(writes) and writes[i][0] < wanted[1]:
-            return self._writer[writes[i]]
-        return None
-
-    def _read(self, wanted: Range) -> object | None:
-        first = bisect_left(self._reads, (wanted[0] - self._longest_read, 0))
-        for held in self._reads[first : bisect_left(self._reads, (wanted[1], 0))]:
-            if held[1] > wanted[0]:
+    def _read(self, start: int, end: int) -> object | None:
+        """Return who reads any of these bytes."""
+        first = bisect_left(self._reads, (start - self._longest_read, 0))
+        for held in self._reads[first : bisect_left(self._reads, (end, 0))]:
+            if held[1] > start:
                 return self._readers[held][0]
         return None
 
@@ -96,6 +88,11 @@ class InFlight:
         del self._reads[bisect_left(self._reads, held)]
         if not self._reads:
             self._longest_read = 0
+
+
+def _clash(owner: object, writes: bool, holder: object) -> BufferInFlight:
+    verb = "write" if writes else "read"
+    return BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
 
 
 in_flight = InFlight()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiodist.errors import OperationTimeout
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
+
+if TYPE_CHECKING:
+    from aiodist.errors import OperationTimeout
 
 __all__ = ["as_completed", "gather"]
 

@@ -11,11 +11,13 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from aiodist.errors import OperationTimeout
+from aiodist.handles.origin import Origin
 from aiodist.handles.account import Account
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     from aiodist.handles.deadline import Deadline
-    from aiodist.handles.origin import Origin
     from aiodist.handles.progress import Progress
 
 __all__ = ["Handle", "Orderable", "Status", "Waiter"]
@@ -120,7 +122,7 @@ class Handle(Generic[T]):
         op: str,
         seq: int = 0,
         nbytes: int = 0,
-        origin: Origin | None = None,
+        origin: tuple[CodeType, int] | None = None,
         account: Account | None = None,
     ) -> None:
         self._progress = progress
@@ -337,22 +339,22 @@ class Handle(Generic[T]):
 
     def resolve(self, value: T) -> None:
         """The operation returned `value`."""
-        self._value = value
-        self._settle(_RETURNED)
+        self._settle(_RETURNED, value)
 
     def reject(self, error: BaseException) -> None:
         """The operation raised `error`."""
-        self._value = error
-        self._traceback = error.__traceback__
-        self._settle(Status.RAISED)
+        if self._status is _PENDING:
+            self._traceback = error.__traceback__
+        self._settle(Status.RAISED, error)
 
     def withdraw(self) -> None:
         """The operation was cancelled before it began."""
-        self._settle(Status.CANCELLED)
+        self._settle(Status.CANCELLED, None)
 
-    def _settle(self, status: Status) -> None:
+    def _settle(self, status: Status, value: Any) -> None:  # noqa: ANN401
         if self._status is not _PENDING:
             raise asyncio.InvalidStateError(f"{self} is done already")
+        self._value = value
         self.keep = self._canceller = self._late = None
         self._status = status
         if self._event is not None:
@@ -407,9 +409,15 @@ class Handle(Generic[T]):
     # --- being dropped ---------------------------------------------------------------------------------------
 
     @property
+    def raw_origin(self) -> tuple[CodeType, int]:
+        """The code and the instruction that issued it."""
+        assert self._origin is not None
+        return self._origin
+
+    @property
     def origin(self) -> Origin | None:
         """The line that issued it."""
-        return self._origin
+        return None if self._origin is None else Origin(*self._origin)
 
     def __del__(self) -> None:
         if not self._consumed and self._status is not _PENDING:
@@ -419,7 +427,7 @@ class Handle(Generic[T]):
         return f"<Handle {self} {self._status.value}>"
 
     def __str__(self) -> str:
-        where = f" issued at {self._origin}" if self._origin else ""
+        where = f" issued at {self.origin}" if self._origin else ""
         return f"{self.op} #{self.seq}{where}"
 
 

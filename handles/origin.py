@@ -7,11 +7,25 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Origin"]
+__all__ = ["Origin", "whence"]
 
+_ours: dict[str, bool] = {}
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 # With the folders at the root of the repository mapped into the package, both spellings are ours.
 _OURS = (_PACKAGE, str(Path(__file__).resolve().parent) + "/") if "aiodist" in _PACKAGE else (_PACKAGE,)
+
+
+def whence(depth: int) -> tuple[CodeType, int]:
+    """Return what an `Origin` is made of; the hot path makes one only when somebody asks."""
+    frame = sys._getframe(depth)
+    while True:
+        code = frame.f_code
+        ours = _ours.get(code.co_filename)
+        if ours is None:
+            ours = _ours[code.co_filename] = code.co_filename.startswith(_OURS)
+        if not ours or frame.f_back is None:
+            return code, frame.f_lasti
+        frame = frame.f_back
 
 
 class Origin(NamedTuple):
@@ -22,11 +36,8 @@ class Origin(NamedTuple):
 
     @classmethod
     def here(cls, depth: int = 2) -> Origin:
-        """Return the innermost place outside aiodist, starting `depth` frames up; costs 0.3 us."""
-        frame = sys._getframe(depth)
-        while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
-            frame = frame.f_back
-        return cls(frame.f_code, frame.f_lasti)
+        """Return the innermost place outside aiodist, starting `depth` frames up; costs half a microsecond."""
+        return cls(*whence(depth + 1))
 
     @property
     def filename(self) -> str:

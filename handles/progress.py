@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
 from aiodist.handles.timers import Timers
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 23
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # how long the loop polls after the last completion before it parks
 _TICK_SECONDS = 1e-3  # how often the thread looks whether the loop still polls
 _LINGER_SECONDS = 0.2  # how long the thread keeps ticking with nothing to do; waking it from sleep costs 20 us
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
+_EAGER_SECONDS = 3e-3  # how long the thread polls a large transfer without a pause while nothing moves
 _SWITCH_SECONDS = 2e-4
 
 transport_lock = threading.Lock()
@@ -63,7 +64,7 @@ class Progress:
     of `perf_counter`), `spin_seconds` how long an await may spin (0 where ranks outnumber cores).
     """
 
-    _of_loop: WeakValueDictionary[int, Progress] = WeakValueDictionary()
+    _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -81,7 +82,8 @@ class Progress:
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Callable[[], None]] = deque()
         self._waking = False
-        self._armed = False
+        self.armed = False
+        """The loop polls at its next iteration."""
         self._quiet_since = 0.0
 
     @classmethod
@@ -117,14 +119,14 @@ class Progress:
 
         `call` runs with the transport lock held, must not raise, and runs in order with the other calls.
         """
-        if not self._inbox and transport_lock.acquire(blocking=False):
+        if not self._inbox and transport_lock.acquire(False):
             try:
                 call()
             finally:
                 transport_lock.release()
         else:
             self._inbox.append(call)
-        if not self._armed:
+        if not self.armed:
             self._arm()
         elif _thread.asleep:  # user code has computed for so long that the thread went to sleep
             _thread.wake(self)
@@ -137,7 +139,7 @@ class Progress:
 
     def _arm(self) -> None:
         """Have the loop poll from its next iteration on, and the thread see whether it does."""
-        self._armed = True
+        self.armed = True
         self.parked = False
         self._quiet_since = perf_counter()
         self.loop.call_soon(self._turn)
@@ -158,31 +160,42 @@ class Progress:
     def poll(self) -> bool:
         """Make one pass over everything; with the transport lock held. True when something completed."""
         self.polls += 1
-        while self._inbox:
-            self._inbox.popleft()()
+        if self._inbox:
+            self._empty_inbox()
         completed = False
         for poller in self._pollers:
             try:
-                if len(poller) and poller.poll():
+                if poller.poll():
                     completed = True
             except Exception as error:  # noqa: BLE001  - it must not end the progress thread
                 self.remove_poller(poller)
                 self.report(f"{poller!r} failed: what it drives is never done", error)
         return completed
 
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def called(self) -> bool:
+        """Make the calls that were left for the lock's holder; True when there were any."""
+        if not self._inbox:
+            return False
+        self._empty_inbox()
+        return True
+
     def spin(self, handle: Handle[Any]) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large or not self.owns_thread() or not transport_lock.acquire(blocking=False):
+        if not handle.polled or self.large or not transport_lock.acquire(False):
             return
         try:
             self.poll()
             if handle.done() or not self.pending():
                 return
-            now = perf_counter()
             # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
-            until = min(now + self.spin_seconds, self.last_ran + _TICK_SECONDS)
+            until = min(perf_counter() + self.spin_seconds, self.last_ran + _TICK_SECONDS)
+            poll = self.poll
             while perf_counter() < until and not self.large:
-                self.poll()
+                poll()
                 if handle.done():
                     return
         finally:
@@ -192,9 +205,9 @@ class Progress:
         """One iteration of the loop while something is pending."""
         now = self.last_ran = perf_counter()
         if not self.pending():
-            self._armed = False
+            self.armed = False
             return
-        if self.large or not transport_lock.acquire(blocking=False):
+        if self.large or not transport_lock.acquire(False):
             self._park()
             return
         try:
@@ -208,7 +221,7 @@ class Progress:
             self._park()
 
     def _park(self) -> None:
-        self._armed = False
+        self.armed = False
         self.parked = True
         _thread.wake(self)
 
@@ -304,7 +317,8 @@ class _ProgressThread:
             began = perf_counter()
             pending = [p for p in self._alive() if p.pending()]
             due = [p for p in pending if p.parked or p.large or seen.get(id(p)) == p.polls]
-            completed = any([_drive(p) for p in due])
+            driven = [_drive(p) for p in due]
+            completed = any(driven)
             seen = {id(p): p.polls for p in pending}
             large = any(p.large for p in pending)
             now = perf_counter()
@@ -312,15 +326,17 @@ class _ProgressThread:
                 idle_since = now
             if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
                 busy_since = now
-            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if due else _TICK_SECONDS
             del pending, due
+            if large and now - busy_since < _EAGER_SECONDS:
+                continue
+            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven else _TICK_SECONDS
             self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)
 
     def _sleep(self, pause: float | None) -> None:
         if pause is None:
             self.asleep = True
             # An operation that was issued before it could see us asleep rings no bell.
-            if not any([p.pending() for p in self._alive()]):
+            if not any(p.pending() for p in self._alive()):
                 self._bell.acquire()
             self.asleep = False
         else:
@@ -329,7 +345,7 @@ class _ProgressThread:
 
 def _drive(progress: Progress) -> bool:
     with transport_lock:
-        completed = progress.poll()
+        completed = progress.called() or progress.poll()
         if not progress.pending():
             progress.parked = False
     return completed

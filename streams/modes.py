@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _device
 
 __all__ = ["ModeSwitch", "Modes", "plain"]
@@ -101,7 +100,7 @@ class Modes(NamedTuple):
             _grad(),
             _inference(),
             Autocast.capture(),
-            tuple(_get_current_function_mode_stack()),
+            tuple([_C._get_function_stack_at(i) for i in range(_functions())]),
             getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
             _device.CURRENT_DEVICE,
             simple=False,
@@ -135,9 +134,9 @@ class Modes(NamedTuple):
             self.autocast.apply()
         if now.functions != self.functions:
             for _ in now.functions:
-                _pop_mode()
+                _C._pop_torch_function_stack()
             for mode in self.functions:
-                _push_mode(mode)
+                _C._push_on_torch_function_stack(mode)
             _device.CURRENT_DEVICE = self.traced_device
         if now.default_device is not self.default_device:
             torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
@@ -212,5 +211,5 @@ _never_ended: list[Any] = []
 
 def _guard(inference: bool) -> Any:  # noqa: ANN401
     guard = _C._InferenceMode(inference)
-    guard.__enter__()
+    guard.__enter__()  # type: ignore[no-untyped-call]
     return guard

@@ -38,6 +38,9 @@ class Native(Protocol):
     def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
         """Return True when the method named `operation` takes such tensors."""
 
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+        """Return what `allreduce` does to tensors of `kind` and `numel`: the hot path."""
+
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place on every rank."""
 

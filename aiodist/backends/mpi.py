@@ -90,6 +90,8 @@ class _Requests:
     def poll(self) -> bool:
         """See the class."""
         requests = self._requests
+        if not requests:
+            return False
         if len(requests) == 1:
             try:
                 if not requests[0].Test():
@@ -97,7 +99,9 @@ class _Requests:
             except MPI.Exception as error:
                 self._finish([(0, error)])
             else:
-                self._finish([(0, None)])
+                done = self._done.pop()
+                requests.clear()
+                done(None)
             return True
         try:
             indices = MPI.Request.Testsome(requests)
@@ -175,6 +179,21 @@ class MpiNative:
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place: Iallreduce."""
         self._piecewise(t, done, lambda piece: self._comm.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]))
+
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+        """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
+        call, mpi_type, mpi_op, nbytes = self._comm.Iallreduce, _DTYPES[kind], _OPS[op], numel * kind.itemsize
+        in_place, track = MPI.IN_PLACE, self._requests.track
+
+        def start(t: Tensor, done: Done) -> None:
+            try:
+                request = call(in_place, [_address(t.data_ptr(), nbytes), numel, mpi_type], mpi_op)
+            except MPI.Exception as error:
+                done(as_backend_error(error))
+            else:
+                track(request, done, nbytes)
+
+        return start
 
     def broadcast(self, t: Tensor, root: int, done: Done) -> None:
         """Overwrite `t`: Ibcast of bytes."""

@@ -21,6 +21,7 @@ from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 __all__ = ["Door", "Hello", "Refused", "dial"]
 
 HANDSHAKE_TIMEOUT: Final = 10.0
+_ABORT_TIMEOUT: Final = 1.0
 _PROTOCOL: Final = "aiodist control 1"
 
 
@@ -72,7 +73,6 @@ class Door:
             if received.kind != Kind.HELLO:
                 raise WireError("expected a hello first")
             timer.cancel()
-            self._strangers.discard(link)
             self._judge(link, challenge, unpack(received.body))
 
         link = _Greeting(frame(Kind.GREETING, body=pack([_PROTOCOL, challenge])), hear, closed)
@@ -80,10 +80,12 @@ class Door:
         self._strangers.add(link)
         return link
 
-    def close(self) -> None:
-        """Send away whoever has not said yet who they are."""
+    async def aclose(self) -> None:
+        """Send away whoever has not been let in; to be called when nobody can connect any more."""
+        await asyncio.sleep(0)  # who was just accepted gets as far as `greet`
         for link in tuple(self._strangers):
             link.abort("the hub was closed")
+            await link.wait_closed(_ABORT_TIMEOUT)
 
     def _judge(self, link: Link, challenge: bytes, said: Any) -> None:  # noqa: ANN401
         match said:
@@ -96,6 +98,7 @@ class Door:
             if not hmac.compare_digest(proof, hello.prove(b"rank", challenge, counter_challenge)):
                 raise Refused("token", "wrong token: this hub belongs to another job")
             self._admit(link, hello, hello.prove(b"hub", challenge, counter_challenge))
+            self._strangers.discard(link)
         except Refused as refusal:
             link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
             link.close(str(refusal))

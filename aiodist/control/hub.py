@@ -148,7 +148,7 @@ class Hub:
         self._stop_listening()
         if self._pulse is not None:
             self._pulse.stop()
-        self._door.close()
+        await self._door.aclose()
         links = tuple(self._links.values())
         late = [] if self._roster.ready else list(self._roster.missing().items())
         closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))

@@ -67,7 +67,8 @@ class Link(asyncio.Protocol):
                 await self.closed.wait()
         except TimeoutError:
             self.abort("it did not take what was sent to it")
-            await self.closed.wait()
+            if self._transport is not None:
+                await self.closed.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start; called by the loop."""
@@ -75,6 +76,8 @@ class Link(asyncio.Protocol):
         self._fd = transport.get_extra_info("socket").fileno()
         forks.guard(self._fd)
         self.heard = self._loop.time()
+        if self._cause:  # it was over before it began
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Hand on each frame that is complete; called by the loop."""

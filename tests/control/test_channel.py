@@ -5,19 +5,25 @@ import functools
 import gc
 import threading
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from aiodist.control import MAX_FRAME, Channel, connect, host, in_process
+from aiodist.control.client import SocketChannel
 from aiodist.control.local import InProcessHub
 from aiodist.errors import OperationTimeout, PeerLost, RemoteError
 
 SIZE = 3
 
+Test = Callable[..., Coroutine[Any, Any, None]]
+Channels = list[Channel]
 
-def limited(test):
+
+def limited(test: Test) -> Test:
     @functools.wraps(test)
-    async def run(*args, **kwargs):
+    async def run(*args: object, **kwargs: object) -> None:
         async with asyncio.timeout(20):
             await test(*args, **kwargs)
 
@@ -27,19 +33,19 @@ def limited(test):
 class Letters:
     """Collects the calls of a callback, whichever thread they come from."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue = asyncio.Queue()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
 
-    def __call__(self, *args):
+    def __call__(self, *args: object) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, args)
 
-    async def take(self, count=1):
+    async def take(self, count: int = 1) -> list[Any]:
         return [await self._queue.get() for _ in range(count)]
 
 
 @pytest.fixture(params=["sockets", "in process"])
-async def channels(request):
+async def channels(request: pytest.FixtureRequest) -> AsyncIterator[Channels]:
     async with asyncio.timeout(20):
         if request.param == "sockets":
             hub = await host(SIZE)
@@ -55,13 +61,13 @@ async def channels(request):
 
 
 @limited
-async def test_rank_and_size(channels):
+async def test_rank_and_size(channels: Channels) -> None:
     assert [(channel.rank, channel.size) for channel in channels] == [(0, SIZE), (1, SIZE), (2, SIZE)]
     assert all(isinstance(channel, Channel) for channel in channels)
 
 
 @limited
-async def test_get_returns_what_any_rank_set_now_or_later(channels):
+async def test_get_returns_what_any_rank_set_now_or_later(channels: Channels) -> None:
     await channels[0].set("here", b"\x00\xff")
     assert await channels[1].get("here") == b"\x00\xff"
     waiting = [asyncio.ensure_future(channel.get("later")) for channel in channels]
@@ -70,7 +76,7 @@ async def test_get_returns_what_any_rank_set_now_or_later(channels):
 
 
 @limited
-async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels):
+async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels: Channels) -> None:
     with pytest.raises(OperationTimeout, match=r"'never' was not set within 0\.02 s"):
         await channels[1].get("never", timeout=0.02)
     await channels[0].set("never", b"after all")
@@ -78,7 +84,7 @@ async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels):
 
 
 @limited
-async def test_a_cancelled_get_is_withdrawn(channels):
+async def test_a_cancelled_get_is_withdrawn(channels: Channels) -> None:
     waiting = asyncio.ensure_future(channels[1].get("k"))
     await channels[1].add("let the question out")
     waiting.cancel()
@@ -89,21 +95,21 @@ async def test_a_cancelled_get_is_withdrawn(channels):
 
 
 @limited
-async def test_add_counts_without_losing_any(channels):
+async def test_add_counts_without_losing_any(channels: Channels) -> None:
     await asyncio.gather(*(channel.add("n") for channel in channels for _ in range(50)))
     assert await channels[0].add("n", -50) == 100
     assert await channels[1].get("n") == b"100"
 
 
 @limited
-async def test_add_to_what_is_no_counter_is_an_error(channels):
+async def test_add_to_what_is_no_counter_is_an_error(channels: Channels) -> None:
     await channels[0].set("text", b"abc")
     with pytest.raises(ValueError, match="no counter"):
         await channels[1].add("text")
 
 
 @limited
-async def test_delete_forgets(channels):
+async def test_delete_forgets(channels: Channels) -> None:
     await channels[0].set("k", b"v")
     await channels[1].delete("k")
     await channels[1].delete("k")
@@ -111,7 +117,7 @@ async def test_delete_forgets(channels):
 
 
 @limited
-async def test_messages_arrive_in_order_with_their_source(channels):
+async def test_messages_arrive_in_order_with_their_source(channels: Channels) -> None:
     letters = Letters()
     channels[2].subscribe("t", letters)
     for n in range(200):
@@ -120,7 +126,7 @@ async def test_messages_arrive_in_order_with_their_source(channels):
 
 
 @limited
-async def test_broadcast_reaches_every_other_rank(channels):
+async def test_broadcast_reaches_every_other_rank(channels: Channels) -> None:
     letters = [Letters() for _ in channels]
     for channel, box in zip(channels, letters, strict=True):
         channel.subscribe("t", box)
@@ -130,7 +136,7 @@ async def test_broadcast_reaches_every_other_rank(channels):
 
 
 @limited
-async def test_messages_before_the_subscription_are_kept(channels):
+async def test_messages_before_the_subscription_are_kept(channels: Channels) -> None:
     letters, marker = Letters(), Letters()
     channels[1].subscribe("marker", marker)
     for n in range(3):
@@ -143,7 +149,7 @@ async def test_messages_before_the_subscription_are_kept(channels):
 
 
 @limited
-async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(channels):
+async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(channels: Channels) -> None:
     letters, marker = Letters(), Letters()
     channels[1].subscribe("marker", marker)
     channels[1].subscribe("t", letters)
@@ -159,7 +165,7 @@ async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(chann
 
 
 @limited
-async def test_send_works_from_any_thread(channels):
+async def test_send_works_from_any_thread(channels: Channels) -> None:
     letters = Letters()
     channels[1].subscribe("t", letters)
     await asyncio.to_thread(channels[0].send, 1, "t", 1)
@@ -167,15 +173,15 @@ async def test_send_works_from_any_thread(channels):
 
 
 @limited
-async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels):
+async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels: Channels) -> None:
     letters = Letters()
     reports = Letters()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reports(context["exception"]))
-    if hasattr(channels[1], "_thread"):
+    if isinstance(channels[1], SocketChannel):
         channels[1]._thread.loop.set_exception_handler(lambda _, context: reports(context["exception"]))
 
-    def subscriber(src, payload):
+    def subscriber(src: int, payload: Any) -> None:
         if payload == "bad":
             raise SystemExit("not here")
         letters(src, payload)
@@ -188,7 +194,7 @@ async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels):
 
 
 @limited
-async def test_mistakes_are_raised_by_the_call(channels):
+async def test_mistakes_are_raised_by_the_call(channels: Channels) -> None:
     with pytest.raises(ValueError, match="rank 3 of 3: expected 0 <= rank < 3"):
         channels[0].send(3, "t", 1)
     with pytest.raises(TypeError, match="cannot travel"):
@@ -200,14 +206,14 @@ async def test_mistakes_are_raised_by_the_call(channels):
 
 
 @limited
-async def test_a_large_value_passes(channels):
+async def test_a_large_value_passes(channels: Channels) -> None:
     value = bytes(range(256)) * (8 << 12)  # 8 MiB
     await channels[0].set("large", value)
     assert await channels[1].get("large") == value
 
 
 @limited
-async def test_a_clean_leave_is_known_and_no_loss(channels):
+async def test_a_clean_leave_is_known_and_no_loss(channels: Channels) -> None:
     lost, marker = Letters(), Letters()
     channels[0].on_lost(lost)
     await channels[2].aclose()
@@ -223,7 +229,7 @@ async def test_a_clean_leave_is_known_and_no_loss(channels):
 
 
 @limited
-async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels):
+async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels: Channels) -> None:
     lost = Letters()
     channels[0].on_lost(lost)
     channels[2].on_lost(lost)
@@ -241,7 +247,7 @@ async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels)
 
 
 @limited
-async def test_a_closed_channel_says_so(channels):
+async def test_a_closed_channel_says_so(channels: Channels) -> None:
     waiting = asyncio.ensure_future(channels[1].get("never"))
     await channels[1].add("let the question out")
     await channels[1].aclose()
@@ -257,7 +263,7 @@ async def test_a_closed_channel_says_so(channels):
 
 
 @limited
-async def test_in_process_a_death_can_be_played():
+async def test_in_process_a_death_can_be_played() -> None:
     hub = InProcessHub(2)
     lost = Letters()
     hub.channels[0].on_lost(lost)
@@ -270,13 +276,13 @@ async def test_in_process_a_death_can_be_played():
 
 
 @limited
-async def test_subscribers_hear_while_the_main_thread_is_stuck():
+async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
     hub = await host(2)
     a, b = await asyncio.gather(*(connect(hub.address, rank=r, size=2, hub=None if r else hub) for r in range(2)))
     answered = threading.Event()
     names = []
 
-    def answer(src, payload):
+    def answer(src: int, payload: Any) -> None:
         names.append(threading.current_thread().name)
         b.send(src, "answer", payload)
 

@@ -8,18 +8,23 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aiodist.control import Hub, HubOptions, connect, host
+from aiodist.control import Channel, Hub, HubOptions, connect, host
+from aiodist.control.notice import _prove
 from aiodist.control.places import FilePlace, TcpPlace, parse
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 
+Test = Callable[..., Coroutine[Any, Any, None]]
 
-def limited(test):
+
+def limited(test: Test) -> Test:
     @functools.wraps(test)
-    async def run(*args, **kwargs):
+    async def run(*args: object, **kwargs: object) -> None:
         descriptors = len(os.listdir("/proc/self/fd"))
         async with asyncio.timeout(20):
             await test(*args, **kwargs)
@@ -30,14 +35,15 @@ def limited(test):
     return run
 
 
-def free_port(address="127.0.0.1"):
+def free_port(address: str = "127.0.0.1") -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((address, 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def has_ipv6():
+def has_ipv6() -> bool:
     try:
         free_port("::1")
     except OSError:
@@ -48,11 +54,11 @@ def has_ipv6():
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 
 
-async def meet(address, size, **settings):
+async def meet(address: str, size: int, **settings: Any) -> list[Channel]:
     return await asyncio.gather(*(connect(address, rank=rank, size=size, **settings) for rank in range(size)))
 
 
-async def talk_and_part(channels):
+async def talk_and_part(channels: list[Channel]) -> None:
     await channels[-1].set("k", b"v")
     assert [await channel.get("k") for channel in channels] == [b"v"] * len(channels)
     await asyncio.gather(*(channel.aclose() for channel in channels))
@@ -60,14 +66,14 @@ async def talk_and_part(channels):
 
 @pytest.mark.parametrize("where", ["127.0.0.1", "localhost", "", pytest.param("::1", marks=needs_ipv6)])
 @limited
-async def test_l9_tcp(where):
+async def test_l9_tcp(where: str) -> None:
     async with Hub(2, host=where, token="t") as hub:
         await talk_and_part(await meet(hub.address, 2, token="t"))
 
 
 @needs_ipv6
 @limited
-async def test_l9_a_hub_at_every_address_is_reached_by_ipv4_and_ipv6():
+async def test_l9_a_hub_at_every_address_is_reached_by_ipv4_and_ipv6() -> None:
     async with Hub(2, host="") as hub:
         addresses = [f"tcp://127.0.0.1:{hub.port}", f"tcp://[::1]:{hub.port}"]
         channels = await asyncio.gather(*(connect(a, rank=r, size=2) for r, a in enumerate(addresses)))
@@ -75,7 +81,7 @@ async def test_l9_a_hub_at_every_address_is_reached_by_ipv4_and_ipv6():
 
 
 @limited
-async def test_l9_ranks_may_come_before_the_hub():
+async def test_l9_ranks_may_come_before_the_hub() -> None:
     port = free_port()
     waiting = asyncio.ensure_future(connect(f"tcp://127.0.0.1:{port}", rank=0, size=1))
     with pytest.raises(OperationTimeout, match=r"no hub let this rank in at .* last: .*nobody listens there"):
@@ -85,7 +91,7 @@ async def test_l9_ranks_may_come_before_the_hub():
 
 
 @limited
-async def test_l9_file(tmp_path):
+async def test_l9_file(tmp_path: Path) -> None:
     path = tmp_path / "a place with spaces"
     address = path.as_uri()
     for _ in range(2):  # opens again after close
@@ -96,14 +102,13 @@ async def test_l9_file(tmp_path):
 
 
 @limited
-async def test_l9_a_stale_file_fools_nobody(tmp_path):
+async def test_l9_a_stale_file_fools_nobody(tmp_path: Path) -> None:
     """What an earlier job left points to nobody, to a stranger, or to another job's hub."""
     path = tmp_path / "meet"
     async with Hub(2, token="other") as other:
         left = {
             "hostname": socket.gethostname(), "hosts": ["127.0.0.1"], "port": free_port(), "nonce": "old", "proof": "x"
         }  # fmt: skip
-        from aiodist.control.notice import _prove
 
         for content in (
             "not even JSON",
@@ -124,7 +129,7 @@ async def test_l9_a_stale_file_fools_nobody(tmp_path):
 
 
 @limited
-async def test_l9_a_file_of_a_later_job_is_left_alone(tmp_path):
+async def test_l9_a_file_of_a_later_job_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     (alone,) = await meet(path.as_uri(), 1)
     path.write_text('{"nonce": "of a later job"}')
@@ -133,14 +138,14 @@ async def test_l9_a_file_of_a_later_job_is_left_alone(tmp_path):
 
 
 @limited
-async def test_l9_environment():
+async def test_l9_environment() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for _ in range(2):
         await talk_and_part(await meet("env://", 3, environ=environ, token="t"))
 
 
 @limited
-async def test_l9_environment_of_torchrun_whose_agent_has_the_port():
+async def test_l9_environment_of_torchrun_whose_agent_has_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
         environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -150,22 +155,23 @@ async def test_l9_environment_of_torchrun_whose_agent_has_the_port():
 
 
 @limited
-async def test_l9_environment_of_slurm():
+async def test_l9_environment_of_slurm() -> None:
     environ = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "localhost,other[1-3]"}
     await talk_and_part(await meet("env://", 2, environ=environ))
 
 
 @limited
-async def test_l9_a_port_in_use_is_named():
+async def test_l9_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(ConfigError, match="rank 0 cannot listen at port") as caught:
             await connect("env://", rank=0, size=1, environ=environ)
+        assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == errno.EADDRINUSE
 
 
 @limited
-async def test_l9_a_time_out_names_the_ranks_that_never_came():
+async def test_l9_a_time_out_names_the_ranks_that_never_came() -> None:
     async with Hub(5) as hub:
         coming = (connect(hub.address, rank=rank, size=5, timeout=0.3) for rank in (0, 3))
         for error in await asyncio.gather(*coming, return_exceptions=True):
@@ -177,7 +183,7 @@ async def test_l9_a_time_out_names_the_ranks_that_never_came():
 
 
 @limited
-async def test_l9_the_host_tells_the_others_who_never_came(tmp_path):
+async def test_l9_the_host_tells_the_others_who_never_came(tmp_path: Path) -> None:
     address = (tmp_path / "meet").as_uri()
     patient = asyncio.ensure_future(connect(address, rank=1, size=3, timeout=15))
     with pytest.raises(OperationTimeout, match="rank 2 of 3 had not joined") as caught:
@@ -190,7 +196,7 @@ async def test_l9_the_host_tells_the_others_who_never_came(tmp_path):
 
 
 @limited
-async def test_l9_where_the_host_never_came_rank_0_is_named(tmp_path):
+async def test_l9_where_the_host_never_came_rank_0_is_named(tmp_path: Path) -> None:
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for address in ("env://", (tmp_path / "meet").as_uri()):
         with pytest.raises(OperationTimeout, match="no hub let this rank in") as caught:
@@ -199,8 +205,8 @@ async def test_l9_where_the_host_never_came_rank_0_is_named(tmp_path):
 
 
 @limited
-async def test_l9_a_listener_that_is_no_hub_is_told_apart():
-    async def answer(reader, writer):
+async def test_l9_a_listener_that_is_no_hub_is_told_apart() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
         writer.close()
         await writer.wait_closed()
@@ -214,7 +220,7 @@ async def test_l9_a_listener_that_is_no_hub_is_told_apart():
 
 
 @limited
-async def test_l9_an_unknown_scheme_lists_the_known():
+async def test_l9_an_unknown_scheme_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"'redis'.*tcp://host:port, file:///path, env://"):
         await connect("redis://host:1", rank=0, size=1)
 
@@ -234,7 +240,7 @@ async def test_l9_an_unknown_scheme_lists_the_known():
         ("env://", "pass environ="),
     ],
 )
-def test_l9_an_address_that_makes_no_sense_is_refused(address, problem):
+def test_l9_an_address_that_makes_no_sense_is_refused(address: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse(address)
 
@@ -248,12 +254,12 @@ def test_l9_an_address_that_makes_no_sense_is_refused(address, problem):
         ({"SLURM_JOB_ID": "1"}, "SLURM_STEP_NODELIST"),
     ],
 )
-def test_l9_variables_that_make_no_sense_are_named(environ, problem):
+def test_l9_variables_that_make_no_sense_are_named(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse("env://", environ)
 
 
-def test_l9_addresses_are_understood():
+def test_l9_addresses_are_understood() -> None:
     assert parse("tcp://[::1]:4000") == TcpPlace("::1", (4000,))
     assert parse("tcp://node-1.example:4000") == TcpPlace("node-1.example", (4000,))
     assert parse("file:///tmp/a%20b") == FilePlace(Path("/tmp/a b"))
@@ -261,14 +267,14 @@ def test_l9_addresses_are_understood():
 
 
 @limited
-async def test_a_rank_outside_the_job_is_refused():
+async def test_a_rank_outside_the_job_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rank 2 of 2: expected 0 <= rank < size"):
         await connect("tcp://127.0.0.1:1", rank=2, size=2)
 
 
 @pytest.mark.parametrize("moment", ["at once", "while nobody listens", "while others are awaited"])
 @limited
-async def test_cancelling_connect_leaves_nothing(tmp_path, moment):
+async def test_cancelling_connect_leaves_nothing(tmp_path: Path, moment: str) -> None:
     """The number of threads and descriptors is checked around each test here."""
     path = tmp_path / "meet"
     if moment == "while others are awaited":
@@ -290,7 +296,7 @@ async def test_cancelling_connect_leaves_nothing(tmp_path, moment):
 
 
 @limited
-async def test_cancelling_host_leaves_nothing():
+async def test_cancelling_host_leaves_nothing() -> None:
     opening = asyncio.ensure_future(host(2))
     await asyncio.sleep(0)
     opening.cancel()
@@ -299,7 +305,7 @@ async def test_cancelling_host_leaves_nothing():
 
 
 @limited
-async def test_a_hub_that_closes_meanwhile_is_no_hang():
+async def test_a_hub_that_closes_meanwhile_is_no_hang() -> None:
     async with Hub(2) as hub:
         came = asyncio.Event()
         hub.on_join(lambda rank: came.set())
@@ -310,7 +316,7 @@ async def test_a_hub_that_closes_meanwhile_is_no_hang():
 
 
 @limited
-async def test_the_loop_is_not_blocked_while_ranks_are_awaited(tmp_path):
+async def test_the_loop_is_not_blocked_while_ranks_are_awaited(tmp_path: Path) -> None:
     waiting = asyncio.ensure_future(connect((tmp_path / "meet").as_uri(), rank=0, size=2, timeout=0.2))
     loop = asyncio.get_running_loop()
     longest, before = 0.0, loop.time()
@@ -322,10 +328,10 @@ async def test_the_loop_is_not_blocked_while_ranks_are_awaited(tmp_path):
     assert longest < 0.1
 
 
-def test_l9_under_uvloop(tmp_path):
+def test_l9_under_uvloop(tmp_path: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 
-    async def main():
+    async def main() -> None:
         async with asyncio.timeout(20):
             await talk_and_part(await meet((tmp_path / "meet").as_uri(), 2))
             async with Hub(2, options=HubOptions(heartbeat=5)) as hub:

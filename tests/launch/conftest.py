@@ -4,6 +4,8 @@ AIODIST_TEST_MPICH names the prefix of an MPICH (the folder with bin/mpirun); wi
 one that `--mpi mpich` would find, and are skipped where there is none.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import subprocess
@@ -12,6 +14,7 @@ import textwrap
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -20,6 +23,9 @@ import aiodist
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.commands import Flavour
 from aiodist.launch.discover import find_mpi, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LIMIT = 60.0
 MARK = "AIODIST_TEST_MARK"
@@ -47,7 +53,7 @@ class Launcher:
     def command(self, *arguments: str, n: int = 2) -> list[str]:
         return [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", self.mpi, *arguments]
 
-    def run(self, *arguments: str, n: int = 2, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, n: int = 2, **options: Any) -> subprocess.CompletedProcess[Any]:
         return subprocess.run(
             self.command(*arguments, n=n),
             **{
@@ -62,7 +68,7 @@ class Launcher:
         )
 
     @contextlib.contextmanager
-    def started(self, *arguments: str, n: int = 2, **options: object):
+    def started(self, *arguments: str, n: int = 2, **options: Any) -> Iterator[subprocess.Popen[Any]]:
         """A running launcher; whatever is left of it at the end is killed."""
         process = subprocess.Popen(
             self.command(*arguments, n=n),
@@ -86,9 +92,10 @@ class Launcher:
             process.communicate()
 
     @staticmethod
-    def read_until(stream, *wanted: str) -> list[str]:
+    def read_until(stream: IO[Any] | None, *wanted: str) -> list[str]:
         """Read lines until each of `wanted` has been one of them."""
-        lines = []
+        assert stream is not None
+        lines: list[str] = []
         for line in stream:
             lines.append(line.rstrip("\n"))
             if set(wanted) <= set(lines):
@@ -101,13 +108,14 @@ class Launcher:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+            return bool(process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
         """Return what of ours still runs after at most so many seconds."""
-        return psutil.wait_procs(self.processes(), timeout=seconds)[1]
+        _, alive = psutil.wait_procs(self.processes(), timeout=seconds)
+        return list(alive)
 
 
 _BEFORE = """\
@@ -144,19 +152,19 @@ def find(mpi: str) -> str:
 
 
 @pytest.fixture(params=["none", "openmpi", "mpich"])
-def launcher(request, tmp_path):
+def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
     """A launcher without MPI, and for each MPI that is installed."""
     return Launcher(find(request.param), tmp_path)
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpi_launcher(request, tmp_path):
+def mpi_launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
     """A launcher for each MPI that is installed."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     return Launcher(find(request.param), tmp_path)
 
 
 @pytest.fixture
-def plain(tmp_path):
+def plain(tmp_path: Path) -> Launcher:
     """A launcher without MPI, for what does not depend on it."""
     return Launcher("none", tmp_path)

@@ -1,0 +1,152 @@
+"""`aiodist bench OP`: checks what is asked and starts the ranks; loads no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aiodist.bench import registry
+from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
+from aiodist.env import Environment, Starter
+from aiodist.errors import AiodistError, ConfigError
+from aiodist.launch.discover import find_mpi
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(args: list[str]) -> int:
+    """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
+    try:
+        app(args=args, prog_name="aiodist bench")
+    except AiodistError as error:
+        print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+_OP_HELP = f"What to measure: {', '.join(registry.BENCHMARKS)}."
+
+
+@app.command()
+def bench(  # noqa: PLR0913 - one for each option
+    op: Annotated[str, typer.Argument(metavar="OP", help=_OP_HELP)],
+    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many ranks (2).")] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="64,1KiB,64MiB", help="Bytes of one rank's input; 2^8 to 2^23 elements and a few more."),
+    ] = None,
+    impl: Annotated[str | None, typer.Option(metavar=",".join(IMPLS), help="Our implementations (auto).")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="|".join((*PEERS, "none")), help="Libraries to measure beside (all).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors.")] = "float32",
+    repeat: Annotated[int | None, typer.Option(metavar="R", min=1, help="Samples of each figure.")] = None,
+    loop: Annotated[str, typer.Option(metavar="|".join(LOOPS), help="The event loop.")] = "auto",
+    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
+) -> None:
+    """Measure an operation on N ranks of this host, beside plain library calls in the same processes.
+
+    Started by mpirun, srun or torchrun it measures on the ranks of that job.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if loop not in LOOPS:
+        raise ConfigError(f"--loop {loop}: expected one of {', '.join(LOOPS)}")
+    benchmark = registry.find(op)
+    environment = Environment.read()
+    in_job = _job_size(ranks, environment)
+    path = environment.variables.get("PATH", os.defpath)
+    with_mpi = environment.mpi if in_job else find_mpi(mpi, path) is not None
+    plan = Plan(
+        op=op,
+        ranks=in_job or ranks or 2,
+        impls=_impls(impl, benchmark, with_mpi),
+        peers=_peers(against, benchmark, with_mpi),
+        sizes=None if sizes is None else parse_sizes(sizes, DTYPES[dtype]),
+        dtype=dtype,
+        repeat=repeat,
+        loop=loop,
+        json=_file("--json", json),
+        plot=_file("--plot", plot),
+        width=max(100, shutil.get_terminal_size((120, 40)).columns),
+        colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
+    )
+    if op == "barrier" and plan.sizes is not None:
+        raise ConfigError("--sizes: a barrier has none")
+    if op == "await" and dtype != "float32":
+        raise ConfigError("--dtype: await is measured with float32")
+    if plan.plot is not None:
+        from aiodist.bench.report import check_plot
+
+        check_plot()
+    raise typer.Exit(_here(plan) if in_job else _launched(plan, mpi))
+
+
+def _job_size(asked: int | None, environment: Environment) -> int | None:
+    """Return how many ranks the job has that this process already belongs to, None where it is to start them."""
+    if environment.starter not in (Starter.MPI, Starter.SLURM, Starter.TORCHRUN):
+        return None
+    if asked not in (None, environment.size):
+        raise ConfigError(f"--ranks {asked}: {environment.starter} started {environment.size} of them")
+    return environment.size
+
+
+def _impls(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
+    if given is None:
+        return tuple([impl for impl in benchmark.default_impls if impl in ("auto", "direct") or _has_backend(impl)])
+    impls = parse_names("--impl", given, IMPLS)
+    if "mpi" in impls and not with_mpi:
+        raise ConfigError("--impl mpi: no MPI was found to start the ranks with")
+    return impls
+
+
+def _has_backend(name: str) -> bool:
+    return importlib.util.find_spec(f"aiodist.backends.{name}") is not None
+
+
+def _peers(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
+    if given is None:
+        return tuple([peer for peer in benchmark.default_peers if with_mpi or peer != "mpi4py"])
+    if given == "none":
+        return ()
+    peers = parse_names("--against", given, PEERS)
+    if "mpi4py" in peers and not with_mpi:
+        raise ConfigError("--against mpi4py: no MPI was found to start the ranks with")
+    return peers
+
+
+def _file(option: str, path: Path | None) -> str | None:
+    """Return where to write; say now, and not after the measuring, that it cannot be."""
+    if path is None:
+        return None
+    absolute = path.absolute()
+    if absolute.is_dir() or not os.access(absolute if absolute.exists() else absolute.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: expected a file that can be written")
+    return str(absolute)
+
+
+def _here(plan: Plan) -> int:
+    from aiodist.bench import worker
+
+    return worker.main(plan)
+
+
+def _launched(plan: Plan, mpi: str) -> int:
+    from aiodist.launch import job
+    from aiodist.launch.commands import Job
+
+    command = ("-m", "aiodist.bench.worker", plan.to_json())
+    return asyncio.run(job.run(Job(command=command, ranks=plan.ranks, mpi=mpi, prefix=False)))

@@ -1,0 +1,100 @@
+"""Every operation by size: ours and the peers', on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiodist.bench.peers import Buffers
+from aiodist.bench.plan import default_sizes
+from aiodist.bench.timing import Contender, interleaved, pace
+
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
+    from aiodist.communicator import Communicator
+
+__all__ = ["buffers", "contenders", "measure", "measure_size", "ours"]
+
+_CUT = frozenset({"scatter", "reduce_scatter", "alltoall"})  # one rank's input is cut into a block for each rank
+_WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
+
+
+async def measure(session: Session) -> list[Record]:
+    """Measure the operation at every size of the plan."""
+    op = session.plan.op
+    sizes: tuple[int, ...] = (0,)
+    if op != "barrier":
+        sizes = session.plan.sizes or default_sizes(session.dtype.itemsize)
+    records = []
+    for nbytes in sizes:
+        records += await measure_size(session, op, nbytes)
+    return records
+
+
+async def measure_size(session: Session, op: str, nbytes: int, *, name: str | None = None) -> list[Record]:
+    """Measure `op` on `nbytes` of input a rank; the records are called `name`, or as the operation."""
+    made = buffers(session, op, nbytes)
+    found = contenders(session, op, made)
+    times = await interleaved(found, session.fence, pace(made.t.nbytes, session.plan.repeat))
+    return await session.timed(name or op, made.t.nbytes, times)
+
+
+def contenders(session: Session, op: str, made: Buffers) -> list[Contender]:
+    """Return ours, one for each implementation, and the peers'."""
+    found = [
+        Contender(f"aiodist:{impl}", ours(session.coll, op, made, session.keywords(impl)), awaited=True)
+        for impl in session.impls
+        if impl == "auto" or op not in _WITHOUT_IMPL
+    ]
+    for peer in session.peers:
+        found += peer.contenders(op, made)
+    return found
+
+
+def buffers(session: Session, op: str, nbytes: int) -> Buffers:
+    """Return tensors for `op`; what is cut is shortened to blocks of equal size, of one element at least."""
+    ranks, rank = session.coll.size, session.coll.rank
+    numel = nbytes // session.dtype.itemsize
+    block = max(1, numel // ranks)
+    if op in _CUT:
+        numel = block * ranks
+    filled = {
+        "allgather": numel * ranks,
+        "gather": numel * ranks if rank == 0 else None,
+        "scatter": block,
+        "reduce_scatter": block,
+        "alltoall": numel,
+        "sendrecv": numel,
+    }.get(op)
+    # Written to, so that there is memory behind it; zero stays zero however often it is summed.
+    t = torch.full((numel,), 0, dtype=session.dtype)
+    return Buffers(rank, ranks, t, None if filled is None else torch.full((filled,), 0, dtype=session.dtype))
+
+
+def ours(coll: Communicator, op: str, b: Buffers, keywords: dict[str, str]) -> Callable[[], Any]:
+    """Return a call of ours that returns a handle, with `out=` wherever the operation takes it."""
+    call: Callable[..., Any] = getattr(coll, op)
+    dst, src = b.neighbours
+    arguments: tuple[Any, ...]
+    match op:
+        case "barrier":
+            arguments, out = (), None
+        case "sendrecv":
+            arguments, out = (b.t, dst, src), b.out
+        case "scatter":
+            arguments, out = (b.blocks(b.t) if b.is_root else None, b.root), b.out
+        case "alltoall":
+            return partial(call, b.blocks(b.t), out=b.blocks(b.filled), **keywords)
+        case "broadcast" | "gather":
+            arguments, out = (b.t, b.root), b.out
+        case "reduce":
+            return partial(call, b.t, root=b.root, **keywords)
+        case _:
+            arguments, out = (b.t,), b.out
+    if out is None:
+        return partial(call, *arguments, **keywords)
+    return partial(call, *arguments, out=out, **keywords)

@@ -1,0 +1,316 @@
+"""The plain library calls that ours are measured beside, made in the same processes on the same tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aiodist.bench.timing import Contender
+from aiodist.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch.distributed import Store
+
+    from aiodist.communicator import Communicator
+
+__all__ = ["Buffers", "Peer", "opened"]
+
+_MPI_DTYPES = {
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+_GLOO_DTYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The tensors of one operation at one size; `out` is what it fills, None where that is `t` or nothing."""
+
+    rank: int
+    size: int
+    t: Tensor
+    out: Tensor | None
+    root: int = 0
+
+    @property
+    def filled(self) -> Tensor:
+        """`out`, for an operation that has one."""
+        assert self.out is not None
+        return self.out
+
+    def blocks(self, t: Tensor) -> list[Tensor]:
+        """Return `t` cut into one block for each rank."""
+        return list(t.chunk(self.size))
+
+    @property
+    def is_root(self) -> bool:
+        """This rank is the root."""
+        return self.rank == self.root
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Whom sendrecv sends to, and whom it receives from: a ring."""
+        return (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+
+class Peer(Protocol):
+    """A library to be measured beside ours."""
+
+    name: str
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        """Return its ways to do `op`, none where it cannot."""
+
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+
+    def close(self) -> None:
+        """Release it."""
+
+
+class Mpi4py:
+    """mpi4py on a duplicate of COMM_WORLD."""
+
+    name = "mpi4py"
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._started = not MPI.Is_initialized()
+        if self._started:  # our own backend is another
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        """Return the blocking and the non-blocking form."""
+        if op != "barrier" and buffers.t.dtype not in _MPI_DTYPES:
+            return []
+        blocking, started = _MPI_CALLS[op](self.comm, self._mpi.IN_PLACE, buffers)
+        return [
+            Contender(f"mpi4py:{op}", blocking),
+            Contender(f"mpi4py:i{op}", started),
+        ]
+
+    def barrier(self) -> None:
+        """See `Peer`."""
+        self.comm.Barrier()
+
+    def close(self) -> None:
+        """See `Peer`."""
+        self.comm.Free()
+        if self._started:
+            self._mpi.Finalize()
+
+
+_Calls = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def _mpi_allreduce(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t = b.t
+    return lambda: comm.Allreduce(here, t.numpy()), lambda: comm.Iallreduce(here, t.numpy()).Wait()
+
+
+def _mpi_broadcast(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, root = b.t, b.root
+    return lambda: comm.Bcast(t.numpy(), root), lambda: comm.Ibcast(t.numpy(), root).Wait()
+
+
+def _mpi_reduce(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, root = b.t, b.root
+    if b.is_root:
+        return (
+            lambda: comm.Reduce(here, t.numpy(), root=root),
+            lambda: comm.Ireduce(here, t.numpy(), root=root).Wait(),
+        )
+    return lambda: comm.Reduce(t.numpy(), None, root=root), lambda: comm.Ireduce(t.numpy(), None, root=root).Wait()
+
+
+def _mpi_allgather(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, out = b.t, b.filled
+    return (
+        lambda: comm.Allgather(t.numpy(), out.numpy()),
+        lambda: comm.Iallgather(t.numpy(), out.numpy()).Wait(),
+    )
+
+
+def _mpi_gather(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, root = b.t, b.root
+    if b.is_root:
+        out = b.filled
+        return (
+            lambda: comm.Gather(t.numpy(), out.numpy(), root),
+            lambda: comm.Igather(t.numpy(), out.numpy(), root).Wait(),
+        )
+    return lambda: comm.Gather(t.numpy(), None, root), lambda: comm.Igather(t.numpy(), None, root).Wait()
+
+
+def _mpi_scatter(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, out, root = b.t, b.filled, b.root
+    if b.is_root:
+        return (
+            lambda: comm.Scatter(t.numpy(), out.numpy(), root),
+            lambda: comm.Iscatter(t.numpy(), out.numpy(), root).Wait(),
+        )
+    return lambda: comm.Scatter(None, out.numpy(), root), lambda: comm.Iscatter(None, out.numpy(), root).Wait()
+
+
+def _mpi_reduce_scatter(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, out = b.t, b.filled
+    return (
+        lambda: comm.Reduce_scatter_block(t.numpy(), out.numpy()),
+        lambda: comm.Ireduce_scatter_block(t.numpy(), out.numpy()).Wait(),
+    )
+
+
+def _mpi_alltoall(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, out = b.t, b.filled
+    return lambda: comm.Alltoall(t.numpy(), out.numpy()), lambda: comm.Ialltoall(t.numpy(), out.numpy()).Wait()
+
+
+def _mpi_scan(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t = b.t
+    return lambda: comm.Scan(here, t.numpy()), lambda: comm.Iscan(here, t.numpy()).Wait()
+
+
+def _mpi_exscan(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t = b.t
+    return lambda: comm.Exscan(here, t.numpy()), lambda: comm.Iexscan(here, t.numpy()).Wait()
+
+
+def _mpi_sendrecv(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    t, out, (dst, src) = b.t, b.filled, b.neighbours
+
+    def started() -> None:
+        receiving = comm.Irecv(out.numpy(), src)
+        comm.Isend(t.numpy(), dst).Wait()
+        receiving.Wait()
+
+    return lambda: comm.Sendrecv(t.numpy(), dst, recvbuf=out.numpy(), source=src), started
+
+
+def _mpi_barrier(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    return comm.Barrier, lambda: comm.Ibarrier().Wait()
+
+
+_MPI_CALLS = {
+    "allreduce": _mpi_allreduce,
+    "broadcast": _mpi_broadcast,
+    "reduce": _mpi_reduce,
+    "allgather": _mpi_allgather,
+    "gather": _mpi_gather,
+    "scatter": _mpi_scatter,
+    "reduce_scatter": _mpi_reduce_scatter,
+    "alltoall": _mpi_alltoall,
+    "scan": _mpi_scan,
+    "exscan": _mpi_exscan,
+    "sendrecv": _mpi_sendrecv,
+    "barrier": _mpi_barrier,
+}
+
+
+class Gloo:
+    """torch.distributed with its gloo backend, a process group of its own."""
+
+    name = "gloo"
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        """Return its one blocking form."""
+        if op != "barrier" and buffers.t.dtype not in _GLOO_DTYPES:
+            return []
+        call = _gloo_call(self._dist, op, buffers)
+        return [] if call is None else [Contender("gloo", call)]
+
+    def barrier(self) -> None:
+        """See `Peer`."""
+        self._dist.barrier()
+
+    def close(self) -> None:
+        """See `Peer`."""
+        self._dist.destroy_process_group()
+
+
+def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # noqa: ANN401
+    t, out, root = b.t, b.out, b.root
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: dist.all_reduce(t),
+        "broadcast": lambda: dist.broadcast(t, root),
+        "reduce": lambda: dist.reduce(t, root),
+        "allgather": lambda: dist.all_gather_into_tensor(out, t),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, t),
+        "alltoall": lambda: dist.all_to_all_single(out, t),
+        "barrier": dist.barrier,
+    }
+    if op == "gather":
+        received = b.blocks(b.filled) if b.is_root else None
+        calls["gather"] = lambda: dist.gather(t, received, root)
+    elif op == "scatter":
+        sent = b.blocks(t) if b.is_root else None
+        calls["scatter"] = lambda: dist.scatter(out, sent, root)
+    elif op == "sendrecv" and b.size > 1:  # it cannot send to itself
+        dst, src = b.neighbours
+
+        def sendrecv() -> None:
+            sending, receiving = dist.isend(t, dst), dist.irecv(out, src)
+            sending.wait()
+            receiving.wait()
+
+        calls["sendrecv"] = sendrecv
+    return calls.get(op)
+
+
+@asynccontextmanager
+async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
+    """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
+    openers: dict[str, Callable[[Communicator], Awaitable[Peer]]] = {"mpi4py": _open_mpi4py, "gloo": _open_gloo}
+    async with AsyncExitStack() as stack:
+        peers = []
+        for name in names:
+            peer = await openers[name](coll)
+            stack.callback(peer.close)
+            peers.append(peer)
+        yield peers
+
+
+async def _open_mpi4py(coll: Communicator) -> Peer:
+    try:
+        peer = await asyncio.to_thread(Mpi4py)
+    except ImportError as error:
+        raise BackendUnavailable(f"--against mpi4py: {error}") from error
+    if peer.comm.size != coll.size or peer.comm.rank != coll.rank:
+        raise ConfigError(
+            f"--against mpi4py: rank {coll.rank} of {coll.size} is rank {peer.comm.rank} of {peer.comm.size} in MPI; "
+            "start the ranks with an mpirun"
+        )
+    return peer
+
+
+async def _open_gloo(coll: Communicator) -> Peer:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise BackendUnavailable("--against gloo: this torch was built without it")
+    host = "127.0.0.1" if coll.nodes == 1 else socket.gethostname()
+    store = None
+    if coll.rank == 0:
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    told = await coll.broadcast_object(None if store is None else (host, store.port))
+    assert told is not None
+    if store is None:
+        store = await asyncio.to_thread(TCPStore, *told, is_master=False, wait_for_workers=False)
+    return await asyncio.to_thread(Gloo, store, coll.rank, coll.size)

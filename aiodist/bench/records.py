@@ -1,0 +1,86 @@
+"""One measured thing: `Record`, its bandwidths, its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+__all__ = ["Record", "bandwidths", "dumps", "loads", "write"]
+
+# nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
+_SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
+# Where nccl-tests counts what all ranks give together, not one rank's input.
+_TOGETHER = frozenset({"allgather", "gather"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured thing. Times are in seconds, of the rank whose median is largest; what has no meaning is None."""
+
+    op: str
+    impl: str
+    ranks: int
+    nbytes: int | None = None
+    """One rank's input."""
+    seconds: float | None = None
+    """The median over the repetitions."""
+    mean: float | None = None
+    p50: float | None = None
+    p99: float | None = None
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    affinity: tuple[int, ...] | None = None
+    """The cores that the rank may run on."""
+    torch_threads: int | None = None
+    value: float | None = None
+    """What is no time of an operation: in JSON only where there is one."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it as JSON has it."""
+        found = asdict(self)
+        if self.value is None:
+            del found["value"]
+        return found
+
+
+def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:
+    """Return algorithm and bus bandwidth in 1e9 bytes a second, as nccl-tests defines them; None without bytes.
+
+    >>> bandwidths("allreduce", 1_000_000_000, 0.5, 4)
+    (2.0, 3.0)
+    >>> bandwidths("allgather", 1_000_000_000, 1.0, 4)
+    (4.0, 3.0)
+    """
+    if not nbytes or seconds <= 0:
+        return None, None
+    algorithm = nbytes * (ranks if op in _TOGETHER else 1) / seconds / 1e9
+    factor = 1.0
+    if op == "allreduce":
+        factor = 2 * (ranks - 1) / ranks
+    elif op in _SHARED:
+        factor = (ranks - 1) / ranks
+    return algorithm, algorithm * factor
+
+
+def dumps(records: Iterable[Record]) -> str:
+    """Return records as a JSON list, one to a line."""
+    return "[\n" + ",\n".join(json.dumps(record.to_dict()) for record in records) + "\n]\n"
+
+
+def loads(text: str) -> list[Record]:
+    """Return what `dumps` made."""
+    known = {field.name for field in fields(Record)}
+    records = []
+    for entry in json.loads(text):
+        found = {name: value for name, value in entry.items() if name in known}
+        if found.get("affinity") is not None:
+            found["affinity"] = tuple(found["affinity"])
+        records.append(Record(**found))
+    return records
+
+
+def write(path: str | Path, records: Iterable[Record]) -> None:
+    """Write records to a file."""
+    Path(path).write_text(dumps(records))

@@ -1,0 +1,127 @@
+"""Tables for people, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from aiodist.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from aiodist.bench.plan import Plan
+    from aiodist.bench.records import Record
+    from aiodist.bench.targets import Verdict
+
+__all__ = ["check_plot", "plot", "seconds_text", "size_text", "table", "verdict_table"]
+
+
+def size_text(nbytes: int | None) -> str:
+    """Return bytes as people write them, without rounding.
+
+    >>> size_text(1024), size_text(64 << 20), size_text(1077)
+    ('1 KiB', '64 MiB', '1077 B')
+    """
+    if nbytes is None:
+        return ""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return seconds in a unit that suits them.
+
+    >>> seconds_text(4.56e-06), seconds_text(0.0123), seconds_text(2.5)
+    ('4.56 us', '12.3 ms', '2.5 s')
+    """
+    if seconds is None:
+        return ""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def table(records: Sequence[Record], title: str) -> Table:
+    """Return every record as a row; the fastest of each operation and size is marked."""
+    result = Table(title=title, title_justify="left")
+    result.add_column("op")
+    result.add_column("input", justify="right")
+    result.add_column("impl")
+    for name in ("median", "mean", "p99", "algbw GB/s", "busbw GB/s", "value"):
+        result.add_column(name, justify="right")
+    before: tuple[str, int | None] | None = None
+    for record in records:
+        if before is not None and before != (record.op, record.nbytes):
+            result.add_section()
+        before = record.op, record.nbytes
+        result.add_row(*_row(record), style="bold" if _is_best(record, records) else None)
+    return result
+
+
+def _row(record: Record) -> list[str]:
+    figures = [seconds_text(seconds) for seconds in (record.seconds, record.mean, record.p99)]
+    rates = ["" if rate is None else f"{rate:.3g}" for rate in (record.algbw_gbps, record.busbw_gbps, record.value)]
+    return [record.op, size_text(record.nbytes), record.impl, *figures, *rates]
+
+
+def _is_best(record: Record, records: Sequence[Record]) -> bool:
+    times = [r.seconds for r in records if (r.op, r.nbytes) == (record.op, record.nbytes) and r.seconds is not None]
+    return len(times) > 1 and record.seconds == min(times)
+
+
+def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+    """Return each figure beside its target."""
+    result = Table(title="speeds to reach (2 ranks)", title_justify="left")
+    for name in ("what", "here", "target", "reached"):
+        result.add_column(name, justify="left" if name == "what" else "right")
+    for verdict in verdicts:
+        bound = f"{'>=' if verdict.at_least else '<='} {verdict.target:g}"
+        reached = "yes" if verdict.reached else "NO"
+        here = f"{verdict.value:.3g} {verdict.unit}"
+        result.add_row(verdict.what, here, bound, reached, style=None if verdict.reached else "red")
+    return result
+
+
+def check_plot() -> None:
+    """Raise `BackendUnavailable` where no plot can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'aiodist[plot]'") from error
+
+
+def plot(records: Sequence[Record], plan: Plan, path: str) -> None:
+    """Draw time and bus bandwidth by size, one line for each implementation, into `path`."""
+    check_plot()
+    from matplotlib.figure import Figure
+
+    op = "await_small" if plan.op == "await" else plan.op
+    shown = [r for r in records if r.op == op and r.seconds is not None]
+    rates = [r for r in shown if r.busbw_gbps]
+    figure = Figure(figsize=(12 if rates else 6, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2 if rates else 1, squeeze=False)[0]
+    _lines(axes[0], [(r.impl, r.nbytes or 0, (r.seconds or 0) * 1e6) for r in shown], "us")
+    if rates:
+        _lines(axes[1], [(r.impl, r.nbytes or 0, r.busbw_gbps or 0) for r in rates], "bus bandwidth, GB/s")
+    figure.suptitle(f"{op}, {plan.dtype}, {records[0].ranks if records else plan.ranks} ranks")
+    figure.savefig(path)
+
+
+def _lines(axes: Axes, points: Sequence[tuple[str, int, float]], label: str) -> None:
+    for impl in dict.fromkeys(point[0] for point in points):
+        mine = sorted((x, y) for name, x, y in points if name == impl)
+        axes.plot([x for x, _ in mine], [y for _, y in mine], marker="o", markersize=3, label=impl)
+    if any(x for _, x, _ in points):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    axes.set_xlabel("input of one rank, bytes")
+    axes.set_ylabel(label)
+    axes.grid(visible=True, alpha=0.3)
+    if points:
+        axes.legend()

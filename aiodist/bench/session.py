@@ -1,0 +1,105 @@
+"""What a benchmark is given: a communicator, the implementations to try on it, the peers, a barrier."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from aiodist.bench.records import Record, bandwidths
+from aiodist.bench.timing import figures, slowest
+
+if TYPE_CHECKING:
+    from aiodist.bench.peers import Peer
+    from aiodist.bench.plan import Plan
+    from aiodist.communicator import Communicator
+
+__all__ = ["Facts", "Session", "facts"]
+
+
+class Facts(NamedTuple):
+    """What must be known of a rank beside its times."""
+
+    affinity: tuple[int, ...]
+    torch_threads: int
+
+
+def facts() -> Facts:
+    """Return those of this process."""
+    return Facts(tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Session:
+    """One open communicator with what is to be tried on it, the same on every rank."""
+
+    plan: Plan
+    coll: Communicator
+    impls: tuple[str, ...]
+    peers: Sequence[Peer]
+    fence: Callable[[], Awaitable[None]]
+    """A barrier of all ranks, by the quickest means there is."""
+    first: bool = True
+    """What needs measuring only once is measured in the first session."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all tensors."""
+        found = getattr(torch, self.plan.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def keywords(self, impl: str) -> dict[str, str]:
+        """Return what a call is given to use `impl`: nothing for auto, as users call."""
+        return {} if impl == "auto" else {"impl": impl}
+
+    async def timed(self, op: str, nbytes: int | None, samples: Mapping[str, Sequence[float]]) -> list[Record]:
+        """Return on rank 0 a record per contender from the samples of all ranks, elsewhere nothing."""
+        everything = await self.coll.gather_object((dict(samples), facts()))
+        if everything is None:
+            return []
+        return [self._timed(op, name, nbytes, everything) for name in samples]
+
+    def _timed(self, op: str, name: str, nbytes: int | None, everything: list[Any]) -> Record:
+        rank, found = slowest([samples[name] for samples, _ in everything])
+        known = Facts(*everything[rank][1])
+        algorithm, bus = bandwidths(op, nbytes or 0, found.median, self.coll.size)
+        return Record(
+            op=op,
+            impl=name,
+            ranks=self.coll.size,
+            nbytes=nbytes,
+            seconds=found.median,
+            mean=found.mean,
+            p50=found.median,
+            p99=found.p99,
+            algbw_gbps=algorithm,
+            busbw_gbps=bus,
+            affinity=known.affinity,
+            torch_threads=known.torch_threads,
+        )
+
+    async def valued(self, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
+        """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""
+        everything = await self.coll.gather_object((value, facts()))
+        if everything is None:
+            return []
+        largest, known = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
+        return [
+            Record(
+                op=op,
+                impl=impl,
+                ranks=self.coll.size,
+                nbytes=nbytes,
+                affinity=Facts(*known).affinity,
+                torch_threads=Facts(*known).torch_threads,
+                value=largest,
+            )
+        ]
+
+    def median(self, samples: Sequence[float]) -> float:
+        """Return this rank's median."""
+        return figures(samples).median

@@ -1,0 +1,101 @@
+"""Contenders take turns; what their samples say is that of the slowest rank."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+__all__ = ["WARMUPS", "Contender", "Figures", "Pace", "figures", "interleaved", "pace", "percentile", "slowest"]
+
+WARMUPS = 10
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do an operation: `once` does it, or returns what is to be awaited."""
+
+    name: str
+    once: Callable[[], Any]
+    awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often: `repeat` samples of `batch` operations each, with one pair of clock readings around them."""
+
+    repeat: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the samples of one rank say, in seconds."""
+
+    median: float
+    mean: float
+    p99: float
+
+
+def pace(nbytes: int, repeat: int | None) -> Pace:
+    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured."""
+    for limit, batch, usual in ((4 << 10, 100, 40), (64 << 10, 20, 40), (1 << 20, 4, 30)):
+        if nbytes <= limit:
+            return Pace(repeat or usual, batch)
+    return Pace(repeat or 15, 1)
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Return the smallest sample that so many percent do not exceed.
+
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile(range(1, 101), 99)
+    (2.0, 99)
+    """
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def figures(samples: Sequence[float]) -> Figures:
+    """Return median, mean and 99th percentile."""
+    return Figures(statistics.median(samples), statistics.fmean(samples), percentile(samples, 99))
+
+
+def slowest(samples_by_rank: Sequence[Sequence[float]]) -> tuple[int, Figures]:
+    """Return the rank whose median is the largest, and its figures."""
+    by_rank = [figures(samples) for samples in samples_by_rank]
+    rank = max(range(len(by_rank)), key=lambda r: by_rank[r].median)
+    return rank, by_rank[rank]
+
+
+async def interleaved(
+    contenders: Sequence[Contender], fence: Callable[[], Awaitable[None]], pace: Pace
+) -> Mapping[str, list[float]]:
+    """Return seconds per operation of each, a list of samples by name, after warming up.
+
+    Every sample begins at a barrier of all ranks. The contenders take turns, each round the other way about, so
+    that what disturbs the machine for a while disturbs them all.
+    """
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(WARMUPS + pace.repeat):
+        for contender in contenders if turn % 2 else reversed(contenders):
+            await fence()
+            seconds = await _sample(contender, pace.batch)
+            if turn >= WARMUPS:
+                samples[contender.name].append(seconds)
+    return samples
+
+
+async def _sample(contender: Contender, batch: int) -> float:
+    once = contender.once
+    if contender.awaited:
+        began = perf_counter()
+        for _ in range(batch):
+            await once()
+    else:
+        began = perf_counter()
+        for _ in range(batch):
+            once()
+    return (perf_counter() - began) / batch

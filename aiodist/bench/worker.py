@@ -1,0 +1,122 @@
+"""What each rank runs: opens communicators, measures, and on rank 0 reports.
+
+Started as `python -m aiodist.bench.worker PLAN`, the plan as JSON, by `aiodist bench` through the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+import aiodist
+from aiodist.bench import peers, records, registry, report
+from aiodist.bench.plan import Plan
+from aiodist.bench.session import Session, facts
+from aiodist.bench.targets import verdicts
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.communicator import Communicator
+
+__all__ = ["main"]
+
+_ANYWHERE = ("auto", "direct")  # implementations that every backend has
+
+
+def main(plan: Plan) -> int:
+    """Measure what `plan` says, with the other ranks of this job; return the exit code."""
+    aiodist.run(_measure, plan, loop_factory=_loop_factory(plan.loop))
+    return 0
+
+
+def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if name == "auto":
+        return None
+    if name == "asyncio":
+        return asyncio.new_event_loop
+    try:
+        import uvloop
+    except ImportError as error:
+        raise ConfigError("--loop uvloop: it is not installed: pip install uvloop") from error
+    return uvloop.new_event_loop
+
+
+async def _measure(plan: Plan) -> None:
+    measure = registry.find(plan.op).load()
+    found: list[Record] = []
+    titles: list[str] = []
+    impls_left = sorted(plan.impls, key=lambda impl: impl not in _ANYWHERE)
+    peers_left = list(plan.peers)
+    rank = 0
+    while impls_left:
+        async with aiodist.init(backend=None if impls_left[0] in _ANYWHERE else impls_left[0]) as coll:
+            rank = coll.rank
+            here = tuple([impl for impl in impls_left if impl in _ANYWHERE or impl == coll.backend])
+            impls_left = [impl for impl in impls_left if impl not in here]
+            # Gloo is measured beside our own use of it, where that comes later.
+            beside = [peer for peer in peers_left if peer not in impls_left]
+            peers_left = [peer for peer in peers_left if peer not in beside]
+            async with peers.opened(beside, coll) as opened:
+                session = Session(plan, coll, here, opened, _fence(coll, opened), first=not titles)
+                titles.append(_title(plan, coll))
+                found += await measure(session)
+    if rank == 0:
+        _report(plan, found, titles[0])
+
+
+def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Callable[[], Awaitable[None]]:
+    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind."""
+
+    async def fence() -> None:
+        if opened:
+            opened[0].barrier()
+        else:
+            await coll.barrier()
+
+    return fence
+
+
+def _title(plan: Plan, coll: Communicator) -> str:
+    known = facts()
+    loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "mpi4py"))
+    cores = ",".join(map(str, known.affinity))
+    return (
+        f"{plan.op}: {coll.size} ranks over {coll.backend} on {coll.nodes} host(s), {plan.dtype}, {loop}\n"
+        f"rank {coll.rank} on cores {cores} with {known.torch_threads} torch threads, "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def _report(plan: Plan, found: list[Record], title: str) -> None:
+    """Write the files first: what was measured is not lost when printing it fails."""
+    if plan.json is not None:
+        records.write(plan.json, found)
+    if plan.plot is not None:
+        report.plot(found, plan, plan.plot)
+    console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
+    console.print(report.table(found, title))
+    reached = verdicts(found) if plan.op == "await" else []
+    if reached:
+        console.print(report.verdict_table(reached))
+
+
+def _main(text: str) -> int:
+    try:
+        return main(Plan.from_json(text))
+    except (ConfigError, BackendUnavailable) as error:
+        if Environment.read().rank == 0:
+            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))

@@ -1,0 +1,244 @@
+"""An event loop whose clock jumps: a program that sleeps for an hour takes no time, and one that hangs is found out.
+
+Time stands still while code runs. When nothing is ready, the clock jumps to the next timer. When there is no timer
+either, nothing can ever happen any more: that is a deadlock, told at once instead of hanging. Work outside the loop
+(a function in an executor, a socket, a thread of the program's) is waited for in real time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+from aiodist.handles.handle import Handle
+from aiodist.handles.progress import Progress, transport_lock
+from aiodist.handles.timers import Timers
+from aiodist.issuer import Issuer
+
+__all__ = ["FakeClockLoop", "Limit"]
+
+_GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
+_LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
+_QUIET_TICKS = 30  # turns of the watchers of stalled operations, 0.1 s each, in which a mismatch would have come out
+_LIBRARY_THREADS = ("aiodist-progress", "asyncio_", "pytest_timeout")
+
+
+class Limit:
+    """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
+
+
+class FakeClockLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop with a clock of its own, which starts at 0.
+
+    With `group_of`, callbacks that are ready at the same time run in an order drawn from `seed`: those of one group
+    keep theirs, the groups are shuffled. `on_deadlock` is called when nothing can ever happen any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        group_of: Callable[[asyncio.Handle], object] | None = None,
+        on_deadlock: Callable[[], None] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self._executing = 0
+        self._random = Random(seed)  # noqa: S311
+        self._group_of = group_of
+        self._on_deadlock = on_deadlock
+        super().__init__(_JumpingSelector(self))
+        self._own_files = len(self.selector.get_map())
+        self._progress = _OneThread(self)
+        Progress._of_loop[id(self)] = self._progress
+
+    def time(self) -> float:
+        """Return the seconds that have passed, jumps included."""
+        return self.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # noqa: ANN401
+        """As always, and the clock does not jump meanwhile."""
+        future = super().run_in_executor(executor, func, *args)
+        self._executing += 1
+        future.add_done_callback(self._executed)
+        return future
+
+    def _executed(self, _: asyncio.Future[Any]) -> None:
+        self._executing -= 1
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """What it waits with."""
+        return self._selector  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def outside(self) -> bool:
+        """Whether something may come from a socket or from a thread of the program's."""
+        threads = [t for t in threading.enumerate() if t is not threading.current_thread()]
+        return len(self.selector.get_map()) > self._own_files or any(
+            t is not threading.main_thread() and not t.name.startswith(_LIBRARY_THREADS) for t in threads
+        )
+
+    @property
+    def executing(self) -> bool:
+        """Whether a function runs in an executor."""
+        return self._executing > 0
+
+    def shuffle(self) -> None:
+        """Draw the order of what is ready."""
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        if self._group_of is None or len(ready) < 2:
+            return
+        groups: dict[object, deque[asyncio.Handle]] = {}
+        for handle in ready:
+            groups.setdefault(self._group_of(handle), deque()).append(handle)
+        if len(groups) < 2:
+            return
+        turns = [group for group in groups.values() for _ in group]
+        self._random.shuffle(turns)
+        ready.clear()
+        ready.extend(group.popleft() for group in turns)
+
+    def next_of_program(self) -> float | None:
+        """Return when the program's next timer is due; those that only watch for stalls are not the program's."""
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        return min((t.when() for t in scheduled if not t.cancelled() and not _only_watches(t)), default=None)
+
+    def deadlocked(self) -> None:
+        """Nothing can ever happen any more."""
+        if self._on_deadlock is None:
+            raise RuntimeError("deadlock: nothing is ready, no timer is set, nothing runs outside the loop")
+        self._on_deadlock()
+
+
+def _only_watches(timer: asyncio.TimerHandle) -> bool:
+    call: Any = timer._callback  # type: ignore[attr-defined]
+    if isinstance(call, partial) and call.func is _tell:
+        handle = call.args[0]()
+        return handle is None or handle.done()
+    return isinstance(call, Limit) or isinstance(getattr(call, "__self__", None), Issuer)
+
+
+def _signature(loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
+    """Return something that changes when any rank gets further."""
+    issuers = [issuer for issuer in Issuer._alive if issuer.progress.loop is loop]
+    return sum(issuer.ledger.seq for issuer in issuers), sum(len(issuer.pending()) for issuer in issuers)
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where a loop would sleep, its clock jumps."""
+
+    def __init__(self, loop: FakeClockLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._quiet = 0
+        self._seen = (0, 0)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready, without waiting where waiting is for nothing but time."""
+        loop = self._loop
+        if timeout is not None and timeout <= 0:
+            events = super().select(0)
+            loop.shuffle()
+            return events
+        if loop.executing:
+            return self._in_real_time(timeout)
+        events = super().select(_GRACE_SECONDS if loop.outside else 0)
+        if not events:
+            events = self._jump(timeout)
+        return events
+
+    def _in_real_time(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        began = monotonic()
+        events = super().select(timeout)
+        passed = monotonic() - began
+        self._loop.now += passed if timeout is None else min(passed, timeout)
+        return events
+
+    def _jump(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        loop = self._loop
+        due = loop.next_of_program()
+        if timeout is not None and (due is None or loop.now + timeout < due):
+            seen = _signature(loop)
+            self._quiet = self._quiet + 1 if seen == self._seen else 0
+            self._seen = seen
+            if self._quiet < _QUIET_TICKS:
+                loop.now += timeout
+                return []
+        if due is not None:
+            loop.now = max(loop.now, due)
+            return []
+        if loop.outside and (events := super().select(_LAST_GRACE_SECONDS)):
+            return events
+        self._quiet = 0
+        loop.deadlocked()
+        return []
+
+
+class _OneThread(Progress):
+    """Drives a loop's operations on its own thread alone, so that no other thread has a say in the order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.timers = _LoopTimers(loop)
+        self._starting = False
+
+    @property
+    def last_ran(self) -> float:
+        """Always just now: no await yields for the sake of fairness, which would depend on the machine's speed."""
+        return float("inf")
+
+    @last_ran.setter
+    def last_ran(self, when: float) -> None:
+        pass
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Make the call here and now, or after the one that is being made."""
+        self._inbox.append(call)
+        if self._starting:
+            return
+        self._starting = True
+        try:
+            with transport_lock:
+                while self._inbox:
+                    self._inbox.popleft()()
+                polled = any(map(len, self._pollers))
+        finally:
+            self._starting = False
+        if polled and not self._armed:
+            self._arm()
+
+    start_in_thread = start
+
+    def spin(self, handle: Handle[Any]) -> None:
+        """Leave it to the loop."""
+
+
+class _LoopTimers(Timers):
+    """Deadlines in the loop's own time."""
+
+    def add(self, expires: float, handle: Handle[Any]) -> None:
+        """Tell `handle` that it is late at `expires`, in seconds of `monotonic`, as if that went on from now."""
+        seconds = round(expires - monotonic(), 3)  # as it was asked for: the microseconds since then are noise
+        self._loop.call_later(max(0.0, seconds), partial(_tell, ref(handle)))
+
+
+def _tell(late: ref[Handle[Any]]) -> None:
+    handle = late()
+    if handle is not None and not handle.done():
+        handle._expires = 0.0  # whoever waits for it only later is told then
+        handle.tell_late()
+

@@ -1,0 +1,301 @@
+"""Jobs of processes in which marked tests run: started for a file's tests at once, asked for each test's result."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable
+from aiodist.launch.discover import find_mpi
+
+if TYPE_CHECKING:
+    from aiodist.testing.plugin import _RanksFunction
+
+__all__ = ["Jobs", "Reporter"]
+
+_POLL_SECONDS = 0.01
+_OTHERS_SECONDS = 10.0  # how long ranks may take to fail too, once one has
+_LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
+_MPICH = "AIODIST_TEST_MPICH"
+"""The prefix of an MPICH that is not on the path."""
+
+
+class Jobs:
+    """The jobs of one pytest session: one at a time."""
+
+    _key = pytest.StashKey["Jobs"]()
+
+    def __init__(self) -> None:
+        self._job: _Job | None = None
+
+    @classmethod
+    def of(cls, session: pytest.Session) -> Jobs:
+        """Return the session's."""
+        if cls._key not in session.stash:
+            session.stash[cls._key] = cls()
+        return session.stash[cls._key]
+
+    def run(self, item: _RanksFunction) -> None:
+        """Have `item` run on its ranks; raise as it did there."""
+        if self._job is None or item.nodeid not in self._job.left:
+            self.close()
+            self._job = _Job.start(item)
+        job = self._job
+        ended = job.wait_for(item.nodeid, item.config.getoption("--aiodist-timeout"))
+        if mpi := next((end.mpi for end in ended.values() if end.mpi), None):
+            item.user_properties.append(("mpi", mpi))
+        complaint = None
+        if not job.left:
+            complaint = job.finish()
+            self._job = None
+        elif any(end.failures for end in ended.values()) or len(ended) < job.size:
+            self.close()
+        _tell(item, job, ended)
+        if complaint:
+            pytest.fail(complaint, pytrace=False)
+
+    def close(self) -> None:
+        """End the job that runs, if any."""
+        if self._job is not None:
+            self._job.kill()
+            self._job = None
+
+
+def _tell(item: _RanksFunction, job: _Job, ended: dict[int, _End]) -> None:
+    """Raise what the ranks report."""
+    failures = sorted((f for end in ended.values() for f in end.failures), key=lambda f: (f["peer"], f["at"]))
+    missing = [rank for rank in range(job.size) if rank not in ended]
+    if failures:
+        first = failures[0]
+        others = [f"rank {f['rank']}: {f['short']}" for f in failures[1:]]
+        others += [f"rank {rank}: no result" for rank in missing]
+        lines = [f"rank {first['rank']} of {job.size} over {item.spec.backend}:", first["text"], *others]
+        pytest.fail("\n".join(lines), pytrace=False)
+    if missing:
+        pytest.fail(f"ranks {missing} of {job.size} gave no result; the job's output:\n{job.output()}", pytrace=False)
+    if skipped := next((end.skipped for end in ended.values() if end.skipped), None):
+        pytest.skip(skipped)
+
+
+@dataclass
+class _End:
+    """How one test ended on one rank."""
+
+    mpi: str = ""
+    skipped: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Job:
+    """Processes that run some tests in order, each process all of them."""
+
+    def __init__(self, size: int, left: list[str], process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.size = size
+        self.left = left
+        self._process = process
+        self._folder = folder
+        self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in left}
+        self._read = [0] * size
+
+    @classmethod
+    def start(cls, first: _RanksFunction) -> _Job:
+        """Start the job of `first` and of what comes after it with the same file, backend and size."""
+        spec, config = first.spec, first.config
+        choice = _mpi_choice(spec.backend)
+        items = first.session.items[first.session.items.index(first) :]
+        nodeids = [
+            item.nodeid
+            for item in items
+            if isinstance(item, type(first)) and item.path == first.path and item.spec[:2] == spec[:2]
+        ]
+        folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
+        (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *_paths(config, nodeids)]))
+        command = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice, "--kill-after", "2"]
+        worker = ["-m", "aiodist.testing.worker", str(folder)]
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *worker],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=config.invocation_params.dir,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        return cls(spec.size, nodeids, process, folder)
+
+    def wait_for(self, nodeid: str, seconds: float) -> dict[int, _End]:
+        """Return how the test ended, by rank; a rank is missing that died or did not end in time."""
+        self.left.remove(nodeid)
+        until = time.monotonic() + seconds
+        ended = self._seen[nodeid]
+        while len(ended) < self.size and time.monotonic() < until:
+            alive = self._process.poll() is None
+            self._read_on()
+            if any(end.failures for end in ended.values()):
+                until = min(until, time.monotonic() + _OTHERS_SECONDS)
+            if not alive:
+                break
+            time.sleep(_POLL_SECONDS)
+        return ended
+
+    def _read_on(self) -> None:
+        for rank in range(self.size):
+            for record in self._records(rank):
+                end = _End(record["mpi"], record["skipped"], record["failures"])
+                self._seen.setdefault(record["nodeid"], {})[rank] = end
+
+    def _records(self, rank: int) -> Iterator[dict[str, Any]]:
+        file = self._folder / f"rank-{rank}"
+        if not file.exists():
+            return
+        with file.open("rb") as lines:
+            lines.seek(self._read[rank])
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self._read[rank] += len(line)
+                    yield json.loads(line)
+
+    def finish(self) -> str | None:
+        """Its tests are over: wait for its end, and return what was wrong with that."""
+        try:
+            code = self._process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        failed = any(end.failures for ends in self._seen.values() for end in ends.values())
+        complaint = None
+        if code is None:
+            complaint = f"the job did not end within {_LEAVE_SECONDS:g} s of its last test:\n{self.output()}"
+        elif code and not failed:
+            complaint = f"its tests passed, then the job ended with exit code {code}:\n{self.output()}"
+        self.kill()
+        return complaint
+
+    def output(self) -> str:
+        """Return the last of what the processes wrote."""
+        return (self._folder / "output").read_text(errors="replace")[-8000:]
+
+    def kill(self) -> None:
+        """Leave nothing of it behind."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is None:
+                self._process.send_signal(signum)  # the launcher passes it on, and kills what does not heed it
+                try:
+                    self._process.wait(_LEAVE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _mpi_choice(backend: str) -> str:
+    """Return what `--mpi` is given; skip where the backend is not installed."""
+    if backend == "gloo":
+        if find_spec("aiodist.backends.gloo") is None:
+            pytest.skip("there is no gloo backend")
+        return "none"
+    choice = {"mpi": "auto"}.get(backend, backend)
+    if backend == "mpich" and (prefix := os.environ.get(_MPICH)):
+        return str(Path(prefix) / "bin" / "mpirun")
+    try:
+        found = find_mpi(choice, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    if found is None:
+        pytest.skip("no MPI is installed")
+    return choice
+
+
+def _pytest_arguments(config: pytest.Config, folder: Path) -> list[str]:
+    """Return the options with which each rank runs pytest."""
+    plugin = sys.modules["aiodist.testing.plugin"]
+    manager = config.pluginmanager
+    arguments = [f"--aiodist-worker={folder}", f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-q"]
+    if manager.get_name(plugin) == plugin.__name__:  # it was not found as an installed plugin
+        arguments += ["-p", plugin.__name__]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    if manager.has_plugin("xdist"):
+        arguments += ["-n0"]
+    # Whether a failure is expected, which tests are selected, and what is seen of them is decided here.
+    return [
+        *arguments,
+        f"--aiodist-backend={config.getoption('--aiodist-backend')}",
+        f"--import-mode={config.getoption('importmode')}",
+        "--runxfail",
+        "--no-header",
+        "-m",
+        "",
+    ]
+
+
+def _paths(config: pytest.Config, nodeids: list[str]) -> list[str]:
+    return [str(config.rootpath / nodeid) for nodeid in nodeids]
+
+
+class Reporter:
+    """In a rank of a job: writes down how each test ended, and stops at the first failure."""
+
+    def __init__(self, folder: str) -> None:
+        self._rank = Environment.read().rank
+        self._file = Path(folder) / f"rank-{self._rank}"
+        self._failures: list[dict[str, Any]] = []
+        self._skipped = ""
+        self._peer = False
+        self._session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Remember whom to stop."""
+        self._session = session
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
+        """See whether the failure is only news of another rank's."""
+        from aiodist.errors import CommunicatorAborted, PeerError
+
+        self._peer = call.excinfo is not None and isinstance(call.excinfo.value, (PeerError, CommunicatorAborted))
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what went wrong."""
+        if report.failed:
+            captured = [f"--- {name}\n{text}" for name, text in report.sections if text]
+            text = "\n".join([report.longreprtext, *captured])
+            short = text if report.longrepr is None else str(report.longrepr).strip().splitlines()[-1]
+            self._failures.append(
+                {"rank": self._rank, "text": text, "short": short, "peer": self._peer, "at": time.time()}
+            )
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self._skipped = report.longrepr[2]
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write it down."""
+        record = {"nodeid": nodeid, "mpi": _mpi_name(), "skipped": self._skipped, "failures": self._failures}
+        with self._file.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self._failures and self._session is not None:
+            self._session.shouldstop = "a test failed: the others run in a new job"
+        self._failures, self._skipped = [], ""
+
+
+def _mpi_name() -> str:
+    """Return the MPI that this process runs under, if any."""
+    module = sys.modules.get("aiodist.backends.mpi")
+    if module is None:
+        return ""
+    version = module.library_version()
+    return next((name for name in ("Open MPI", "MPICH") if name in version), version)

@@ -1,0 +1,230 @@
+"""The pytest plugin: a test that runs once per rank.
+
+    @pytest.mark.ranks(1, 2, 4)
+    async def test_sum(coll):                          # runs as [1], [2] and [4]: once per rank, all ranks at once
+        assert await coll.allreduce(coll.rank) == sum(range(coll.size))
+
+`coll` is the communicator over all ranks, opened for this test and closed after it; what a rank raises fails the
+test. The body is a coroutine function; other fixtures and parameters go with it as always.
+
+The ranks live in this process (see `aiodist.testing.run_ranks`: the clock is a fake one, a deadlock is an error, the
+order comes from `--aiodist-seed`), or are processes:
+
+    @pytest.mark.ranks(2, 4, backend="mpi")            # as [2-mpi] and [4-mpi]
+    @pytest.mark.ranks(2, backend=("mpi", "gloo"))
+
+`backend` is "local", "mpi" (whichever MPI is found first), "openmpi", "mpich" or "gloo"; where a marker names none,
+`--aiodist-backend=local,mpi` says which, local alone without it. Several markers add up. A backend that is not
+installed is a skip. All tests of a file with the same backend and size run in one job of processes, where pytest runs
+on each rank; after a failure the rest run in a new job. The failure shown is the one that came first. Fixtures are
+set up on each rank, and nowhere else. `checked=False` in the marker opens the world without comparing operations
+before they are sent (see `aiodist.init`).
+
+The plugin is loaded in every run of pytest where aiodist is installed: it imports no torch until a test needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+from aiodist.testing import jobs
+
+__all__: list[str] = []
+
+_BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo")
+
+
+class Spec(NamedTuple):
+    """One run of a test: how many ranks, over what."""
+
+    size: int
+    backend: str
+    checked: bool
+
+    @property
+    def id(self) -> str:
+        """What stands in the brackets of the test's name."""
+        name = str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
+        return name if self.checked else f"{name}-unchecked"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add our options."""
+    group = parser.getgroup("aiodist", "tests that run once per rank")
+    group.addoption(
+        "--aiodist-backend",
+        default="local",
+        metavar="NAMES",
+        help=f"where tests marked `ranks` run that do not say it themselves: {', '.join(_BACKENDS)} (default: local)",
+    )
+    group.addoption("--aiodist-seed", type=int, default=0, metavar="N", help="the interleaving of local ranks")
+    group.addoption(
+        "--aiodist-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that a test on processes may take, the start of its job included (default: 60)",
+    )
+    group.addoption("--aiodist-worker", help=argparse.SUPPRESS)  # this pytest is one rank of a job
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; in a rank of a job, what tells the results."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, backend=None, checked=True): run an async test once per rank, for each size; "
+        "its fixture `coll` is the communicator",
+    )
+    _backends(config.getoption("--aiodist-backend"))
+    if folder := config.getoption("--aiodist-worker"):
+        config.pluginmanager.register(jobs.Reporter(folder), "aiodist-reporter")
+
+
+@pytest.fixture
+def coll(request: pytest.FixtureRequest) -> object:
+    """The communicator over all ranks, in a test marked `ranks`."""
+    spec = getattr(request, "param", None)
+    if not isinstance(spec, Spec):
+        pytest.fail("the fixture coll goes with @pytest.mark.ranks(…) on an async test", pytrace=False)
+    return spec  # the test's body gets a communicator in its place
+
+
+# --- collecting --------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise a marked test over its sizes and backends."""
+    marks = list(metafunc.definition.iter_markers("ranks"))
+    if not marks:
+        return
+    if "coll" not in metafunc.fixturenames:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: a test marked `ranks` takes the fixture coll")
+    specs = list(dict.fromkeys(spec for mark in reversed(marks) for spec in _specs(mark, metafunc.config)))
+    metafunc.parametrize("coll", specs, ids=[spec.id for spec in specs], indirect=True)
+
+
+def _specs(mark: pytest.Mark, config: pytest.Config) -> Iterator[Spec]:
+    def read(
+        *sizes: int, backend: str | tuple[str, ...] | None = None, checked: bool = True
+    ) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+        names = (backend,) if isinstance(backend, str) else backend
+        return sizes, _backends(",".join(names or ()) or config.getoption("--aiodist-backend")), checked
+
+    try:
+        sizes, backends, checked = read(*mark.args, **mark.kwargs)
+    except TypeError as error:
+        raise pytest.UsageError(f"@pytest.mark.ranks: {error}") from None
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise pytest.UsageError(f"@pytest.mark.ranks{sizes}: expected numbers of ranks, at least 1")
+    return (Spec(size, backend, checked) for backend in backends for size in sizes)
+
+
+def _backends(names: str) -> tuple[str, ...]:
+    found = tuple(filter(None, (name.strip() for name in names.split(","))))
+    for name in found:
+        if name not in _BACKENDS:
+            raise pytest.UsageError(f"aiodist: backend {name!r} is unknown: expected one of {', '.join(_BACKENDS)}")
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> object:
+    """Make items of our own of the marked tests, so that no other plugin runs their coroutines on one loop."""
+    function = inspect.unwrap(obj.__func__ if isinstance(obj, staticmethod) else obj)  # type: ignore[arg-type]
+    if not inspect.isfunction(function) or not collector.istestfunction(obj, name):
+        return None
+    definition = pytest.Function.from_parent(collector, name=name, callobj=_one_per_rank(function, None))
+    if definition.get_closest_marker("ranks") is None:
+        return None
+    if not inspect.iscoroutinefunction(function):
+        raise pytest.UsageError(f"{definition.nodeid}: a test marked `ranks` is an async function")
+    # What generates the tests sees a plain function.
+    generated = collector._genfunctions(name, _one_per_rank(function, None))
+    return [_RanksFunction.like(item) for item in generated]
+
+
+class _RanksFunction(pytest.Function):
+    """A test that runs once per rank."""
+
+    @classmethod
+    def like(cls, item: pytest.Function) -> _RanksFunction:
+        return cls.from_parent(  # type: ignore[no-any-return]
+            item.parent,
+            name=item.name,
+            callspec=item.callspec,
+            fixtureinfo=item._fixtureinfo,
+            keywords={item.callspec.id: True},
+            originalname=item.originalname,
+        )
+
+    @property
+    def spec(self) -> Spec:
+        return cast(Spec, self.callspec.params["coll"])
+
+    @property
+    def on_processes(self) -> bool:
+        """Whether other processes run it, and this one only tells how it went."""
+        return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
+
+    def _getobj(self) -> object:
+        return _one_per_rank(super()._getobj(), self)
+
+    def setup(self) -> None:
+        if not self.on_processes:
+            super().setup()
+
+    def runtest(self) -> None:
+        if self.on_processes:
+            jobs.Jobs.of(self.session).run(self)
+        else:
+            super().runtest()
+
+
+def _one_per_rank(function: Callable[..., Any], item: _RanksFunction | None) -> Callable[..., None]:
+    """Return a plain function that runs the coroutine function on all ranks, or on this one in a job."""
+
+    @functools.wraps(function)
+    def run(*args: Any, coll: Spec, **fixtures: Any) -> None:  # noqa: ANN401
+        import aiodist
+
+        async def main() -> BaseException | None:
+            async with aiodist.init(checked=coll.checked) as world:
+                try:
+                    await function(*args, coll=world, **fixtures)
+                except pytest.skip.Exception as skipped:
+                    return skipped  # no failure of this rank: the world is closed as always
+            return None
+
+        if item is not None and coll.backend == "local":
+            ends = aiodist.testing.run_ranks(coll.size, main, item.config.getoption("--aiodist-seed"))
+        else:
+            ends = [aiodist.run(main)]
+        for skipped in filter(None, ends):
+            raise skipped
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within each file, put tests that share a job of processes side by side, behind the others."""
+    files: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    items[:] = [item for file in files.values() for item in sorted(file, key=_job_order)]
+
+
+def _job_order(item: pytest.Item) -> tuple[int, int]:
+    if not isinstance(item, _RanksFunction) or not item.on_processes:
+        return (-1, 0)
+    return (_BACKENDS.index(item.spec.backend), item.spec.size)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End what still runs."""
+    jobs.Jobs.of(session).close()

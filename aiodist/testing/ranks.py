@@ -1,0 +1,231 @@
+"""`run_ranks`: N ranks of a program as tasks of one event loop, again and again in the same order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from aiodist.backends.local import LocalHub, LocalTransport
+from aiodist.control import Channel, in_process
+from aiodist.errors import AiodistError, PeerError
+from aiodist.isolation import isolate
+from aiodist.issuer import Issuer
+from aiodist.runtime import Place, current_place
+from aiodist.testing.clock import FakeClockLoop, Limit
+
+__all__ = ["Deadlock", "gather_ranks", "run_ranks"]
+
+T = TypeVar("T")
+Main = Callable[..., Coroutine[Any, Any, T]]
+
+_NOT_THE_PROGRAM = (str(Path(__file__).parents[1]) + "/", str(Path(asyncio.__file__).parent) + "/")
+_DAY = 86_400.0
+_PATIENCE = 10  # deadlocks while the ranks are being ended, then they are left to themselves
+
+
+class Deadlock(AiodistError):
+    """No rank can ever go on; the message says what each waits for."""
+
+
+def run_ranks(
+    n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, checked: bool = True
+) -> list[T]:
+    """Run `main` on `n` ranks in this process and return the results by rank.
+
+    `main` is the unmodified program, a coroutine function without arguments or with one, the rank. It calls
+    `aiodist.init()` itself, as often as it likes, and finds its place there. Tensors, collectives, messages,
+    objects and errors are real; only the wire is not.
+
+    The same `seed` gives the same interleaving of ranks and deliveries, so a failure comes again; another seed
+    gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
+    time-outs take no time; functions in an executor and sockets are waited for in real time. `checked` is what
+    `init(checked=None)` means.
+
+    An exception of one rank ends the others and is raised, with a note that names the rank. Raises `Deadlock` where
+    no rank can ever go on, and TimeoutError after `timeout` seconds (of that clock; None: never), both with what each
+    rank waits for; RuntimeError where a loop runs already: there, `await gather_ranks(n, main)`.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
+    job: _Job[T] = _Job(n, main, LocalHub(seed), checked=checked, story=f"seed {seed}")
+
+    def make_loop() -> FakeClockLoop:
+        return FakeClockLoop(seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        isolate(runner.get_loop())
+        return runner.run(job.run(timeout))
+
+
+async def gather_ranks(n: int, main: Main[T], *, checked: bool = True) -> list[T]:
+    """Run `main` on `n` ranks as tasks of the running loop and return the results by rank.
+
+    As `run_ranks`, in the order and at the speed of that loop: real time, any loop, no deadlock found.
+    """
+    return await _Job(n, main, LocalHub(), checked=checked, story="gather_ranks").run(None)
+
+
+class _Meeting:
+    """One `init` of all ranks: the channels they share, and a name for their traffic."""
+
+    def __init__(self, size: int, number: int) -> None:
+        self.channels: Sequence[Channel] = in_process(size)
+        self.comm = f"world.{number}"
+
+
+class _Seat:
+    """A rank's `Place`, good for any number of `init` in a row: each takes its transport, then its channel."""
+
+    def __init__(self, job: _Job[Any], rank: int) -> None:
+        self._job = job
+        self._rank = rank
+        self._opened = 0
+        self.checked = job.checked
+
+    @property
+    def transport(self) -> LocalTransport:
+        """The transport of the rank's next `init`."""
+        meeting = self._job.meeting(self._opened)
+        self._opened += 1
+        return LocalTransport(self._job.hub, self._rank, self._job.size, meeting.comm)
+
+    @property
+    def channel(self) -> Channel:
+        """The channel that goes with the transport that was taken last."""
+        return self._job.meeting(self._opened - 1).channels[self._rank]
+
+
+def _rank_of(handle: asyncio.Handle) -> object:
+    """Return whose callback it is."""
+    context: contextvars.Context = handle._context  # type: ignore[attr-defined]
+    return context.get(current_place)
+
+
+class _Job(Generic[T]):
+    """The ranks of one call."""
+
+    def __init__(self, size: int, main: Main[T], hub: LocalHub, *, checked: bool, story: str) -> None:
+        if size < 1:
+            raise ValueError(f"{size} ranks: expected at least 1")
+        self.size = size
+        self.hub = hub
+        self.checked = checked
+        self._main = main
+        self._takes_rank = _takes_rank(main)
+        self._story = story
+        self._meetings: list[_Meeting] = []
+        self._tasks: list[asyncio.Task[T]] = []
+        self._failed: asyncio.Future[BaseException] | None = None
+        self._deadlocks = 0
+
+    def meeting(self, number: int) -> _Meeting:
+        """Return the `number`-th, made by whichever rank comes first."""
+        if number == len(self._meetings):
+            self._meetings.append(_Meeting(self.size, number))
+        return self._meetings[number]
+
+    async def run(self, timeout: float | None) -> list[T]:
+        """Run them all to their ends; the first failure ends the others."""
+        loop = asyncio.get_running_loop()
+        self._failed = loop.create_future()
+        limit = None if timeout is None else loop.call_later(timeout, Limit(partial(self._late, timeout)))
+        self._tasks = [self._start(rank) for rank in range(self.size)]
+        ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.wait([ended, self._failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if limit is not None:
+                limit.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait([ended])
+        if not self._failed.done():
+            return [task.result() for task in self._tasks]
+        error = self._failed.result()
+        try:
+            raise error
+        finally:
+            del error, self._failed  # a cycle of traceback and frame would keep all tensors alive
+
+    def _start(self, rank: int) -> asyncio.Task[T]:
+        context = contextvars.copy_context()
+        context.run(current_place.set, cast(Place, _Seat(self, rank)))
+        task = asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
+        return task
+
+    async def _one(self, rank: int) -> T:
+        try:
+            return await (self._main(rank) if self._takes_rank else self._main())
+        except BaseException as error:
+            self._rank_failed(rank, error)
+            if isinstance(error, (SystemExit, KeyboardInterrupt)):
+                # They would end the loop; run() raises them.
+                raise asyncio.CancelledError from error
+            raise
+
+    def _rank_failed(self, rank: int, error: BaseException) -> None:
+        assert self._failed is not None
+        if not self._failed.done():
+            error.add_note(f"raised by rank {rank} of {self.size} (aiodist.testing, {self._story})")
+            self._failed.set_result(error)
+        elif not isinstance(error, (asyncio.CancelledError, PeerError)):
+            self._failed.result().add_note(f"then by rank {rank}: {type(error).__name__}: {error}")
+
+    # --- when nothing goes on ------------------------------------------------------------------------------
+
+    def deadlocked(self) -> None:
+        """Called by the loop: nothing can ever happen any more."""
+        self._deadlocks += 1
+        if self._deadlocks > _PATIENCE:
+            raise RuntimeError(f"the ranks do not end\n{self._waiting()}")
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(Deadlock(f"no rank can go on ({self._story})\n{self._waiting()}"))
+        else:
+            for task in self._tasks:
+                task.cancel()
+
+    def _late(self, timeout: float) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(TimeoutError(f"not over after {timeout:g} s\n{self._waiting()}"))
+
+    def _waiting(self) -> str:
+        return "\n".join(f"  rank {rank}: {self._waits_for(rank, task)}" for rank, task in enumerate(self._tasks))
+
+    def _waits_for(self, rank: int, task: asyncio.Task[T]) -> str:
+        loop = task.get_loop()
+        issuers = [i for i in Issuer._alive if i.progress.loop is loop and i.ranks[i.transport.rank] == rank]
+        pending = [f"{handle} on {issuer.name!r}" for issuer in issuers for handle in issuer.pending()]
+        if task.done():
+            where = "has ended"
+        else:
+            where = f"waits at {_place_in(task)}"
+        return f"{where}; pending: {', '.join(pending) or 'nothing'}"
+
+
+def _takes_rank(main: Main[Any]) -> bool:
+    try:
+        parameters = inspect.signature(main).parameters.values()
+    except ValueError:  # a callable that does not tell
+        return False
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _place_in(task: asyncio.Task[Any]) -> str:
+    """Return the innermost line of the program at which a task is suspended."""
+    here = "its start"
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            here = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return here

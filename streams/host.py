@@ -1,0 +1,296 @@
+"""`HostStream`: ordered work on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
+from weakref import WeakSet, finalize
+
+from aiodist.handles import Account, Handle, Origin, Progress
+from aiodist.streams.modes import Modes, ModeSwitch
+
+__all__ = ["HostStream"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ABANDONED_SECONDS = 0.5  # how soon a thread that waits for a handle notices that nobody wants it any more
+_EXIT_SECONDS = 5.0  # how long the end of the program waits for the work of a stream that nobody closed
+
+
+class HostStream:
+    """Work that runs in order on one thread, always the same; each `submit` returns a handle.
+
+    ```python
+    async with HostStream("compute") as compute:
+        loss = await compute.submit(step, batch)
+    ```
+    Whatever needs one thread, or must not hold the loop up, goes here: forward, backward and the optimizer's step,
+    a file, a compressor. The work runs with the context variables and torch modes of the code that submits it.
+    The stream belongs to the event loop that it is opened on, and is called from that loop's thread alone.
+    """
+
+    def __init__(self, name: str = "stream") -> None:
+        self.name = name
+        self._seq = 0
+        self._synced = -1
+        self._refuses: str | None = "is not open: use `async with`"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker: _Worker | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._worker is not None:
+            raise RuntimeError(f"{self} cannot be opened twice")
+        self._loop = asyncio.get_running_loop()
+        self._progress = Progress.current()
+        self._account = Account(self._loop)
+        self._worker = worker = _Worker(self.name, self._progress)
+        self._put = worker.queue.put
+        # It runs too when the program ends, and then waits for what runs.
+        self._finalizer = finalize(self, worker.abandon)
+        worker.thread.start()
+        _open.add(self)
+        self._refuses = None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Let what is queued run, end the thread, and report handles that were dropped unconsumed; idempotent.
+
+        The loop goes on meanwhile. When this is cancelled the thread still runs what is queued, and then ends.
+        """
+        worker = self._worker
+        if worker is None:
+            return
+        if self._refuses is None:
+            self._check()
+            self._refuses = "is closed"
+            self._put(None)
+        elif not worker.thread.is_alive() and not worker.ended.done():
+            self._check()
+        await worker.ended
+        worker.thread.join()
+        _open.discard(self)
+        self._finalizer.detach()
+        self._account.cover(self._synced)
+        self._account.judge()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Return a handle of `fn(*args, **kwargs)`, which runs on the thread after all that was submitted before.
+
+        Its error, `SystemExit` too, is raised by the await of this handle and touches no other. `cancel()` of the
+        handle withdraws `fn` while it is queued. Raises `RuntimeError` when the stream is not open, or belongs to
+        another event loop. Costs 2.5 us, and 25 to 30 until the result is there.
+        """
+        op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return self._enqueue(op, fn, args, kwargs, cancellable=True)
+
+    def sync(self) -> Handle[None]:
+        """Return a handle that is done when all that was submitted before is; it covers handles that were dropped."""
+        handle = self._enqueue("sync", _nothing, (), {}, cancellable=False)
+        self._synced = handle.seq
+        handle.add_waiter(_Cover(self._account))
+        return handle
+
+    def wait_handle(self, handle: Handle[Any], /) -> None:
+        """Let what is submitted from now on run only when `handle` is over, however it ends."""
+        self._check()
+        if not handle.done():
+            self._put(_Gate(handle))
+
+    def is_current(self) -> bool:
+        """Return True on the stream's thread."""
+        return self._worker is not None and threading.current_thread() is self._worker.thread
+
+    def _enqueue(
+        self, op: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *, cancellable: bool
+    ) -> Handle[T]:
+        self._check()
+        handle: Handle[T] = Handle(self._progress, op, self._seq, origin=Origin.here(3), account=self._account)
+        self._seq += 1
+        handle.polled = False
+        work = handle.keep = _Work(handle, fn, args, kwargs)
+        if cancellable:
+            handle.set_canceller(work.withdraw)
+        self._put(work)
+        return handle
+
+    def _check(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if self._refuses is not None:
+            raise RuntimeError(f"{self} {self._refuses}")
+        if loop is not self._loop:
+            where = f"thread {threading.current_thread().name!r} with {loop or 'no running event loop'}"
+            raise RuntimeError(f"{self} was called in {where}: expected {self._loop}, which it was opened on")
+
+    def __del__(self) -> None:
+        if self._refuses is None:
+            warnings.warn(f"{self} was never closed: use `async with`", ResourceWarning, stacklevel=1, source=self)
+
+    def __repr__(self) -> str:
+        return f"<HostStream {self.name!r}>"
+
+
+class _Item(Protocol):
+    """What lies in the queue of a stream."""
+
+    def run(self, worker: _Worker) -> None:
+        """Do it, on the stream's thread; must not raise."""
+
+    def withdraw(self) -> bool:
+        """Have it never done, unless it has begun; return whether it could be."""
+
+
+class _Worker:
+    """The thread's side of a stream; holds no reference to the stream, which may be dropped."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self.loop = progress.loop
+        self.abandoned = False
+        self.ended: Handle[None] = Handle(progress, "aclose")
+        self.ended.polled = False
+        self.ended.add_waiter(_Cover(None))
+        # A daemon, so that a program that forgot to close the stream can end.
+        self.thread = threading.Thread(target=self.run, name=f"aiodist-{name}", daemon=True)
+        self.base: Modes
+
+    def run(self) -> None:
+        self.base = Modes.capture()
+        while (item := self.queue.get()) is not None:
+            item.run(self)
+            del item  # the next may be long in coming, and this one's handle may be all that holds a tensor
+            if self.abandoned or self.loop.is_closed():
+                self._withdraw_all()
+                break
+        self.ended.resolve(None)
+
+    def _withdraw_all(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                if (item := self.queue.get_nowait()) is not None:
+                    item.withdraw()
+
+    def abandon(self) -> None:
+        """Nobody is left to submit or to wait: end after what runs now. Called by the garbage collector."""
+        self.abandoned = True
+        self.queue.put(None)
+        if not threading.main_thread().is_alive():  # the program ends, and torch does not survive that in a thread
+            self.thread.join(_EXIT_SECONDS)
+
+
+class _Work:
+    """One call of the user's function."""
+
+    __slots__ = ("args", "claim", "context", "fn", "handle", "kwargs", "modes")
+
+    def __init__(
+        self, handle: Handle[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.handle = handle
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.modes = Modes.capture()
+        self.context: Context = copy_context()
+        self.claim = [True]  # popped by whoever runs or withdraws it: one of the two
+
+    def withdraw(self) -> bool:
+        if not self._claimed():
+            return False
+        self.handle.withdraw()
+        return True
+
+    def run(self, worker: _Worker) -> None:
+        if not self._claimed():
+            return
+        handle = self.handle
+        switch = ModeSwitch(self.modes)
+        try:
+            switch.outside = worker.base
+            switch.enter()
+            try:
+                value = self.context.run(self.fn, *self.args, **self.kwargs)
+            finally:
+                switch.leave(last=True)
+        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the awaiter
+            with contextlib.suppress(Exception):
+                error.add_note(f"raised by {handle}, on {worker.thread.name}")
+            self._release()
+            handle.reject(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        else:
+            self._release()
+            handle.resolve(value)
+        finally:
+            # The error holds the frames that it came through, this one too: it must not hold the handle in turn.
+            del self, handle
+
+    def _claimed(self) -> bool:
+        try:
+            return self.claim.pop()
+        except IndexError:
+            return False
+
+    def _release(self) -> None:
+        """Let go of the buffers before anybody hears that it is over."""
+        del self.fn, self.args, self.kwargs, self.context
+
+
+class _Gate:
+    """Keeps what is behind it from running before a handle is over."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        self.handle = handle
+
+    def run(self, worker: _Worker) -> None:
+        while not self.handle.block(_ABANDONED_SECONDS):
+            if worker.abandoned or worker.loop.is_closed():
+                return
+
+    def withdraw(self) -> bool:
+        return True
+
+
+class _Cover:
+    """Tells the account, on the loop, how far a sync came."""
+
+    def __init__(self, account: Account | None) -> None:
+        self._account = account
+
+    def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
+        if self._account is not None and late is None:
+            self._account.cover(handle.seq)
+
+
+def _nothing() -> None:
+    pass
+
+
+_open: WeakSet[HostStream] = WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked child has the streams, but not their threads."""
+    for stream in list(_open):
+        stream._refuses = "was opened by the process that this one was forked from"
+        stream._finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,32 @@
+"""Every async test runs under asyncio's own loop and under uvloop.
+
+One that is slow, or about one of the two, says so: `@pytest.mark.asyncio(loop_factories=["asyncio"])`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+
+try:
+    import uvloop
+except ImportError:  # Windows has none
+    _FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+else:
+    _FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return _FACTORIES
+
+
+@pytest.fixture
+async def reports() -> list[dict[str, object]]:
+    """What the loop's exception handler was told."""
+    caught: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: caught.append(context))
+    return caught

@@ -1,0 +1,159 @@
+"""Operations of every kind that need no transport: polled ones, concurrent futures, work on a `HostStream`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from aiodist.handles import Handle, Origin, Progress, from_future
+from aiodist.streams import HostStream
+
+
+@dataclass
+class Request:
+    """A native request: over after so many polls, and not before it is let go."""
+
+    handle: Handle[Any]
+    after: int
+    go: bool
+    polls: int = 0
+    outcome: Any = None
+
+    def over(self) -> bool:
+        self.polls += 1
+        return self.go and self.polls >= self.after
+
+
+class Transport:
+    """A poller over requests that the test completes."""
+
+    def __init__(self) -> None:
+        self.progress = Progress.current()
+        self.progress.add_poller(self)
+        self.requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def poll(self) -> bool:
+        over = [request for request in self.requests if request.over()]
+        for request in over:
+            self.requests.remove(request)
+            if isinstance(request.outcome, BaseException):
+                request.handle.reject(request.outcome)
+            else:
+                request.handle.resolve(request.outcome)
+        return bool(over)
+
+    def issue(
+        self,
+        after: int = 0,
+        outcome: object = None,
+        *,
+        go: bool = True,
+        in_thread: bool = False,
+        handle: Handle[Any] | None = None,
+    ) -> Request:
+        """Return a request over after so many polls, or, without `go`, when the test says so."""
+        if handle is None:
+            handle = Handle(self.progress, "allreduce", origin=Origin.here(1))
+        request = Request(handle, after, go, outcome=outcome)
+        start = self.progress.start_in_thread if in_thread else self.progress.start
+        start(lambda: self.requests.append(request))
+        return request
+
+
+@dataclass
+class Operation:
+    """An operation in flight, with the means to end it."""
+
+    handle: Handle[Any]
+    end: Callable[[object], None]
+    owned: Any = field(default=None)
+
+    def finish(self, value: object = None) -> None:
+        self.end(value)
+
+    def fail(self, error: BaseException) -> None:
+        self.end(error)
+
+
+class Bench:
+    """Issues operations of one kind."""
+
+    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
+        self.kind = kind
+        self._stack = stack
+        self._transport = Transport()
+        self._futures: list[concurrent.futures.Future[Any]] = []
+
+    async def issue(self) -> Operation:
+        """Return an operation that runs until the test ends it."""
+        return await getattr(self, f"_{self.kind}")()
+
+    async def ended(self, value: object = None) -> Handle[Any]:
+        """Return the handle of an operation that is over."""
+        operation = await self.issue()
+        operation.end(value)
+        async with asyncio.timeout(10):
+            while not operation.handle.done():
+                await asyncio.sleep(0)
+        return operation.handle
+
+    async def _polled(self) -> Operation:
+        request = self._transport.issue(go=False)
+
+        def end(outcome: object) -> None:
+            request.outcome = outcome
+            request.go = True
+
+        return Operation(request.handle, end)
+
+    async def _future(self) -> Operation:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+
+        def end(outcome: object) -> None:
+            settle = future.set_exception if isinstance(outcome, BaseException) else future.set_result
+            threading.Thread(target=settle, args=(outcome,)).start()
+
+        return Operation(from_future(future), end)
+
+    async def _stream(self) -> Operation:
+        stream = await self._stack.enter_async_context(HostStream("bench"))
+        begun, go = threading.Event(), threading.Event()
+        outcomes: list[object] = []
+
+        def work() -> object:
+            begun.set()
+            go.wait()
+            if isinstance(outcomes[0], BaseException):
+                raise outcomes[0]
+            return outcomes[0]
+
+        def end(outcome: object) -> None:
+            outcomes.append(outcome)
+            go.set()
+
+        self._stack.callback(lambda: outcomes and go.set() or (outcomes.append(None), go.set()))
+        handle = stream.submit(work)
+        await asyncio.to_thread(begun.wait, 10)
+        return Operation(handle, end)
+
+
+@pytest.fixture
+async def transport() -> Transport:
+    return Transport()
+
+
+@pytest.fixture(params=["polled", "future", "stream"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        yield Bench(request.param, stack)

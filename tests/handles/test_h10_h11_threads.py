@@ -1,0 +1,191 @@
+"""H10: what other threads may do. H11: ordering a stream after a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aiodist.errors import OperationTimeout
+from aiodist.handles import Handle, Progress
+from aiodist.streams import HostStream
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns as often as can be, so that races show."""
+    seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(seconds)
+
+
+async def test_h10_wait_blocks_another_thread(bench: Any) -> None:
+    operation = await bench.issue()
+    waiting = [asyncio.create_task(asyncio.to_thread(operation.handle.wait, 10)) for _ in range(4)]
+    await asyncio.sleep(0)
+    operation.finish("x")
+    assert await asyncio.gather(*waiting) == ["x"] * 4
+
+
+async def test_h10_wait_raises_what_the_operation_raised(bench: Any) -> None:
+    operation = await bench.issue()
+    waiting = asyncio.create_task(asyncio.to_thread(operation.handle.wait, 10))
+    operation.fail(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await waiting
+
+
+async def test_h10_wait_on_the_loop_raises(bench: Any) -> None:
+    operation = await bench.issue()
+    with pytest.raises(RuntimeError, match="would block the event loop"):
+        operation.handle.wait()
+    operation.finish()
+    await operation.handle
+    with pytest.raises(RuntimeError, match="would block the event loop"):
+        operation.handle.wait()
+
+
+async def test_h10_a_wait_that_runs_out_leaves_the_operation(bench: Any) -> None:
+    operation = await bench.issue()
+    for seconds in (0.0, 0.01):
+        with pytest.raises(OperationTimeout, match=f"within {seconds:g} s and goes on"):
+            await asyncio.to_thread(operation.handle.wait, seconds)
+    assert not operation.handle.done()
+    operation.finish("x")
+    assert await asyncio.to_thread(operation.handle.wait, 10) == "x"
+    assert await operation.handle == "x"
+
+
+async def test_h10_wait_needs_no_turn_of_the_loop(bench: Any) -> None:
+    """A layer on the compute thread waits for its parameters while the loop's thread is busy."""
+    operation = await bench.issue()
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(operation.handle.wait(10)))
+    thread.start()
+    operation.finish("x")
+    thread.join(10)  # on the loop's thread
+    assert seen == ["x"]
+
+
+@pytest.mark.usefixtures("quick_switches")
+async def test_h10_two_threads_that_begin_to_wait_at_once() -> None:
+    progress = Progress.current()
+    for _ in range(200):
+        handle: Handle[int] = Handle(progress, "raced")
+        handle.polled = False
+        together = threading.Barrier(3)
+        seen: list[int] = []
+
+        def wait(handle: Handle[int] = handle, together: threading.Barrier = together, seen: Any = seen) -> None:
+            together.wait()
+            seen.append(handle.wait(5))
+
+        threads = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        together.wait()
+        handle.resolve(1)
+        for thread in threads:
+            thread.join(10)
+        assert seen == [1, 1]
+
+
+async def test_h10_a_pending_handle_has_neither_result_nor_exception(bench: Any) -> None:
+    operation = await bench.issue()
+    for ask in (operation.handle.result, operation.handle.exception):
+        with pytest.raises(asyncio.InvalidStateError, match="is not done: await it"):
+            ask()
+    operation.finish("x")
+    await operation.handle
+    assert operation.handle.result() == "x"
+    assert operation.handle.exception() is None
+
+
+async def test_h10_another_thread_may_ask_but_neither_cancel_nor_call_back(bench: Any) -> None:
+    operation = await bench.issue()
+
+    def ask() -> None:
+        assert not operation.handle.done()
+        assert not operation.handle.cancelled()
+        assert operation.handle.op
+        for call in (operation.handle.cancel, lambda: operation.handle.add_done_callback(print)):
+            with pytest.raises(RuntimeError, match="call it on the thread of its event loop"):
+                call()
+
+    await asyncio.to_thread(ask)
+    operation.finish()
+    await operation.handle
+
+
+async def test_h10_another_loop_is_refused_a_pending_handle(bench: Any) -> None:
+    operation = await bench.issue()
+
+    async def elsewhere() -> None:
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            await operation.handle
+
+    await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+    operation.finish()
+    await operation.handle
+
+
+async def test_h11_wait_stream_orders_a_host_stream(bench: Any) -> None:
+    operation = await bench.issue()
+    async with HostStream() as stream:
+        before = stream.submit(str, "before")
+        operation.handle.wait_stream(stream)
+        after = stream.submit(operation.handle.done)
+        assert await before == "before"
+        assert not after.done()
+        operation.finish()
+        assert await after
+
+
+async def test_h11_an_error_orders_as_well_and_poisons_nothing(bench: Any) -> None:
+    operation = await bench.issue()
+    async with HostStream() as stream:
+        operation.handle.wait_stream(stream)
+        after = stream.submit(int)
+        operation.fail(ValueError("no"))
+        assert await after == 0
+    with pytest.raises(ValueError, match="no"):
+        await operation.handle
+
+
+async def test_h11_a_passed_deadline_neither_lets_the_stream_go_nor_is_lost(bench: Any) -> None:
+    operation = await bench.issue()
+    operation.handle.set_deadline(0.0)
+    async with HostStream() as stream:
+        operation.handle.wait_stream(stream)
+        after = stream.submit(int)
+        await asyncio.sleep(0.01)
+        assert not after.done()
+        with pytest.raises(OperationTimeout):
+            await operation.handle
+        operation.finish()
+        await after
+
+
+async def test_h11_goes_on_while_the_loop_is_busy(bench: Any) -> None:
+    operation = await bench.issue()
+    done = threading.Event()
+    async with HostStream() as stream:
+        operation.handle.wait_stream(stream)
+        handle = stream.submit(done.set)
+        operation.finish()
+        assert done.wait(10)  # blocks the loop's thread
+        await handle
+
+
+async def test_h11_no_stream_to_order_is_an_error(bench: Any) -> None:
+    handle = await bench.ended()
+    with pytest.raises(RuntimeError, match="no CUDA stream"):
+        handle.wait_stream()
+    await handle

@@ -1,0 +1,116 @@
+"""H12: a parked wait is cheap, and the loop stays responsive."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aiodist.handles import Handle, Progress, from_future
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def _ticks_during(storm: Callable[[], Awaitable[None]], seconds: float = 0.2) -> int:
+    """Return how often a ticker of one millisecond ticked, of 200 times, while the storm blew."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticker = asyncio.create_task(tick())
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        await storm()
+    ticker.cancel()
+    return ticks
+
+
+async def test_h12_a_storm_of_finished_awaits_lets_a_ticker_tick(transport: Any) -> None:
+    handle: Handle[int] = Handle(transport.progress, "done")
+    handle.resolve(1)
+
+    async def storm() -> None:
+        await handle
+
+    assert await _ticks_during(storm) > 40
+
+
+async def test_h12_a_storm_of_handles_that_nothing_outlives() -> None:
+    """No communicator, no stream: nothing holds the loop's `Progress` from one to the next."""
+
+    async def storm() -> None:
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        future.set_result(1)
+        await from_future(future)
+
+    assert await _ticks_during(storm) > 40
+
+
+async def test_h12_a_storm_of_operations_that_end_in_the_spin(transport: Any) -> None:
+    async def storm() -> None:
+        await transport.issue(after=2).handle
+
+    assert await _ticks_during(storm) > 40
+
+
+async def test_h12_a_gather_of_many_lets_a_ticker_tick(bench: Any) -> None:
+    handles = [await bench.ended() for _ in range(3)]
+
+    async def storm() -> None:
+        await asyncio.gather(*handles)
+
+    assert await _ticks_during(storm) > 40
+
+
+async def test_h12_a_parked_wait_costs_little(bench: Any) -> None:
+    operation = await bench.issue()
+    waiting = asyncio.ensure_future(operation.handle)
+    await asyncio.sleep(0.05)
+    cpu = time.process_time()
+    await asyncio.sleep(0.4)
+    used = (time.process_time() - cpu) / 0.4
+    operation.finish()
+    await waiting
+    assert used < 0.25  # 0.02 to 0.05 on a machine with nothing else to do
+
+
+async def test_h12_a_parked_handle_is_polled_by_the_thread_alone(transport: Any) -> None:
+    request = transport.issue(go=False)
+    waiting = asyncio.ensure_future(request.handle)
+    async with asyncio.timeout(10):
+        while not Progress.current().parked:
+            await asyncio.sleep(0.001)
+    polls = request.polls
+    await asyncio.sleep(0.1)
+    assert request.polls - polls < 400  # the pauses grow to a millisecond
+    request.go = True
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_h12_completions_reach_the_loop_in_batches(transport: Any) -> None:
+    """A wake-up costs as much as twenty completions."""
+    progress = Progress.current()
+    wakes = 0
+    run = progress._run_posted
+
+    def counted() -> None:
+        nonlocal wakes
+        wakes += 1
+        run()
+
+    progress._run_posted = counted  # type: ignore[method-assign]
+    handles: list[Handle[int]] = [Handle(progress, "small") for _ in range(500)]
+    waiting = [asyncio.ensure_future(h) for h in handles]
+    await asyncio.sleep(0)
+
+    await asyncio.to_thread(lambda: [h.resolve(1) for h in handles])
+    assert await asyncio.gather(*waiting) == [1] * 500
+    assert wakes < 100

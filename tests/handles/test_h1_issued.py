@@ -1,0 +1,128 @@
+"""H1: what is issued makes progress, whatever the program does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from aiodist.handles import Handle, Progress
+from aiodist.handles.progress import _thread
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def _block_until(done: Any, how: str = "sleep") -> bool:
+    """Keep the loop's thread busy until it is done, or hope is lost."""
+    a = torch.ones(64, 64)
+    until = time.monotonic() + 10
+    while not done() and time.monotonic() < until:
+        if how == "sleep":
+            time.sleep(0.002)
+        elif how == "matmul":
+            a = (a @ a).clamp(0, 1)
+    return bool(done())
+
+
+async def test_h1_is_over_though_nobody_awaits_it(transport: Any) -> None:
+    handle = transport.issue(after=5).handle
+    async with asyncio.timeout(10):
+        while not handle.done():
+            await asyncio.sleep(0)
+    handle.result()
+
+
+@pytest.mark.parametrize("how", ["sleep", "python", "matmul"])
+async def test_h1_makes_progress_while_the_loop_computes(transport: Any, how: str) -> None:
+    handle = transport.issue(after=20).handle
+    assert _block_until(handle.done, how)
+
+
+async def test_h1_a_second_operation_in_one_long_stretch(transport: Any) -> None:
+    """The progress thread has gone to sleep meanwhile, and the loop has not run."""
+    first = transport.issue(after=3).handle
+    assert _block_until(first.done)
+    assert _block_until(lambda: _thread.asleep)
+    second = transport.issue(after=3).handle
+    assert _block_until(second.done)
+
+
+async def test_h1_on_a_loop_that_the_awake_thread_does_not_know(transport: Any) -> None:
+    await transport.issue(after=50).handle
+    done: list[bool] = []
+
+    async def other() -> None:
+        fresh = type(transport)()
+        handle = fresh.issue(after=5).handle
+        done.append(_block_until(handle.done))
+
+    transport.issue(after=200)  # keeps the thread awake
+    thread = threading.Thread(target=lambda: asyncio.run(other()))
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert done == [True]
+
+
+async def test_h1_large_transfers_are_started_by_the_progress_thread(transport: Any) -> None:
+    seen: list[str] = []
+    progress = Progress.current()
+    handle: Handle[None] = Handle(progress, "allreduce")
+    progress.start_in_thread(lambda: (seen.append(threading.current_thread().name), handle.resolve(None))[0])
+    assert _block_until(handle.done)
+    assert seen == ["aiodist-progress"]
+    await handle
+
+
+async def test_h1_operations_start_in_the_order_of_issue(transport: Any) -> None:
+    progress = Progress.current()
+    order: list[int] = []
+    for i in range(200):
+        start = progress.start_in_thread if i % 3 == 0 else progress.start
+        start(lambda i=i: order.append(i))  # type: ignore[misc]
+    async with asyncio.timeout(10):
+        while len(order) < 200:
+            await asyncio.sleep(0)
+    assert order == list(range(200))
+
+
+async def test_h1_a_poller_that_fails_is_reported_and_stops_nobody_else(
+    transport: Any, reports: list[dict[str, Any]]
+) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 1
+
+        def poll(self) -> bool:
+            raise ZeroDivisionError("broken")
+
+    Progress.current().add_poller(Broken())
+    handle = transport.issue(after=20).handle
+    assert _block_until(handle.done)
+    await asyncio.wait_for(asyncio.gather(handle, transport.issue(after=20).handle), 10)
+    while not reports:
+        await asyncio.sleep(0)
+    assert [type(report["exception"]) for report in reports] == [ZeroDivisionError]
+
+
+async def test_h1_a_callback_that_fails_keeps_no_other_from_being_told(
+    transport: Any, reports: list[dict[str, Any]]
+) -> None:
+    class Bad:
+        def wake(self, handle: object, late: object, /) -> None:
+            raise ZeroDivisionError
+
+    progress = Progress.current()
+    first: Handle[int] = Handle(progress, "first")
+    second: Handle[int] = Handle(progress, "second")
+    first.add_waiter(Bad())
+    waiting = asyncio.ensure_future(asyncio.wait_for(second, 10))
+    await asyncio.sleep(0)
+    settle = threading.Thread(target=lambda: (first.resolve(1), second.resolve(2)))
+    settle.start()
+    settle.join()  # both lie in one batch
+    assert await waiting == 2
+    assert len(reports) == 1

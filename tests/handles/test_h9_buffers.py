@@ -1,0 +1,121 @@
+"""H9: one writer, or any number of readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiodist.errors import BufferInFlight
+from aiodist.handles.buffers import InFlight
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass(frozen=True)
+class Claim:
+    start: int
+    nbytes: int
+    writes: bool
+
+    def clashes(self, other: Claim) -> bool:
+        overlap = max(self.start, other.start) < min(self.start + self.nbytes, other.start + other.nbytes)
+        return overlap and (self.writes or other.writes)
+
+
+claims = st.builds(Claim, st.integers(0, 40), st.integers(0, 12), st.booleans())
+steps = st.lists(st.one_of(claims, st.integers(0, 100)), max_size=60)
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps)
+def test_h9_agrees_with_a_table_that_compares_all_pairs(program: list[Claim | int]) -> None:
+    """A claim acquires; a number releases one of those that are held."""
+    table = InFlight()
+    held: list[tuple[Claim, str]] = []
+    for number, step in enumerate(program):
+        if isinstance(step, int):
+            if held:
+                claim, _ = held.pop(step % len(held))
+                table.release(claim.start, claim.nbytes, claim.writes)
+            continue
+        name = f"operation {number}"
+        clashing = [owner for claim, owner in held if claim.clashes(step)]
+        try:
+            table.acquire(step.start, step.nbytes, step.writes, name)
+        except BufferInFlight as error:
+            assert clashing, f"{step} is free"
+            assert str(error).startswith(f"{name} would {'write' if step.writes else 'read'} memory that operation ")
+        else:
+            assert not clashing
+            held.append((step, name))
+        assert len(table) == sum(claim.nbytes > 0 for claim, _ in held)
+    for claim, _ in held:
+        table.release(claim.start, claim.nbytes, claim.writes)
+    assert len(table) == 0
+    table.acquire(0, 100, True, "after")
+
+
+def test_h9_the_error_names_the_earlier_operation() -> None:
+    table = InFlight()
+    table.acquire(100, 50, True, "broadcast #3")
+    for start, nbytes in ((100, 50), (149, 1), (90, 11), (0, 1000)):
+        for writes, word in ((True, "write"), (False, "read")):
+            with pytest.raises(BufferInFlight, match=f"allreduce #4 would {word} memory that broadcast #3 still owns"):
+                table.acquire(start, nbytes, writes, "allreduce #4")
+    table.acquire(150, 50, True, "next to it")
+    table.acquire(50, 50, False, "before it")
+
+
+def test_h9_a_reader_that_is_over_is_not_named() -> None:
+    table = InFlight()
+    table.acquire(0, 10, False, "first")
+    table.acquire(0, 10, False, "second")
+    table.release(0, 10, False)
+    with pytest.raises(BufferInFlight, match="second still owns"):
+        table.acquire(5, 1, True, "third")
+
+
+def test_h9_nothing_is_claimed_by_an_empty_tensor() -> None:
+    table = InFlight()
+    table.acquire(0, 10, True, "first")
+    table.acquire(5, 0, True, "empty")
+    table.release(5, 0, True)
+    assert len(table) == 1
+
+
+def test_h9_claims_of_many_threads() -> None:
+    table = InFlight()
+    errors: list[BaseException] = []
+
+    def work(base: int) -> None:
+        try:
+            for i in range(500):
+                table.acquire(base + i * 8, 8, i % 2 == 0, base)
+            for i in range(500):
+                table.release(base + i * 8, 8, i % 2 == 0)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n * 100_000,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+    assert len(table) == 0
+
+
+def test_h9_is_quick_with_ten_thousand_claims() -> None:
+    table = InFlight()
+    for i in range(10_000):
+        table.acquire(i * 64, 64, True, i)
+    began = time.perf_counter()
+    for _ in range(1000):
+        table.acquire(10_000 * 64, 64, True, "one more")
+        table.release(10_000 * 64, 64, True)
+    assert (time.perf_counter() - began) / 1000 < 200e-6  # comparing them all takes a millisecond

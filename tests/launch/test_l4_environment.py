@@ -1,0 +1,128 @@
+"""`Environment.read` on what each starter writes: variables as they were captured, shortened to what matters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from aiodist.env import Environment, Starter
+from aiodist.errors import ConfigError
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-host-4242@1",
+    "PRTE_LAUNCHED": "1",
+}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "7",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "7",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMP_NUM_THREADS": "1",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NPROCS": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "node1",
+}
+SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_JOB_NODELIST": "node1"}
+OURS = {"AIODIST_RENDEZVOUS": "tcp://127.0.0.1:4242", "AIODIST_TOKEN": "secret"}
+PLACE = {"AIODIST_RANK": "1", "AIODIST_SIZE": "2", "AIODIST_LOCAL_RANK": "1", "AIODIST_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "starter", "mpi", "rendezvous"),
+    [
+        (OPENMPI, Starter.MPI, True, None),
+        (MPICH, Starter.MPI, True, None),
+        ({**SALLOC, **OPENMPI}, Starter.MPI, True, None),
+        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, Starter.MPI, True, None),
+        (TORCHRUN, Starter.TORCHRUN, False, "env://"),
+        ({**SRUN, **TORCHRUN}, Starter.TORCHRUN, False, "env://"),
+        (SRUN, Starter.SLURM, False, "env://"),
+        ({**OURS, **PLACE}, Starter.AIODIST, False, OURS["AIODIST_RENDEZVOUS"]),
+        ({**OURS, **OPENMPI}, Starter.AIODIST, True, OURS["AIODIST_RENDEZVOUS"]),
+        ({**OURS, **MPICH}, Starter.AIODIST, True, OURS["AIODIST_RENDEZVOUS"]),
+        ({**SALLOC, **OURS, **PLACE}, Starter.AIODIST, False, OURS["AIODIST_RENDEZVOUS"]),
+    ],
+)
+def test_l4_each_starter_is_recognised(
+    environ: Mapping[str, str], starter: Starter, mpi: bool, rendezvous: str | None
+) -> None:
+    here = Environment.read(environ)
+    assert (here.starter, here.rank, here.size) == (starter, 1, 2)
+    assert (here.mpi, here.rendezvous) == (mpi, rendezvous)
+
+
+@pytest.mark.parametrize("environ", [OPENMPI, MPICH, TORCHRUN, {**OURS, **PLACE}])
+def test_l4_the_place_on_the_host_is_known(environ: Mapping[str, str]) -> None:
+    here = Environment.read(environ)
+    assert (here.local_rank, here.local_size) == (1, 2)
+
+
+def test_l4_slurm_says_the_local_rank_alone() -> None:
+    here = Environment.read(SRUN)
+    assert (here.local_rank, here.local_size) == (1, None)
+
+
+@pytest.mark.parametrize("environ", [{}, SALLOC, {"RANK": "3"}, {"WORLD_SIZE": "4"}, {"AIODIST_RANK": "1"}])
+def test_l4_plain_python_is_one_rank(environ: Mapping[str, str]) -> None:
+    here = Environment.read(environ)
+    assert (here.starter, here.rank, here.size) == (Starter.ALONE, 0, 1)
+    assert (here.local_rank, here.local_size, here.mpi, here.rendezvous) == (None, None, False, None)
+
+
+def test_l4_settings_are_read_under_any_starter() -> None:
+    here = Environment.read({**OPENMPI, **OURS, "AIODIST_BACKEND": "gloo", "AIODIST_CHECKED": "1"})
+    assert (here.backend, here.checked, here.token) == ("gloo", True, "secret")
+    here = Environment.read({"AIODIST_BACKEND": ""})
+    assert (here.backend, here.checked, here.token) == (None, False, "")
+
+
+def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
+    given = "file:///shared/meet"
+    for environ in (TORCHRUN, SRUN):
+        assert Environment.read({**environ, "AIODIST_RENDEZVOUS": given}).rendezvous == given
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one': expected a whole number"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
+        ({**PLACE, "AIODIST_RANK": "-1"}, "AIODIST_RANK=-1 and AIODIST_SIZE=2"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+        ({"AIODIST_CHECKED": "maybe"}, "AIODIST_CHECKED='maybe': expected 0 or 1"),
+    ],
+)
+def test_l4_what_makes_no_sense_is_named(environ: Mapping[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Environment.read(environ)
+    assert words in str(caught.value)

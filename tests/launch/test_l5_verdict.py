@@ -1,0 +1,134 @@
+"""Who failed, and with which code the job ends: the rules of `verdict`, with no process and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from aiodist.launch.verdict import HOLD, Ending, Left, Report, Verdict, describe
+
+
+def verdict(
+    size: int, *, left: Mapping[int, Left] | None = None, first: tuple[int, int] | None = None, within: float = 5.0
+) -> Verdict:
+    known = left or {}
+    return Verdict(size, within, Report(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first))
+
+
+def test_l5_all_end_with_0() -> None:
+    v = verdict(3)
+    assert [v.ended(Ending(rank, 0), rank) for rank in range(3)] == [[], [], []]
+    assert (v.code, v.due) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "exit_code"),
+    [(3, "rank 1: exit code 3", 3), (-9, "rank 1: signal SIGKILL", 137), (-2, "rank 1: signal SIGINT", 130)],
+)
+def test_l5_a_failure_is_named_and_gives_the_code(code: int, line: str, exit_code: int) -> None:
+    v = verdict(2)
+    assert v.ended(Ending(1, code), 0) == [line]
+    assert v.code == exit_code
+
+
+def test_l5_the_first_failure_gives_the_code_and_each_is_named() -> None:
+    v = verdict(3)
+    assert v.ended(Ending(2, 7), 0) == ["rank 2: exit code 7"]
+    assert v.ended(Ending(0, -11), 0.1) == ["rank 0: signal SIGSEGV"]
+    assert v.ended(Ending(1, -15, told=True), 0.2) == []
+    assert v.code == 7
+
+
+def test_l5_a_peer_that_gave_up_is_no_cause() -> None:
+    v = verdict(3, left=dict.fromkeys(range(3), Left.OPEN))
+    assert v.ended(Ending(1, -9), 0) == ["rank 1: signal SIGKILL"]
+    assert v.ended(Ending(0, 1), 0.1) == []
+
+
+def test_l5_an_early_end_is_a_failure_when_its_time_is_over() -> None:
+    v = verdict(3)
+    assert v.ended(Ending(1, 0), 10) == []
+    assert v.due == 15
+    assert v.tick(14.9) == []
+    assert v.tick(15) == ["rank 1: exit code 0, while others still worked (0, 2)"]
+    assert v.code == 1
+
+
+def test_l5_an_early_end_is_fine_when_the_others_end_in_time() -> None:
+    v = verdict(2)
+    v.ended(Ending(1, 0), 0)
+    assert v.ended(Ending(0, 0), 4) == []
+    assert (v.due, v.code) == (None, None)
+
+
+def test_l5_after_a_goodbye_there_is_no_hurry() -> None:
+    v = verdict(2, left={1: Left.CLEAN})
+    assert v.ended(Ending(1, 0), 0) == []
+    assert v.due is None
+
+
+def test_l5_a_goodbye_may_arrive_after_the_end() -> None:
+    left = {1: Left.OPEN}
+    v = verdict(2, left=left)
+    v.ended(Ending(1, 0), 0)
+    assert v.due is not None
+    assert v.due < 1
+    left[1] = Left.CLEAN
+    assert v.tick(v.due) == []
+    assert v.code is None
+
+
+def test_l5_who_left_without_goodbye_is_named_before_who_noticed() -> None:
+    v = verdict(3, left={0: Left.OPEN, 1: Left.OPEN})
+    v.ended(Ending(1, 0), 0)
+    assert v.ended(Ending(0, 1), 0.1) == [
+        "rank 1: exit code 0, while others still worked (0, 2)",
+        "rank 0: exit code 1",
+    ]
+    assert v.code == 1
+
+
+def test_l5_who_failed_first_is_waited_for() -> None:
+    v = verdict(3, left=dict.fromkeys(range(3), Left.OPEN), first=(1, 5))
+    assert v.ended(Ending(0, 1), 0) == []
+    assert v.due == HOLD
+    assert v.ended(Ending(1, 5), 1) == ["rank 1: exit code 5"]
+    assert v.code == 5
+
+
+def test_l5_who_failed_first_and_does_not_end_is_named_all_the_same() -> None:
+    v = verdict(3, first=(1, 5))
+    v.ended(Ending(0, 1), 0)
+    assert v.tick(HOLD) == ["rank 1: exit code 5"]
+    assert v.code == 5
+    assert v.ended(Ending(1, -15, told=True), HOLD) == []
+
+
+def test_l5_a_rank_stopped_by_others_is_named_when_nothing_else_explains_it() -> None:
+    v = verdict(2)
+    assert v.ended(Ending(0, -15, told=True), 0) == []
+    assert v.due is not None
+    assert v.tick(v.due) == ["rank 0: signal SIGTERM"]
+    assert v.code == 143
+
+
+def test_l5_mpirun_gives_its_code_when_it_ended_its_ranks() -> None:
+    v = verdict(2)
+    v.ended(Ending(0, -9, told=True), 0)
+    v.ended(Ending(1, -9, told=True), 0)
+    assert v.stopped_by_mpirun(3) == ["mpirun: exit code 3 before its ranks had ended"]
+    assert v.code == 3
+
+
+def test_l5_an_mpirun_that_ends_after_its_ranks_says_nothing_new() -> None:
+    v = verdict(2)
+    v.ended(Ending(0, 0), 0)
+    v.ended(Ending(1, 0), 0)
+    assert v.stopped_by_mpirun(0) == []
+    assert v.code is None
+
+
+def test_l5_a_signal_without_a_name_has_its_number() -> None:
+    assert describe(-63) in ("signal 63", "signal SIGRTMAX-1")
+    assert Ending(0, -63).exit_code == 191

