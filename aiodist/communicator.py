@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import objects
-from aiodist.arguments import check_list, check_out, check_rank, check_sizes, check_tag, check_tensor, is_number
+from aiodist.arguments import check_list, check_out, check_rank, check_sizes, check_tag, check_tensor, is_number, overlaps
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import check_op, wire_op
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
@@ -229,7 +229,7 @@ class Communicator:
         if isinstance(t, list):
             program = returning(program, t if mine else None)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout)
+        return self._issue(what, mapped(program, convert), claims, ts, timeout, out)
 
     def _reduce_across(
         self,
@@ -279,7 +279,7 @@ class Communicator:
             for x, kind, cut in zip(ts, kinds, blocks, strict=True)
         ]
         program = _joined(programs, t)
-        return self._issue(_fingerprint("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout)
+        return self._issue(_fingerprint("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout, out)
 
     # --- moving data -----------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Communicator:
         program = _joined(programs, t)
         if across:
             program = interleaved(program)
-        return self._issue(Fingerprint("allgather", _dtypes(ts)), program, claims_of(ts, out), ts, timeout)
+        return self._issue(Fingerprint("allgather", _dtypes(ts)), program, claims_of(ts, out), ts, timeout, out)
 
     def gather(
         self,
@@ -347,7 +347,7 @@ class Communicator:
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
         program = _joined(programs, t)
         what = Fingerprint("gather", _dtypes(ts), root=root)
-        return self._issue(what, program, claims_of(ts, out), ts, timeout)
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, out)
 
     def scatter(
         self,
@@ -368,7 +368,7 @@ class Communicator:
         what = Fingerprint("scatter", root=root)
         if self.rank != root:
             program = operations.scatter(self._primitives(impl), None, False, out, root)
-            return self._issue(what, program, [] if out is None else writing(out), [], timeout)
+            return self._issue(what, program, [] if out is None else writing(out), [], timeout, out)
         if ts is None:
             raise TypeError("ts is None: root gives a list of tensors, one for each rank")
         lists, nested = self._lists(ts, out)
@@ -376,7 +376,7 @@ class Communicator:
             check_out(out, lists[0][root], numel=lists[0][root].numel())
         sent = [t for one in lists for t in one]
         program = operations.scatter(self._primitives(impl), lists, nested, out, root)
-        return self._issue(what, program, claims_of(sent, out), sent, timeout)
+        return self._issue(what, program, claims_of(sent, out), sent, timeout, out)
 
     def alltoall(
         self,
@@ -398,7 +398,7 @@ class Communicator:
         programs = [operations.alltoall(self._primitives(impl), one, outs) for one in lists]
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
-        return self._issue(Fingerprint("alltoall"), program, claims_of(sent, *(outs or ())), sent, timeout)
+        return self._issue(Fingerprint("alltoall"), program, claims_of(sent, *(outs or ())), sent, timeout, *(outs or ()))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
@@ -457,8 +457,8 @@ class Communicator:
         dst, src, tag = check_rank(dst, self.size, "dst"), check_rank(src, self.size, "src"), check_tag(tag)
         t = check_tensor(t)
         into = None if out is None else check_out(out, t, numel=0)
-        if into is not None and into.data_ptr() == t.data_ptr():
-            raise ValueError("out is the input: expected other memory, since both are in flight at once")
+        if into is not None and overlaps(into, t):
+            raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
         handle, finish = self._issuer.message("sendrecv", t.nbytes, claims, timeout)
         mailbox = self._issuer.mailbox
@@ -640,7 +640,7 @@ class Communicator:
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)
-        return self._issue(_fingerprint(name, ts, op), mapped(program, convert), claims, ts, timeout)
+        return self._issue(_fingerprint(name, ts, op), mapped(program, convert), claims, ts, timeout, out)
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
         ts = _alike(check_list(t, None, "t"))
@@ -664,8 +664,16 @@ class Communicator:
         claims: Sequence[Claim],
         ts: Sequence[Tensor],
         timeout: float | None,
+        *outs: Tensor | None,
     ) -> Handle[Any]:
-        return self._issuer.collective(what, program, claims, nbytes=sum(t.nbytes for t in ts), timeout=timeout)
+        # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
+        old = [out.untyped_storage() for out in outs if out is not None]
+        handle: Handle[Any] = self._issuer.collective(
+            what, program, claims, nbytes=sum(t.nbytes for t in ts), timeout=timeout
+        )
+        if old and not handle.done():
+            handle.keep = old
+        return handle
 
     def _primitives(self, impl: str) -> Primitives:
         native = self._transport.native

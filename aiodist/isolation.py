@@ -56,7 +56,7 @@ class _Isolated(Coroutine[Any, Any, Any]):
         self._steps = _steps(coro, Modes.capture())
         next(self._steps)
         self.send = self._steps.send  # type: ignore[method-assign]
-        self.throw = self._steps.throw  # type: ignore[assignment]
+        self.throw = self._steps.throw  # type: ignore[method-assign]
 
     if TYPE_CHECKING:
 

@@ -11,8 +11,8 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.origin import Origin
 from aiodist.handles.account import Account
+from aiodist.handles.origin import Origin
 
 if TYPE_CHECKING:
     from types import CodeType

@@ -185,7 +185,10 @@ class Progress:
 
     def spin(self, handle: Handle[Any]) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large or not transport_lock.acquire(False):
+        if not handle.polled or self.large:
+            return
+        self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
+        if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return
         try:
             self.poll()
@@ -203,18 +206,23 @@ class Progress:
 
     def _turn(self) -> None:
         """One iteration of the loop while something is pending."""
-        now = self.last_ran = perf_counter()
+        now = perf_counter()
+        if now - self.last_ran > _POLL_SECONDS:
+            self._quiet_since = now  # the loop was busy: it has not polled in vain
+        self.last_ran = now
         if not self.pending():
             self.armed = False
             return
-        if self.large or not transport_lock.acquire(False):
+        if self.large:
             self._park()
             return
-        try:
-            if self.poll():
-                self._quiet_since = now
-        finally:
-            transport_lock.release()
+        self.polls += 1
+        if transport_lock.acquire(False):
+            try:
+                if self.poll():
+                    self._quiet_since = now
+            finally:
+                transport_lock.release()
         if now - self._quiet_since < _POLL_SECONDS:
             self.loop.call_soon(self._turn)
         else:

@@ -140,7 +140,8 @@ class HostStream:
 
     def __del__(self) -> None:
         if self._refuses is None:
-            warnings.warn(f"{self} was never closed: use `async with`", ResourceWarning, stacklevel=1, source=self)
+            self._finalizer()  # here, since whoever keeps the warning may keep us alive
+            warnings.warn(f"{self} was never closed: use `async with`", ResourceWarning, stacklevel=1)
 
     def __repr__(self) -> str:
         return f"<HostStream {self.name!r}>"
@@ -213,6 +214,7 @@ class _Work:
     def withdraw(self) -> bool:
         if not self._claimed():
             return False
+        self._release()
         self.handle.withdraw()
         return True
 

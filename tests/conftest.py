@@ -6,7 +6,7 @@ One that is slow, or about one of the two, says so: `@pytest.mark.asyncio(loop_f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
@@ -22,6 +22,19 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return _FACTORIES
+
+
+async def _until(true: Callable[[], object]) -> None:
+    """Let the loop run until it is true, for ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110  - what is waited for sets no event
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """`await until(lambda: condition)`."""
+    return _until
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch import Tensor, uint8
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.errors import BackendError
+from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
 
 __all__ = ["LocalHub", "LocalTransport"]
@@ -68,9 +69,17 @@ class LocalHub:
         self._wanted.setdefault(at, []).append(receive)
 
     def forget(self, at: Address) -> None:
-        """The rank is gone: what waits for it never happens."""
-        self._sent.pop(at, None)
-        self._wanted.pop(at, None)
+        """The rank is gone: what it or others wait for never happens, and their buffers are free again."""
+        comm, rank = at
+        gone = BackendError(f"rank {rank} of {comm!r} has left")
+        over = [receive.done for receive in self._wanted.pop(at, [])]
+        over += [message.done for message in self._sent.pop(at, [])]
+        for (name, _), messages in self._sent.items():
+            if name == comm:
+                over += [message.done for message in messages if message.src == rank]
+                messages[:] = [message for message in messages if message.src != rank]
+        for done in over:
+            done(gone)
 
     def _deliver(self, message: _Message, receive: _Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
@@ -138,4 +147,5 @@ class LocalTransport:
 
     async def aclose(self, *, drained: bool) -> None:
         """Forget what waits for this rank."""
-        self._hub.forget((self._comm, self.rank))
+        with transport_lock:
+            self._hub.forget((self._comm, self.rank))

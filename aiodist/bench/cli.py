@@ -84,6 +84,8 @@ def bench(  # noqa: PLR0913 - one for each option
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
     )
+    if "local" in plan.impls and plan.ranks > 1:
+        raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
     if op == "barrier" and plan.sizes is not None:
         raise ConfigError("--sizes: a barrier has none")
     if op == "await" and dtype != "float32":

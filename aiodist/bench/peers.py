@@ -17,7 +17,7 @@ from aiodist.errors import BackendUnavailable, ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
     from aiodist.communicator import Communicator
 

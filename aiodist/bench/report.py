@@ -50,16 +50,17 @@ def seconds_text(seconds: float | None) -> str:
 def table(records: Sequence[Record], title: str) -> Table:
     """Return every record as a row; the fastest of each operation and size is marked."""
     result = Table(title=title, title_justify="left")
-    result.add_column("op")
+    result.add_column("op", no_wrap=True)
     result.add_column("input", justify="right")
     result.add_column("impl")
     for name in ("median", "mean", "p99", "algbw GB/s", "busbw GB/s", "value"):
         result.add_column(name, justify="right")
     before: tuple[str, int | None] | None = None
     for record in records:
-        if before is not None and before != (record.op, record.nbytes):
+        here = (record.op, record.nbytes) if record.value is None else ("values", None)
+        if before not in (None, here):
             result.add_section()
-        before = record.op, record.nbytes
+        before = here
         result.add_row(*_row(record), style="bold" if _is_best(record, records) else None)
     return result
 

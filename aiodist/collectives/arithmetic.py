@@ -76,6 +76,7 @@ def to_wire(t: Tensor) -> Tensor:
 def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
     """Write the reduced `wire` into `t`, unless it is a view of it; a mean is divided first."""
     if op is ReduceOp.MEAN:
-        wire.div_(ranks)
+        # Complex division multiplies by a reciprocal, which rounds twice.
+        (torch.view_as_real(wire) if wire.is_complex() else wire).div_(ranks)
     if wire.data_ptr() != t.data_ptr():
         t.detach().view(-1).copy_(wire)

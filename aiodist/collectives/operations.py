@@ -246,7 +246,8 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     if out.numel() < numel:
         if out._is_view() or not out.untyped_storage().resizable():
             raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")
-        return out.resize_(shape)
+        # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
+        return out.set_(torch.empty(shape, dtype=kind))  # type: ignore[no-any-return, call-overload]
     return out.view(-1)[:numel].view(shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 
 from aiodist.handles import Handle, Origin, Progress, from_future
 from aiodist.streams import HostStream
+
+Until = Callable[[Callable[[], object]], Awaitable[None]]
 
 
 @dataclass
@@ -88,23 +90,23 @@ class Operation:
 class Bench:
     """Issues operations of one kind."""
 
-    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
+    def __init__(self, kind: str, stack: AsyncExitStack, until: Until) -> None:
         self.kind = kind
         self._stack = stack
+        self._until = until
         self._transport = Transport()
         self._futures: list[concurrent.futures.Future[Any]] = []
 
     async def issue(self) -> Operation:
         """Return an operation that runs until the test ends it."""
-        return await getattr(self, f"_{self.kind}")()
+        operation: Operation = await getattr(self, f"_{self.kind}")()
+        return operation
 
     async def ended(self, value: object = None) -> Handle[Any]:
         """Return the handle of an operation that is over."""
         operation = await self.issue()
         operation.end(value)
-        async with asyncio.timeout(10):
-            while not operation.handle.done():
-                await asyncio.sleep(0)
+        await self._until(operation.handle.done)
         return operation.handle
 
     async def _polled(self) -> Operation:
@@ -142,7 +144,7 @@ class Bench:
             outcomes.append(outcome)
             go.set()
 
-        self._stack.callback(lambda: outcomes and go.set() or (outcomes.append(None), go.set()))
+        self._stack.callback(end, None)  # should the test not come to it
         handle = stream.submit(work)
         await asyncio.to_thread(begun.wait, 10)
         return Operation(handle, end)
@@ -154,6 +156,6 @@ async def transport() -> Transport:
 
 
 @pytest.fixture(params=["polled", "future", "stream"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest, until: Until) -> AsyncIterator[Bench]:
     async with asyncio.timeout(60), AsyncExitStack() as stack:
-        yield Bench(request.param, stack)
+        yield Bench(request.param, stack, until)

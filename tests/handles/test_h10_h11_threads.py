@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,6 @@ from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Threads take turns as often as can be, so that races show."""
-    seconds = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(seconds)
 
 
 async def test_h10_wait_blocks_another_thread(bench: Any) -> None:
@@ -74,27 +64,24 @@ async def test_h10_wait_needs_no_turn_of_the_loop(bench: Any) -> None:
     assert seen == ["x"]
 
 
-@pytest.mark.usefixtures("quick_switches")
-async def test_h10_two_threads_that_begin_to_wait_at_once() -> None:
-    progress = Progress.current()
-    for _ in range(200):
-        handle: Handle[int] = Handle(progress, "raced")
-        handle.polled = False
-        together = threading.Barrier(3)
-        seen: list[int] = []
+async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were each to make an event of its own, one of them would never be told."""
+    both = threading.Barrier(2)
 
-        def wait(handle: Handle[int] = handle, together: threading.Barrier = together, seen: Any = seen) -> None:
-            together.wait()
-            seen.append(handle.wait(5))
+    class SlowEvent(threading.Event):
+        def __init__(self) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.1)  # until the other thread makes one too, if it can
+            super().__init__()
 
-        threads = [threading.Thread(target=wait) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        together.wait()
-        handle.resolve(1)
-        for thread in threads:
-            thread.join(10)
-        assert seen == [1, 1]
+    handle: Handle[int] = Handle(Progress.current(), "raced")
+    handle.polled = False
+    with monkeypatch.context() as patch:
+        patch.setattr("aiodist.handles.handle.threading.Event", SlowEvent)
+        waiting = [asyncio.create_task(asyncio.to_thread(handle.wait, 5)) for _ in range(2)]
+        await asyncio.sleep(0.3)
+    handle.resolve(1)
+    assert await asyncio.gather(*waiting) == [1, 1]
 
 
 async def test_h10_a_pending_handle_has_neither_result_nor_exception(bench: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 from aiodist.handles import Handle, Progress, from_future
 
 pytestmark = pytest.mark.timeout(30)
+ENOUGH = 15  # 80 to 100 on a machine with nothing else to do; a starved ticker gets 2 to 5
 
 
 async def _ticks_during(storm: Callable[[], Awaitable[None]], seconds: float = 0.2) -> int:
@@ -40,7 +41,7 @@ async def test_h12_a_storm_of_finished_awaits_lets_a_ticker_tick(transport: Any)
     async def storm() -> None:
         await handle
 
-    assert await _ticks_during(storm) > 40
+    assert await _ticks_during(storm) > ENOUGH
 
 
 async def test_h12_a_storm_of_handles_that_nothing_outlives() -> None:
@@ -51,14 +52,14 @@ async def test_h12_a_storm_of_handles_that_nothing_outlives() -> None:
         future.set_result(1)
         await from_future(future)
 
-    assert await _ticks_during(storm) > 40
+    assert await _ticks_during(storm) > ENOUGH
 
 
 async def test_h12_a_storm_of_operations_that_end_in_the_spin(transport: Any) -> None:
     async def storm() -> None:
         await transport.issue(after=2).handle
 
-    assert await _ticks_during(storm) > 40
+    assert await _ticks_during(storm) > ENOUGH
 
 
 async def test_h12_a_gather_of_many_lets_a_ticker_tick(bench: Any) -> None:
@@ -67,7 +68,7 @@ async def test_h12_a_gather_of_many_lets_a_ticker_tick(bench: Any) -> None:
     async def storm() -> None:
         await asyncio.gather(*handles)
 
-    assert await _ticks_during(storm) > 40
+    assert await _ticks_during(storm) > ENOUGH
 
 
 async def test_h12_a_parked_wait_costs_little(bench: Any) -> None:
@@ -82,12 +83,10 @@ async def test_h12_a_parked_wait_costs_little(bench: Any) -> None:
     assert used < 0.25  # 0.02 to 0.05 on a machine with nothing else to do
 
 
-async def test_h12_a_parked_handle_is_polled_by_the_thread_alone(transport: Any) -> None:
+async def test_h12_a_parked_handle_is_polled_by_the_thread_alone(transport: Any, until: Any) -> None:
     request = transport.issue(go=False)
     waiting = asyncio.ensure_future(request.handle)
-    async with asyncio.timeout(10):
-        while not Progress.current().parked:
-            await asyncio.sleep(0.001)
+    await until(lambda: transport.progress.parked)
     polls = request.polls
     await asyncio.sleep(0.1)
     assert request.polls - polls < 400  # the pauses grow to a millisecond
@@ -111,6 +110,10 @@ async def test_h12_completions_reach_the_loop_in_batches(transport: Any) -> None
     waiting = [asyncio.ensure_future(h) for h in handles]
     await asyncio.sleep(0)
 
-    await asyncio.to_thread(lambda: [h.resolve(1) for h in handles])
+    def settle() -> None:
+        for handle in handles:
+            handle.resolve(1)
+
+    await asyncio.to_thread(settle)
     assert await asyncio.gather(*waiting) == [1] * 500
     assert wakes < 100

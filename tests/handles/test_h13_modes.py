@@ -74,7 +74,8 @@ async def isolated(unchanged: None) -> asyncio.AbstractEventLoop:
 class Turns:
     """Tasks that run one step each time the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: Any) -> None:
+        self.until = until
         self.gates: dict[str, asyncio.Event] = {}
 
     async def turn(self, name: str) -> None:
@@ -82,8 +83,7 @@ class Turns:
         await gate.wait()
 
     async def let(self, name: str) -> None:
-        while name not in self.gates:
-            await asyncio.sleep(0)
+        await self.until(lambda: name in self.gates)
         self.gates.pop(name).set()
         for _ in range(4):
             await asyncio.sleep(0)
@@ -112,10 +112,10 @@ async def test_h13_no_grad_in_one_task_leaves_the_graph_of_another() -> None:
 @pytest.mark.usefixtures("isolated")
 @pytest.mark.parametrize("second", BLOCKS)
 @pytest.mark.parametrize("first", BLOCKS)
-async def test_h13_blocks_that_overlap_without_nesting(first: str, second: str) -> None:
+async def test_h13_blocks_that_overlap_without_nesting(first: str, second: str, until: Any) -> None:
     """A enters, B enters, A leaves, B leaves: each sees its own at every moment."""
     base = seen()
-    turns = Turns()
+    turns = Turns(until)
 
     async def task(name: str, block: str) -> None:
         with BLOCKS[block]():
@@ -143,55 +143,57 @@ programs = st.lists(
 )
 
 
+class Actor:
+    """Enters and leaves blocks as it is told, and notes what modes it sees."""
+
+    def __init__(self) -> None:
+        self.log: list[object] = []
+        self.stack = ExitStack()
+        self.orders: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def act(self, action: str) -> None:
+        if action == "pop":
+            _pop(self.stack)
+        elif action in BLOCKS:
+            self.stack.enter_context(BLOCKS[action]())
+        self.log.append(seen())
+
+    async def obey(self, done: asyncio.Semaphore) -> None:
+        with self.stack:
+            while (action := await self.orders.get()) is not None:
+                self.act(action)
+                if action == "spawn":
+                    self.log[-1] = await asyncio.create_task(_look())
+                done.release()
+
+
+async def _interleaved(program: list[tuple[int, str]]) -> list[list[object]]:
+    done = asyncio.Semaphore(0)
+    actors = [Actor() for _ in range(3)]
+    tasks = [asyncio.create_task(actor.obey(done)) for actor in actors]
+    for who, action in program:
+        actors[who].orders.put_nowait(action)
+        await done.acquire()
+    for actor in actors:
+        actor.orders.put_nowait(None)
+    await asyncio.gather(*tasks)
+    return [actor.log for actor in actors]
+
+
 @settings(max_examples=60, deadline=None)
 @given(programs)
 def test_h13_agrees_with_one_thread_per_task(program: list[tuple[int, str]]) -> None:
     """Three tasks run blocks in any interleaving; each sees what it would see on a thread of its own."""
-
-    async def actor(actions: asyncio.Queue[str], log: list[object], done: asyncio.Semaphore) -> None:
-        with ExitStack() as stack:
-            while (action := await actions.get()) != "end":
-                if action == "pop":
-                    _pop(stack)
-                elif action == "spawn":
-                    log.append(await asyncio.create_task(_look()))
-                elif action in BLOCKS:
-                    stack.enter_context(BLOCKS[action]())
-                log.append(seen())
-                done.release()
-
-    async def main() -> list[list[object]]:
-        done = asyncio.Semaphore(0)
-        queues: list[asyncio.Queue[str]] = [asyncio.Queue() for _ in range(3)]
-        logs: list[list[object]] = [[] for _ in range(3)]
-        tasks = [asyncio.create_task(actor(q, log, done)) for q, log in zip(queues, logs, strict=True)]
-        for who, action in program:
-            queues[who].put_nowait(action)
-            await done.acquire()
-        for queue in queues:
-            queue.put_nowait("end")
-        await asyncio.gather(*tasks)
-        return logs
-
-    def alone(who: int) -> list[object]:
-        log: list[object] = []
-        with ExitStack() as stack:
-            for actor, action in program:
-                if actor != who:
-                    continue
-                if action == "pop":
-                    _pop(stack)
-                elif action == "spawn":
-                    log.append(seen())
-                elif action in BLOCKS:
-                    stack.enter_context(BLOCKS[action]())
-                log.append(seen())
-        return log
-
     with asyncio.Runner() as runner:
         isolate(runner.get_loop())
-        logs = runner.run(asyncio.wait_for(main(), 20))
-    assert logs == [alone(who) for who in range(3)]
+        logs = runner.run(asyncio.wait_for(_interleaved(program), 20))
+    for who, log in enumerate(logs):
+        alone = Actor()
+        with alone.stack:
+            for actor, action in program:
+                if actor == who:
+                    alone.act(action)
+        assert log == alone.log
 
 
 def _pop(stack: ExitStack) -> None:
@@ -258,7 +260,7 @@ async def test_h13_an_inference_block_left_open_by_a_task_that_ended() -> None:
     block = torch.inference_mode()
 
     async def start() -> None:
-        block.__enter__()  # type: ignore[no-untyped-call]
+        block.__enter__()
         await asyncio.sleep(0)
 
     async def stop() -> None:
@@ -399,12 +401,12 @@ async def test_h13_a_task_looks_as_it_did() -> None:
     before = asyncio.create_task(quiet_work(), name="named")
     coro: Any = before.get_coro()
     assert inspect.getcoroutinestate(coro) == inspect.CORO_CREATED
+    assert coro.cr_frame.f_code.co_name == "quiet_work"
     assert inspect.isawaitable(coro)
     assert asyncio.iscoroutine(coro)
-    assert isinstance(coro, Coroutine)
     assert "quiet_work() running at" in repr(before)
     assert __file__ in repr(before)
-    assert coro.cr_frame.f_code.co_name == "quiet_work"
+    assert isinstance(before.get_coro(), Coroutine)
     await asyncio.sleep(0)
     assert inspect.getcoroutinestate(coro) == inspect.CORO_SUSPENDED
     assert before.get_stack()[0].f_code.co_name == "quiet_work"

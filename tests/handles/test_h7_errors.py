@@ -107,7 +107,7 @@ async def _gathered(handle: Handle[Any], stream: HostStream) -> None:
 
 
 async def _in_wait(handle: Handle[Any], stream: HostStream) -> None:
-    await asyncio.wait([handle])
+    await asyncio.wait([handle])  # type: ignore[type-var]
 
 
 async def _as_completed(handle: Handle[Any], stream: HostStream) -> None:

@@ -49,7 +49,7 @@ def test_h9_agrees_with_a_table_that_compares_all_pairs(program: list[Claim | in
             table.acquire(step.start, step.nbytes, step.writes, name)
         except BufferInFlight as error:
             assert clashing, f"{step} is free"
-            assert str(error).startswith(f"{name} would {'write' if step.writes else 'read'} memory that operation ")
+            _check(str(error), name, step)
         else:
             assert not clashing
             held.append((step, name))
@@ -58,6 +58,10 @@ def test_h9_agrees_with_a_table_that_compares_all_pairs(program: list[Claim | in
         table.release(claim.start, claim.nbytes, claim.writes)
     assert len(table) == 0
     table.acquire(0, 100, True, "after")
+
+
+def _check(message: str, name: str, claim: Claim) -> None:
+    assert message.startswith(f"{name} would {'write' if claim.writes else 'read'} memory that operation ")
 
 
 def test_h9_the_error_names_the_earlier_operation() -> None:

@@ -7,9 +7,11 @@ import contextvars
 import gc
 import os
 import random
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -159,7 +161,7 @@ async def test_s1_a_cancelled_close_still_drains_and_can_be_repeated() -> None:
 
 async def test_s1_close_drains_after_an_error_in_the_block() -> None:
     ran: list[int] = []
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError):  # noqa: PT012  - a block is what is tested
         async with HostStream() as stream:
             handle = stream.submit(ran.append, 1)
             raise LookupError
@@ -174,7 +176,7 @@ async def test_s1_sync_is_done_when_all_before_it_is() -> None:
         sync = stream.sync()
         assert not sync.cancel()
         blocked.release()
-        assert await sync is None
+        await sync
         assert before.done()
         assert blocked.handle.done()
         before.result()
@@ -194,7 +196,7 @@ async def test_s1_the_callers_modes_go_along_and_do_not_stay() -> None:
     def careless() -> None:
         torch.set_grad_enabled(False)
         torch.set_autocast_enabled("cpu", True)
-        torch.inference_mode().__enter__()  # type: ignore[no-untyped-call]
+        torch.inference_mode().__enter__()
 
     plain = modes()
     async with HostStream() as stream:
@@ -204,7 +206,7 @@ async def test_s1_the_callers_modes_go_along_and_do_not_stay() -> None:
             torch.autocast("cpu", dtype=torch.float16),
             torch.device("meta"),
         ):
-            with block:  # type: ignore[attr-defined]
+            with block:
                 here = modes()
                 handle = stream.submit(modes)
             assert here != plain
@@ -453,9 +455,7 @@ async def test_s1_a_program_that_forgets_to_close_ends(tmp_path: Any) -> None:
         "    await asyncio.sleep(0.1)\n"
         "asyncio.run(main())\n"
     )
-    import sys
-
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = str(Path(__file__).parents[2])
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(script),
@@ -491,7 +491,7 @@ async def test_s1_stress_of_submits_cancels_waits_and_errors() -> None:
             elif action < 0.2:
                 dice.choice((a, b)).wait_handle(dice.choice(handles))
             elif action < 0.22:
-                await asyncio.wait([dice.choice(handles)])
+                await asyncio.wait([dice.choice(handles)])  # type: ignore[type-var]
         await asyncio.wait_for(gather(*handles, return_exceptions=True), 20)
         for i, handle in enumerate(handles):
             assert handle.cancelled() == (handle in withdrawn)

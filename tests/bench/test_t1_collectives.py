@@ -1,0 +1,98 @@
+"""Every operation is measured: on ranks in this process alone, and on two processes beside the peers."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import aiodist
+from aiodist.bench import collectives
+from aiodist.bench.plan import Plan
+from aiodist.bench.records import Record
+from aiodist.bench.registry import BENCHMARKS, COLLECTIVES, find
+from aiodist.bench.session import Session
+from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.launch.discover import find_mpi
+from aiodist.testing import run_ranks
+
+ROOT = Path(aiodist.__file__).parents[1]
+
+
+async def measure(op: str, sizes: tuple[int, ...]) -> list[Record]:
+    async with aiodist.init() as coll:
+
+        async def fence() -> None:
+            await coll.barrier()
+
+        plan = Plan(op, coll.size, ("auto",), (), sizes=sizes, repeat=2)
+        return await collectives.measure(Session(plan, coll, ("auto",), (), fence))
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
+    found, *others = run_ranks(ranks, partial(measure, op, (4, 64)))
+    assert others == [[]] * (ranks - 1)
+    assert [(r.op, r.impl, r.ranks) for r in found] == [(op, "aiodist:auto", ranks)] * (1 if op == "barrier" else 2)
+    for record in found:
+        assert record.seconds is not None
+        assert record.seconds > 0
+        assert record.torch_threads is not None
+    # What is cut into blocks has at least one element for each rank, and no rest.
+    cut = op in ("scatter", "reduce_scatter", "alltoall")
+    last = 0 if op == "barrier" else 64 // (4 * ranks) * 4 * ranks if cut else 64
+    assert found[-1].nbytes == last
+
+
+def test_t1_every_benchmark_can_be_loaded() -> None:
+    assert all(callable(benchmark.load()) for benchmark in BENCHMARKS.values())
+    with pytest.raises(ConfigError, match=r"bench sync: expected one of allreduce, .*await"):
+        find("sync")
+
+
+ALL_BESIDE_PEERS = """
+import asyncio, json, aiodist
+from aiodist.bench import collectives, peers
+from aiodist.bench.plan import Plan
+from aiodist.bench.records import Record
+from aiodist.bench.registry import COLLECTIVES
+from aiodist.bench.session import Session
+
+async def main():
+    async with aiodist.init() as coll, peers.opened(("mpi4py", "gloo"), coll) as opened:
+        async def fence() -> None:
+            opened[0].barrier()
+        found = {}
+        for op in COLLECTIVES:
+            plan = Plan(op, coll.size, ("auto", "direct"), (), sizes=(64,), repeat=1)
+            records = await collectives.measure(Session(plan, coll, plan.impls, opened, fence))
+            found[op] = [record.impl for record in records]
+        if coll.rank == 0:
+            print(json.dumps(found))
+
+aiodist.run(main)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi"])
+def test_t1_peers_do_every_operation(mpi: str, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    try:
+        find_mpi(mpi, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "script.py").write_text(ALL_BESIDE_PEERS)
+    command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", mpi, "--no-prefix", "script.py"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for op in COLLECTIVES:
+        ours = ["aiodist:auto"] if op in ("barrier", "sendrecv") else ["aiodist:auto", "aiodist:direct"]
+        gloo = [] if op in ("scan", "exscan") else ["gloo"]
+        assert found[op] == [*ours, f"mpi4py:{op}", f"mpi4py:i{op}", *gloo]

@@ -1,0 +1,118 @@
+"""`aiodist bench` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aiodist
+from aiodist.bench import cli
+from aiodist.launch.discover import find_mpi
+
+ROOT = Path(aiodist.__file__).parents[1]
+FIELDS = {"op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"}
+FIELDS |= {"affinity", "torch_threads"}
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables: as if typed in a shell."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process, as a shell would."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "aiodist.cli", "bench", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mpi", ["openmpi"])
+def test_t1_bench_writes_records_and_a_plot(outside: None, tmp_path: Path, mpi: str) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = find_mpi("auto", os.environ.get("PATH", os.defpath))
+    if found is None or found.flavour != mpi:
+        pytest.skip("no Open MPI")
+    options = ["--sizes", "64,1KiB", "--impl", "auto,mpi", "--against", "mpi4py,gloo", "--repeat", "2", "--mpi", mpi]
+    done = bench("allreduce", "--ranks", "2", *options, "--json", "out.json", "--plot", "out.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "out.json").read_text())
+    impls = ["aiodist:auto", "aiodist:mpi", "mpi4py:allreduce", "mpi4py:iallreduce", "gloo"]
+    assert [(r["nbytes"], r["impl"]) for r in records] == [(n, impl) for n in (64, 1024) for impl in impls]
+    for record in records:
+        assert set(record) == FIELDS
+        assert (record["op"], record["ranks"]) == ("allreduce", 2)
+        assert 0 < record["seconds"] == record["p50"] <= record["p99"]
+        assert record["algbw_gbps"] == pytest.approx(record["nbytes"] / record["seconds"] / 1e9)
+        assert record["busbw_gbps"] == pytest.approx(record["algbw_gbps"])
+        assert record["affinity"]
+        assert record["torch_threads"] >= 1
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "aiodist:mpi" in done.stdout
+    assert "1 KiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sync"], "bench sync: expected one of allreduce"),
+        (["allreduce", "--sizes", "64,many"], "--sizes 'many': expected bytes"),
+        (["allreduce", "--sizes", "6"], "--sizes 6: expected a multiple of 4"),
+        (["allreduce", "--impl", "magic"], "--impl magic: expected some of auto"),
+        (["allreduce", "--against", "horovod"], "--against horovod: expected some of mpi4py, gloo"),
+        (["allreduce", "--dtype", "float"], "--dtype float: expected one of"),
+        (["allreduce", "--loop", "trio"], "--loop trio: expected one of auto"),
+        (["allreduce", "--mpi", "none", "--against", "mpi4py"], "--against mpi4py: no MPI"),
+        (["allreduce", "--mpi", "none", "--impl", "mpi"], "--impl mpi: no MPI"),
+        (["allreduce", "--impl", "local"], "--impl local: it has one process"),
+        (["allreduce", "--json", "no/such/folder/out.json"], "--json no/such/folder/out.json: expected a file"),
+        (["barrier", "--sizes", "64"], "--sizes: a barrier has none"),
+        (["await", "--dtype", "int32"], "--dtype: await is measured with float32"),
+        (["allreduce", "--ranks", "0"], "--ranks"),
+        (["allreduce", "--repeat", "x"], "--repeat"),
+        (["allreduce", "--wrong"], "--wrong"),
+        ([], "OP"),
+    ],
+)
+def test_t1_bad_arguments_are_one_clear_error(
+    outside: None, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert expected in said.err
+
+
+def test_t1_plot_without_matplotlib_is_refused_before_measuring(
+    outside: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["allreduce", "--plot", str(tmp_path / "out.png")]) == 2
+    assert "aiodist[plot]" in capsys.readouterr().err
+
+
+def test_t1_help(outside: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "--against" in capsys.readouterr().out
+
+
+def test_t1_ranks_of_a_job_that_runs(
+    outside: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert cli.main(["allreduce", "--ranks", "3"]) == 2
+    assert "--ranks 3: mpirun started 2 of them" in capsys.readouterr().err

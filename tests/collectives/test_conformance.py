@@ -1,0 +1,30 @@
+"""C1, C2, C3, C5: every operation on every backend, exactly as NumPy says (see `aiodist.testing.conformance`)."""
+
+import pytest
+
+from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
+
+# How many cases of an operation each backend is given; 65 pairs of dtype and operator are always among them.
+LIMITS = {"local": 260, "mpi": 130, "mpich": 130, "gloo": 130}
+
+
+async def run(coll, operation, seed):
+    limit = LIMITS[coll.backend] if coll.size <= 8 else 1
+    for case in cases(operation, coll.size, limit=limit, seed=seed, large=70_001 if coll.size <= 8 else 3001):
+        await check(coll, case)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, backend="local")
+@pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
+@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
+@pytest.mark.parametrize("operation", REDUCTIONS)
+async def test_c2_reductions_conform(coll, operation):
+    await run(coll, operation, seed=1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, backend="local")
+@pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
+@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
+@pytest.mark.parametrize("operation", MOVES)
+async def test_c1_moves_conform(coll, operation):
+    await run(coll, operation, seed=2)

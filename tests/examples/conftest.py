@@ -1,0 +1,62 @@
+"""Starts examples as a user does, with `aiodist run`, and sorts their output by rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a job left: its exit code, the lines of each rank, and what was written on standard error."""
+
+    code: int
+    lines: dict[int, list[str]]
+    errors: str
+
+
+@pytest.fixture(params=["openmpi", "none"])
+def mpi(request: pytest.FixtureRequest) -> str:
+    """What `--mpi` is given."""
+    name: str = request.param
+    if name == "openmpi":
+        pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    elif importlib.util.find_spec("aiodist.backends.gloo") is None:
+        pytest.skip("ranks without an MPI need the gloo backend")
+    return name
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Output]:
+    """Run a script on `n` ranks in an empty folder; fail when it takes more than a minute."""
+
+    def run(n: int, script: Path, *arguments: str, mpi: str) -> Output:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", mpi, str(script), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        lines: dict[int, list[str]] = {rank: [] for rank in range(n)}
+        for line in done.stdout.splitlines():
+            rank, _, text = line.removeprefix("[").partition("] ")
+            lines[int(rank)].append(text)
+        return Output(done.returncode, lines, done.stderr)
+
+    return run
