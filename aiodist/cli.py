@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from aiodist.env import variables
 from aiodist.errors import AiodistError, ConfigError
 
 __all__ = ["app", "main"]
@@ -101,7 +101,7 @@ def run(  # noqa: PLR0913 - one for each option
     command = (*(("-m",) if module else ()), script, *(args or ()))
     todo = Job(
         command=command,
-        ranks=auto_ranks(os.environ) if ranks == "auto" else int(ranks),
+        ranks=auto_ranks(variables()) if ranks == "auto" else int(ranks),
         mpi=mpi,
         mpi_args=tuple(mpi_arg or ()),
         exports=tuple(export or ()),
@@ -123,7 +123,7 @@ def doctor(
 
     from aiodist.doctor import examine, show
 
-    report = examine(os.environ)
+    report = examine(variables())
     if json == "-":
         typer.echo(report.to_json())
     else:

@@ -13,7 +13,17 @@ from enum import StrEnum
 
 from aiodist.errors import ConfigError
 
-__all__ = ["Environment", "Starter"]
+__all__ = ["Environment", "Starter", "replace_variables", "variables"]
+
+
+def variables() -> dict[str, str]:
+    """Return a copy of all environment variables."""
+    return dict(os.environ)
+
+
+def replace_variables(new: Mapping[str, str]) -> None:
+    """Set variables of this process, for the program that it is about to become."""
+    os.environ.update(new)
 
 
 class Starter(StrEnum):
@@ -69,16 +79,17 @@ class Environment:
     """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
-        """Return what `environ` says; raise `ConfigError` naming a variable that makes no sense."""
+    def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Return what `environ` (None: this process's) says; raise `ConfigError` for what makes no sense."""
+        environ = variables() if environ is None else environ
         starter, names = _starter(environ)
         rank, size = (0, 1) if names is None else _place(environ, names)
         return cls(
             starter=starter,
             rank=rank,
             size=size,
-            local_rank=_optional(environ, names and names.local_rank),
-            local_size=_optional(environ, names and names.local_size),
+            local_rank=_optional(environ, names.local_rank if names else None),
+            local_size=_optional(environ, names.local_size if names else None),
             mpi=any(n.rank in environ for n in _MPI_NAMES),
             rendezvous=_rendezvous(environ, starter),
             token=environ.get("AIODIST_TOKEN", ""),

@@ -82,7 +82,6 @@ class Door:
 
     async def aclose(self) -> None:
         """Send away whoever has not been let in; to be called when nobody can connect any more."""
-        await asyncio.sleep(0)  # who was just accepted gets as far as `greet`
         for link in tuple(self._strangers):
             link.abort("the hub was closed")
             await link.wait_closed(_ABORT_TIMEOUT)

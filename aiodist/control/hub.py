@@ -14,10 +14,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from aiodist.control import forks
 from aiodist.control.exits import Exit
 from aiodist.control.handshake import Door, Hello
 from aiodist.control.link import Link, Pulse
+from aiodist.control.listener import Listener
 from aiodist.control.places import listen, outward_host, tcp_address
 from aiodist.control.roster import Roster
 from aiodist.control.store import Store
@@ -70,9 +70,8 @@ class Hub:
         self._idle.set()
         self._on_join: list[Callable[[int], None]] = []
         self._on_exit: list[Callable[[Exit], None]] = []
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._pulse: Pulse | None = None
-        self._fd = -1
 
     @property
     def address(self) -> str:
@@ -114,15 +113,7 @@ class Hub:
     async def __aenter__(self) -> Hub:
         sock = await listen(self._host, self._port, backlog=max(128, self._roster.size))
         self._port = sock.getsockname()[1]
-        self._fd = sock.fileno()
-        forks.guard(self._fd)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._door.greet, sock=sock, start_serving=False)
-        try:
-            await self._server.start_serving()
-        except BaseException:
-            self._stop_listening()
-            raise
+        self._listener = Listener(sock, self._door.greet)
         self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
         return self
 
@@ -148,6 +139,8 @@ class Hub:
         self._stop_listening()
         if self._pulse is not None:
             self._pulse.stop()
+        if self._listener is not None:
+            await self._listener.wait_closed()
         await self._door.aclose()
         links = tuple(self._links.values())
         late = [] if self._roster.ready else list(self._roster.missing().items())
@@ -157,16 +150,10 @@ class Hub:
             link.close(cause)
         for link in links:
             await link.wait_closed(_FAREWELL_TIMEOUT)
-        if self._server is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FAREWELL_TIMEOUT):
-                    await self._server.wait_closed()
 
     def _stop_listening(self) -> None:
-        if self._server is not None and self._fd >= 0:
-            forks.forget(self._fd)
-            self._fd = -1
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
         rank = hello.rank

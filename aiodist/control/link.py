@@ -67,8 +67,7 @@ class Link(asyncio.Protocol):
                 await self.closed.wait()
         except TimeoutError:
             self.abort("it did not take what was sent to it")
-            if self._transport is not None:
-                await self.closed.wait()
+            await self.closed.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start; called by the loop."""
@@ -76,8 +75,6 @@ class Link(asyncio.Protocol):
         self._fd = transport.get_extra_info("socket").fileno()
         forks.guard(self._fd)
         self.heard = self._loop.time()
-        if self._cause:  # it was over before it began
-            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Hand on each frame that is complete; called by the loop."""

@@ -83,7 +83,7 @@ class LoopThread:
         try:
             async with self.stack:
                 await self._stopping.wait()
-                # Ours alone: asyncio accepts connections in tasks of its own, and forgets a socket if one is cancelled.
+                # Ours alone: the tasks of what is on the stack end with it.
                 await _cancel([task for task in self._others() if task.get_coro() in self._work])
         finally:
             await _cancel(self._others())

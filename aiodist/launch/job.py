@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from aiodist.control import Hub
+from aiodist.env import variables
 from aiodist.errors import ConfigError
 from aiodist.launch import commands, discover
 from aiodist.launch.commands import Job, Mpi, Place
@@ -28,13 +29,14 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _LAST_WORDS = 2.0  # seconds for a slow reader of our output to take what is left at the end
 
 
-async def run(job: Job, environ: Mapping[str, str] = os.environ) -> int:
+async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     """Run the job to its end and return its exit code; no process of it is left then.
 
     While it runs, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 go to the ranks. Who failed, and how, is
     printed on standard error. Raises `ConfigError` or `BackendUnavailable` where the job makes no sense here, and
     `LaunchError` where it cannot be started.
     """
+    environ = variables() if environ is None else environ
     exports = commands.exported(job.exports, environ)
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     if mpi is None and job.mpi_args:

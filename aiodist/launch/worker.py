@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from aiodist.env import Environment
+from aiodist.env import Environment, replace_variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
@@ -264,7 +264,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
             for signum in (*_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            os.environ.update(start.environ)
+            replace_variables(start.environ)
             os.execvp(start.argv[0], start.argv)
         except OSError as error:
             os.write(2, f"aiodist: cannot start {start.argv[0]}: {error}\n".encode())

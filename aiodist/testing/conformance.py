@@ -168,8 +168,8 @@ def _random(shape: tuple[int, ...], kind: torch.dtype, op: str, generator: torch
 def _reduced(parts: list[Tensor], kind: torch.dtype, op: str) -> Tensor:
     wide = torch.float64 if kind in _FLOATS else torch.complex128 if kind in _COMPLEX else kind
     total = fold(_UFUNCS[op], (part.to(wide).numpy() for part in parts))
-    if op == "mean":
-        total = total / len(parts)
+    if op == "mean":  # complex division of NumPy's rounds twice
+        total = (total.view(np.float64) / len(parts)).view(total.dtype)
     return torch.from_numpy(np.asarray(total)).to(kind).view(parts[0].shape)
 
 

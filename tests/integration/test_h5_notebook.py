@@ -32,8 +32,11 @@ async with aiodist.init() as again:
 def test_h5_notebook_cells_await_handles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.split("---\n")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    cells = [
+        {"cell_type": "code", "id": str(i), "source": text, "metadata": {}, "outputs": [], "execution_count": None}
+        for i, text in enumerate(CELLS.split("---\n"))
+    ]
+    notebook = nbformat.from_dict({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
     nbclient.NotebookClient(notebook, timeout=40, kernel_name="python3").execute(cwd=str(tmp_path))
     assert [shown(cell.outputs) for cell in notebook.cells] == ["", "[2.0, 2.0, 2.0]", "", "1048576.0", "7\n"]
 
