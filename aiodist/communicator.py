@@ -7,6 +7,7 @@ same collectives in the same order. This module owns no algorithm: see `collecti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -489,6 +490,8 @@ class Communicator:
     ) -> Handle[Any]:
         nbytes = 0 if into is None else into.nbytes
         handle, finish = self._issuer.message(op, nbytes, [] if into is None else writing(into), timeout)
+        if kind == Mailbox.OBJECT:
+            finish = _unpacked(finish)
         self._issuer.receive(handle, Wanted(kind, src, tag, into, finish))
         return handle
 
@@ -741,6 +744,20 @@ def _fingerprint(kind: str, ts: Sequence[Tensor], op: str | None, root: int | No
     if len(ts) == 1:
         return Fingerprint(kind, _name(ts[0].dtype), ts[0].numel(), known, root)
     return Fingerprint(kind, _described(ts), sum(t.numel() for t in ts), known, root)
+
+
+def _unpacked(finish: Callable[[Any, BaseException | None], None]) -> Callable[[Any, BaseException | None], None]:
+    """Return `finish` for a message that holds an object."""
+
+    def finish_object(arrived: Arrived | None, error: BaseException | None) -> None:
+        if arrived is not None:
+            try:
+                arrived = replace(arrived, data=objects.unpack(arrived.data))
+            except Exception as raised:  # noqa: BLE001  - unpickling runs the program's code; its errors go to the awaiter
+                arrived, error = None, raised
+        finish(arrived, error)
+
+    return finish_object
 
 
 def _receive(mailbox: Mailbox, into: Tensor | None, src: int, tag: int, box: list[Arrived], done: Done) -> None:

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.control import Channel, Exit
-from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError
 from aiodist.handles import Handle, Origin
 from aiodist.issuer import Issuer
-from aiodist.topology import Topology
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
+    from aiodist.control import Channel, Exit
+    from aiodist.topology import Topology
 
-__all__ = ["Family"]
+__all__ = ["DRAIN_SECONDS", "Family"]
 
-_DRAIN_SECONDS = 30.0
+DRAIN_SECONDS = 30.0
+"""How long closing waits for what is in flight."""
 
 
 class Family:
@@ -34,11 +35,13 @@ class Family:
         *,
         checked: bool,
         timeout: float | None,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         self._channel = channel
         self._make = make
         self._checked = checked
         self._timeout = timeout
+        self._drain_seconds = drain_seconds
         self._open: list[Communicator] = []
         self._shared: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self._children: dict[str, int] = {}
@@ -105,7 +108,7 @@ class Family:
             try:
                 table = await agreed
                 if earlier:
-                    await asyncio.wait(earlier)
+                    await asyncio.wait(earlier)  # type: ignore[type-var]
                 handle.resolve(await join(table))
             except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
                 handle.reject(error)
@@ -140,9 +143,21 @@ class Family:
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: Communicator) -> None:
-        """Close `communicator` and, before it, what was made from it."""
-        for child in [c for c in reversed(self._open) if c.name.startswith(f"{communicator.name}/")]:
-            await self.close(child)
+        """Close `communicator` and, before it, what was made from it, within `drain_seconds` in all.
+
+        Raises `OperationTimeout` naming what is still pending then, and gives that communicator up.
+        """
+        if isinstance(communicator._issuer.refusal, RuntimeError):  # a forked child, to which nothing belongs
+            raise communicator._issuer.refusal
+        until = asyncio.get_running_loop().time() + self._drain_seconds
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain_seconds)
+        # By name, since tasks may make communicators in another order on each rank. "a/b" sorts behind "a".
+        below = [c for c in self._open if c is communicator or c.name.startswith(f"{communicator.name}/")]
+        for member in sorted(below, key=lambda c: c.name, reverse=True):
+            await self._close(member, until)
+
+    async def _close(self, communicator: Communicator, until: float) -> None:
         if communicator not in self._open:
             return
         self._open.remove(communicator)
@@ -152,24 +167,33 @@ class Family:
         try:
             issuer.withdraw_receives()
             if issuer.refusal is None:
-                await issuer.drain(_DRAIN_SECONDS)
-                await communicator.barrier(timeout=_DRAIN_SECONDS)
+                await issuer.drain(self._left(until))
+                await communicator.barrier(timeout=self._left(until))
                 drained = True
-        except OperationTimeout as error:
-            issuer.abort(error)
+        except BaseException as error:
+            failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
+            issuer.abort(error if isinstance(error, AiodistError) else failure)
             raise
         finally:
-            issuer.close()
-            await communicator._transport.aclose(drained=drained)
+            try:
+                issuer.close()
+            finally:  # a warning that is an error
+                await communicator._transport.aclose(drained=drained)
+
+    def _left(self, until: float) -> float:
+        return max(0.0, until - asyncio.get_running_loop().time())
 
     async def abandon(self, error: AiodistError) -> None:
         """The program failed: give everything up at once."""
-        for communicator in reversed(self._open):
+        for task in self._tasks:
+            task.cancel()
+        given_up, self._open = self._open[::-1], []
+        for communicator in given_up:
             communicator._issuer.abort(error)
             communicator._issuer.ledger.close()
+        for communicator in given_up:
             with suppress(OSError):
                 await communicator._transport.aclose(drained=False)
-        self._open.clear()
 
 
 class _Outside:

@@ -11,44 +11,59 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from aiodist.backends.base import Transport
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, run as run_program
+from aiodist.collectives.program import Endpoint
+from aiodist.collectives.program import run as run_program
 from aiodist.communicator import Communicator
-from aiodist.control import Channel, connect, host, in_process
-from aiodist.env import Environment
-from aiodist.errors import CommunicatorAborted, ConfigError
-from aiodist.family import Family
+from aiodist.control import Channel, Exit, connect, host, in_process
+from aiodist.env import Environment, Starter
+from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError, OperationTimeout
+from aiodist.family import DRAIN_SECONDS, Family
 from aiodist.handles import Handle, Progress, from_future
 from aiodist.isolation import isolate
 from aiodist.topology import Topology
 
 if TYPE_CHECKING:
+    from aiodist.backends.base import Transport
     from aiodist.backends.mpi import MpiTransport
 
-__all__ = ["BACKENDS", "Place", "as_handle", "current_place", "init", "isolate", "run"]
+__all__ = ["BACKENDS", "Limits", "Place", "as_handle", "current_limits", "current_place", "init", "isolate", "run"]
 
 T = TypeVar("T")
 
 BACKENDS = ("mpi", "gloo", "local")
-_RENDEZVOUS_SECONDS = 60.0
-_GONE_SECONDS = 4.0  # a rank whose body raised is gone by then, whatever its other threads do
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How patient `init` is, in seconds."""
+
+    rendezvous: float = 60.0
+    """Until every rank has come."""
+    drain: float = DRAIN_SECONDS
+    """Until what is in flight at the end of the block is over."""
+    abort: float = 1.5
+    """For giving everything up after the block raised."""
+    leave: float = 2.5
+    """For the process to end after that, whatever its other threads do."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank that shares its process with others finds itself."""
+    """Where a rank finds itself: who carries its data, who its news."""
 
     transport: Transport
     channel: Channel
@@ -57,6 +72,8 @@ class Place:
 
 current_place: ContextVar[Place | None] = ContextVar("aiodist_place", default=None)
 """Set around each rank by `aiodist.testing.run_ranks`; None in a process of its own."""
+
+current_limits: ContextVar[Limits] = ContextVar("aiodist_limits", default=Limits())  # noqa: B039  - it is frozen
 
 
 @asynccontextmanager
@@ -71,32 +88,42 @@ async def init(
     default of every operation, in seconds.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
-    raises, nothing is waited for: the other ranks are told, their operations raise, and this process is gone within
-    five seconds. Raises `ConfigError`, `BackendUnavailable`, or `OperationTimeout` naming the ranks that never came.
+    raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
+    when the process then ends, threads that never do hold it up for a few seconds at most. Raises `ConfigError`,
+    `BackendUnavailable`, `PeerLost`, or `OperationTimeout` naming the ranks that never came.
     Nothing global is set; it can be opened again after it was closed.
     """
-    place = current_place.get()
+    limits = current_limits.get()
+    given = current_place.get()
     environment = Environment.read()
-    if place is None:
-        transport, channel = await _open(environment, _backend(backend, environment))
-        own_checked = environment.checked
-    else:
-        transport, channel, own_checked = place.transport, place.channel, place.checked
-    family = Family(channel, Communicator, checked=own_checked if checked is None else checked, timeout=timeout)
+    place = given or await _find_place(environment, _backend(backend, environment), limits)
+    transport, channel = place.transport, place.channel
+    family = Family(
+        channel,
+        Communicator,
+        checked=place.checked if checked is None else checked,
+        timeout=timeout,
+        drain_seconds=limits.drain,
+    )
+    process = os.getpid()
     try:
-        world = family.world(transport, await _topology(channel))
+        world = family.world(transport, await _unless_lost(channel, _topology(channel, limits)))
         _limit_spinning(world)
         yield world
-        await world.aclose()
+        if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
+            await world.aclose()
     except BaseException as error:
-        code = _exit_code(error)
-        channel.fail(_cause(error), "".join(traceback.format_exception(error)), code)
-        await family.abandon(CommunicatorAborted(f"this rank failed: {_cause(error)}"))
-        if place is None and transport.size > 1:
-            _leave_soon(code)
+        if os.getpid() == process:
+            end = await _the_end(error)
+            if given is None and transport.size > 1:
+                await _leave_in_time(end.exitcode, limits.leave)
+            await _give_up(family, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
         raise
-    finally:
+    if os.getpid() == process:
         await channel.aclose()
+
+
+# --- opening -------------------------------------------------------------------------------------------------
 
 
 def _backend(asked: str | None, environment: Environment) -> str:
@@ -110,43 +137,106 @@ def _backend(asked: str | None, environment: Environment) -> str:
     return name
 
 
-async def _open(environment: Environment, backend: str) -> tuple[Transport, Channel]:
-    """Return this rank's transport over all ranks, and its control channel."""
+async def _find_place(environment: Environment, backend: str, limits: Limits) -> Place:
+    """Return this process's place among all ranks of its job. What fails half-way is closed again."""
     if backend == "local":
-        return LocalTransport(LocalHub(), 0, 1), in_process(1)[0]
-    if backend == "mpi" or environment.rendezvous is None:
-        from aiodist.backends.mpi import open_world
+        return Place(LocalTransport(LocalHub(), 0, 1), in_process(1)[0], environment.checked)
+    mpi = None
+    if environment.rendezvous is None and (backend == "mpi" or environment.mpi):
+        mpi = await _start_mpi(environment, limits)
+    try:
+        channel = await _meet(environment, mpi, limits)
+    except BaseException:
+        if mpi is not None:
+            await mpi.aclose(drained=False)
+        raise
+    try:
+        transport = await _unless_lost(channel, _transport(environment, backend, mpi, channel, limits))
+    except BaseException as error:
+        end = await _the_end(error)
+        channel.fail(end.cause, end.traceback, end.exitcode)
+        await channel.aclose()
+        raise
+    return Place(transport, channel, environment.checked)
 
-        world = await open_world()
-        channel = await _connect(environment, world)
-        if backend == "mpi":
-            return world, channel
-    else:
-        channel = await _connect(environment, None)
-    from aiodist.backends.gloo import open_world as open_gloo
 
-    return await open_gloo(channel), channel
-
-
-async def _connect(environment: Environment, mpi: MpiTransport | None) -> Channel:
-    rank, size = (environment.rank, environment.size) if mpi is None else (mpi.rank, mpi.size)
-    if size == 1:
+async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limits) -> Channel:
+    """Return the control channel to the other ranks, once all of them have come."""
+    if (environment.size if mpi is None else mpi.size) == 1:
         return in_process(1)[0]
-    if environment.rendezvous is not None:
-        return await connect(
-            environment.rendezvous,
-            rank=rank,
-            size=size,
-            token=environment.token,
-            timeout=_RENDEZVOUS_SECONDS,
-            environ=environment.variables,
+    if mpi is not None:
+        return await _meet_over_mpi(environment, mpi, limits)
+    if environment.rendezvous is None:
+        how = "start them with aiodist run, torchrun or mpirun"
+        raise ConfigError(f"{environment.size} ranks and no rendezvous: {how}")
+    return await connect(
+        environment.rendezvous,
+        rank=environment.rank,
+        size=environment.size,
+        token=environment.token,
+        timeout=limits.rendezvous,
+        environ=environment.variables,
+    )
+
+
+async def _transport(
+    environment: Environment, backend: str, mpi: MpiTransport | None, channel: Channel, limits: Limits
+) -> Transport:
+    if backend == "mpi":
+        return mpi or await _start_mpi(environment, limits)
+    from aiodist.backends.gloo import open_world
+
+    if mpi is not None:  # it was needed only for the ranks to meet
+        await mpi.aclose(drained=True)
+    return await open_world(channel)
+
+
+async def _start_mpi(environment: Environment, limits: Limits) -> MpiTransport:
+    from aiodist.backends.mpi import library_version, open_world
+
+    try:
+        async with asyncio.timeout(limits.rendezvous):
+            world = await open_world()
+    except TimeoutError:
+        who = f"not all of the {environment.size} ranks came"
+        raise OperationTimeout(f"MPI could not start within {limits.rendezvous:g} s: {who}", op="init") from None
+    if environment.mpi and world.size != environment.size:
+        await world.aclose(drained=False)
+        raise ConfigError(
+            f"mpirun started {environment.size} ranks, but {library_version()}, which mpi4py loaded, sees "
+            f"{world.size}: the two are of different MPIs"
         )
-    if mpi is None:
-        raise ConfigError(f"{size} ranks and no rendezvous: start them with aiodist run, torchrun or mpirun")
-    return await _meet_over_mpi(environment, mpi)
+    return world
 
 
-async def _meet_over_mpi(environment: Environment, mpi: MpiTransport) -> Channel:
+async def _unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; raise as soon as it is known that another rank has left."""
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[Exit] = loop.create_future()
+
+    def note(exit: Exit) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(_settle, lost, exit)
+
+    channel.on_lost(note)
+    task = loop.create_task(work)
+    try:
+        await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done() and not task.done():
+            raise lost.result().error()
+        return await task
+    finally:
+        lost.cancel()
+        if task.cancel():
+            await asyncio.wait((task,))
+
+
+def _settle(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Limits) -> Channel:
     """Plain mpirun: rank 0 runs the hub and tells the others over MPI where it is."""
     hub = None
     told = None
@@ -168,16 +258,16 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport) -> Channel
     progress.start(partial(run_program, program, finish))
     address, token = as_bytes(await handle).decode().split()
     return await connect(
-        address, rank=mpi.rank, size=mpi.size, token=token, timeout=_RENDEZVOUS_SECONDS, hub=hub
+        address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub
     )
 
 
-async def _topology(channel: Channel) -> Topology:
+async def _topology(channel: Channel, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on."""
     if channel.size == 1:
         return Topology((socket.gethostname(),), 0)
     await channel.set(f"host/{channel.rank}", socket.gethostname().encode())
-    names = [(await channel.get(f"host/{rank}", timeout=_RENDEZVOUS_SECONDS)).decode() for rank in range(channel.size)]
+    names = [(await channel.get(f"host/{rank}", timeout=limits.rendezvous)).decode() for rank in range(channel.size)]
     return Topology(tuple(names), channel.rank)
 
 
@@ -187,6 +277,37 @@ def _limit_spinning(world: Communicator) -> None:
         Progress.current().spin_seconds = 0.0
 
 
+# --- giving up -----------------------------------------------------------------------------------------------
+
+
+class _End(NamedTuple):
+    """Why the block ended, as the other ranks are told."""
+
+    cause: str
+    traceback: str
+    exitcode: int
+
+
+async def _the_end(error: BaseException) -> _End:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, asyncio.CancelledError):
+        error = await _reason() or error
+    return _End(f"{type(error).__name__}: {error}".removesuffix(": "), trace, _exit_code(error))
+
+
+async def _reason() -> BaseException | None:
+    """Return what ends the loop, if it is ended: `sys.exit` in one task cancels the others.
+
+    `asyncio.run` cancels them while it is left with that exception, so a callback of the loop sees it being handled;
+    a task does not, since each has handled exceptions of its own.
+    """
+    loop = asyncio.get_running_loop()
+    seen: asyncio.Future[BaseException | None] = loop.create_future()
+    loop.call_soon(lambda: _settle(seen, sys.exception()))
+    reason = await seen
+    return reason if isinstance(reason, (SystemExit, KeyboardInterrupt)) else None
+
+
 def _exit_code(error: BaseException) -> int:
     """Return the exit code that Python will give this process for `error`."""
     if isinstance(error, BaseExceptionGroup):
@@ -194,24 +315,62 @@ def _exit_code(error: BaseException) -> int:
         return 1 if exits is None else _exit_code(exits.exceptions[0])
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    # Ctrl-C cancels the main task, and is raised by `asyncio.run` only after that has ended.
     return 130 if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else 1
 
 
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+async def _give_up(family: Family, channel: Channel, end: _End, seconds: float, *, patient: bool) -> None:
+    """Tell the others and close what is open, in `seconds` at most; no trouble of it hides the error that led here.
+
+    With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.
+    """
+    channel.fail(end.cause, end.traceback, end.exitcode)
+    with suppress(TimeoutError, AiodistError, RuntimeError, OSError):
+        async with asyncio.timeout(seconds):
+            await family.abandon(CommunicatorAborted(f"this rank failed: {end.cause}"))
+            while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
+                await asyncio.sleep(0.02)
+            await channel.aclose()
 
 
-def _leave_soon(code: int) -> None:
-    """Other threads, in native code or of the user's, may keep the interpreter from ending: do not wait for them."""
+async def _leave_in_time(code: int, seconds: float) -> None:
+    """Other threads, in native code or of the user's, may keep the process from ending: then end it, with `code`.
 
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    The time runs while asyncio closes the loop, where it waits for the threads of its executor, and from the end of
+    the main thread, where Python waits for all others; not before: the program may catch the error and go on.
+    """
+    closing = threading.Event()
+    sign = _sign_of_closing(closing)
+    await anext(sign)
+    loop = asyncio.get_running_loop()
+
+    def watch(sign: object) -> None:
+        main = threading.main_thread()
+        left = seconds
+        while left > 0:
+            started = monotonic()
+            closing.wait(_LOOK_SECONDS)
+            main.join(_LOOK_SECONDS)
+            if not main.is_alive() or (closing.is_set() and not loop.is_closed()):
+                left -= monotonic() - started
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
         os._exit(code)
 
-    timer = threading.Timer(_GONE_SECONDS, leave)
-    timer.daemon = True
-    timer.start()
+    # It holds `sign`, which the loop knows only weakly.
+    threading.Thread(target=watch, name="aiodist-leave", daemon=True, kwargs={"sign": sign}).start()
+
+
+async def _sign_of_closing(closing: threading.Event) -> AsyncIterator[None]:
+    """Set `closing` when the loop is closed: it ends the asynchronous generators that nobody has ended."""
+    try:
+        yield
+    finally:
+        closing.set()
+
+
+# --- running -------------------------------------------------------------------------------------------------
 
 
 def run(

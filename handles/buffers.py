@@ -25,6 +25,8 @@ class InFlight:
         self._writes: list[int] = []
         self._written: dict[int, tuple[int, object]] = {}
         """First byte to one past the last, and who writes there."""
+        self._only: tuple[int, int, object] | None = None
+        """The one range in flight, when there is just one and it is written: the tables are empty then."""
         self._reads: list[Range] = []
         self._readers: dict[Range, list[object]] = {}
         self._longest_read = 0
@@ -35,6 +37,11 @@ class InFlight:
             return
         end = start + nbytes
         with self._lock:
+            if self._only is not None:
+                self._written_alone()
+            elif writes and not self._writes and not self._reads:
+                self._only = (start, end, owner)
+                return
             begun = self._writes
             at = bisect_right(begun, start) if begun else 0
             if at and self._written[begun[at - 1]][0] > start:
@@ -54,14 +61,24 @@ class InFlight:
         if not nbytes:
             return
         with self._lock:
-            if writes:
+            if self._only is not None:
+                self._only = None
+            elif writes:
                 del self._writes[bisect_left(self._writes, start)]
                 del self._written[start]
             else:
                 self._drop_read((start, start + nbytes))
 
+    def _written_alone(self) -> None:
+        """Enter the range that was alone into the table."""
+        assert self._only is not None
+        start, end, owner = self._only
+        self._writes.append(start)
+        self._written[start] = (end, owner)
+        self._only = None
+
     def __len__(self) -> int:
-        return len(self._writes) + sum(map(len, self._readers.values()))
+        return (self._only is not None) + len(self._writes) + sum(map(len, self._readers.values()))
 
     def _read(self, start: int, end: int) -> object | None:
         """Return who reads any of these bytes."""

@@ -161,7 +161,7 @@ class Handle(Generic[T]):
         if perf_counter() - progress.last_ran > _FAIR_SECONDS and progress.owns_thread():
             progress.last_ran = perf_counter()
             yield
-        return self._outcome()
+        return self._value if self._status is _RETURNED else self._outcome()
 
     def check_loop(self, progress: Progress) -> None:
         """Raise `RuntimeError` unless it belongs to the loop of `progress`."""

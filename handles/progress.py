@@ -50,8 +50,12 @@ transport_lock = threading.Lock()
 class Poller(Protocol):
     """All pending requests of one native library on one loop; called with the transport lock held."""
 
-    def poll(self) -> bool:
-        """Make progress, tell whoever tracks a request that ended, and return whether any did."""
+    def poll(self, until: float = 0.0) -> bool:
+        """Make progress, tell whoever tracks a request that ended, and return whether any did.
+
+        One pass; with `until` (seconds of `perf_counter`) it may make more of them, until then or until something
+        ends: a poller that loops close to its library answers sooner.
+        """
 
     def __len__(self) -> int:
         """Return how many requests are pending."""
@@ -157,15 +161,19 @@ class Progress:
 
     # --- driving ---------------------------------------------------------------------------------------
 
-    def poll(self) -> bool:
-        """Make one pass over everything; with the transport lock held. True when something completed."""
+    def poll(self, until: float = 0.0) -> bool:
+        """Make one pass over everything; with the transport lock held. True when something completed.
+
+        With `until` a poller that is alone may stay until then.
+        """
         self.polls += 1
         if self._inbox:
             self._empty_inbox()
         completed = False
-        for poller in self._pollers:
+        pollers = self._pollers
+        for poller in pollers:
             try:
-                if poller.poll():
+                if poller.poll(until if len(pollers) == 1 else 0.0):
                     completed = True
             except Exception as error:  # noqa: BLE001  - it must not end the progress thread
                 self.remove_poller(poller)
@@ -191,15 +199,13 @@ class Progress:
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return
         try:
-            self.poll()
-            if handle.done() or not self.pending():
-                return
-            # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
-            until = min(perf_counter() + self.spin_seconds, self.last_ran + _TICK_SECONDS)
-            poll = self.poll
-            while perf_counter() < until and not self.large:
-                poll()
-                if handle.done():
+            until = perf_counter() + self.spin_seconds
+            if until > self.last_ran + _TICK_SECONDS:
+                # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
+                until = self.last_ran + _TICK_SECONDS
+            while True:
+                self.poll(until)
+                if handle.done() or perf_counter() >= until or not self.pending():
                     return
         finally:
             transport_lock.release()

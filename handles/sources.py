@@ -36,7 +36,7 @@ class SourcePoller(Generic[T]):
     def __len__(self) -> int:
         return 0 if self._handle.done() else 1
 
-    def poll(self) -> bool:
+    def poll(self, until: float = 0.0) -> bool:
         """Settle the handle when the source is over."""
         try:
             if not self._source.poll():

@@ -30,6 +30,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from ctypes import memmove
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -135,6 +136,14 @@ class _Frame(NamedTuple):
         return self._replace(data=self.data.clone())
 
 
+class _Member(Protocol):
+    """A communicator, as frames see it; called with the transport lock held, with ranks of the world."""
+
+    def came(self, src: int, frame: _Frame) -> None: ...
+
+    def lost(self, world_rank: int, error: BackendError) -> None: ...
+
+
 class _Peer:
     """What goes to and comes from one other rank of the world; with the transport lock held, save where it says so."""
 
@@ -183,7 +192,7 @@ class _Peer:
 
     def offer(self, t: Tensor, tag: int, comm: int, done: Done) -> None:
         """Announce `t` and send it; done when the peer says that it came."""
-        pieces = _bytes(t).split(_PIECE_BYTES)
+        pieces = _pieces(_bytes(t))
         if self._next_payload + len(pieces) > _LAST_PAYLOAD:
             self._next_payload = _PAYLOADS
         number = self._next_payload
@@ -199,13 +208,13 @@ class _Peer:
         if error is None:
             self._offers[number] = works, done
         else:
-            done(error)
+            done(_again(error))
 
     def fetch(self, number: int, into: Tensor, done: Done) -> None:
         """Receive what was offered as `number` into the bytes `into`."""
         try:
             receive = self._wire.group.recv
-            pieces = into.split(_PIECE_BYTES)
+            pieces = _pieces(into)
             works = [receive([piece], self.rank, number + i) for i, piece in enumerate(pieces)]
         except RuntimeError as error:
             done(_backend_error(error))
@@ -232,13 +241,10 @@ class _Peer:
             while True:
                 work, buffer, view = works.popleft()
                 work.wait(_FOREVER)
-                with transport_lock:
-                    self._came(buffer, view)
-                    self._wire.progress.called()
+                self._wire.tell(partial(self._came, buffer, view))
                 works.append(self._post(buffer, view))
         except RuntimeError as error:
-            with transport_lock:
-                self._gone(_backend_error(error))
+            self._wire.tell(partial(self._gone, _backend_error(error)))
 
     def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
         work = self._wire.group.recv([buffer], self.rank, _FRAMES)
@@ -252,16 +258,13 @@ class _Peer:
         for _ in range(frame.acknowledged - self._acknowledged):
             self._sent.popleft()
         self._acknowledged = frame.acknowledged
-        try:
-            if frame.kind == _TAKEN:
-                _, done = self._offers.pop(frame.number)
-                done(None)
-            elif frame.kind != _CREDITS:
-                self._wire.came(self.rank, frame)
-        except Exception as error:  # noqa: BLE001  - it must not end the thread
-            self._wire.progress.report(f"a frame from rank {self.rank} could not be handled", error)
         if self._received - self._told >= _CREDIT:
             self.send(_CREDITS)
+        if kind == _TAKEN:
+            _, done = self._offers.pop(number)
+            done(None)
+        elif kind != _CREDITS:
+            self._wire.came(self.rank, frame)
 
     def _collect(self) -> None:
         """Wait for data, in the order of its receives: the peer has sent all of it already."""
@@ -273,10 +276,8 @@ class _Peer:
                     work.wait(_FOREVER)
             except RuntimeError as error:
                 failure = _backend_error(error)
-            del works, item
-            with transport_lock:
-                over(failure)
-                self._wire.progress.called()
+            self._wire.tell(partial(over, failure))
+            del works, over, item
 
     def _gone(self, error: BackendError) -> None:
         if self.error is None:
@@ -288,7 +289,7 @@ class _Peer:
         """What was not taken never will be."""
         offers, self._offers = self._offers, {}
         for _, done in offers.values():
-            done(error)
+            done(_again(error))
 
     def join(self, until: float) -> bool:
         """Wait for its threads, without the lock, once the connection is closed; return whether they ended."""
@@ -305,23 +306,23 @@ class _Wire:
     def __init__(self, group: _ProcessGroup, rank: int, size: int, progress: Progress) -> None:
         self.group = group
         self.progress = progress
-        self.capacity = max(4096, (512 << 10) // size)
+        self.capacity = max(4096, (1 << 20) // size)
         """The longest data that travels in a frame, in bytes."""
-        self._open: dict[int, GlooTransport] = {}
+        self._open: dict[int, _Member] = {}
         self._closed: set[int] = set()
         self._early: dict[int, list[tuple[int, _Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
         self._closing = False
         self.peers = {other: _Peer(self, other) for other in range(size) if other != rank}
 
-    def join(self, comm: int, transport: GlooTransport) -> None:
-        """Deliver the frames of `comm` to `transport`."""
-        self._open[comm] = transport
+    def join(self, comm: int, member: _Member) -> None:
+        """Deliver the frames of `comm` to `member`."""
+        self._open[comm] = member
         for src, frame in self._early.pop(comm, ()):
-            transport.came(src, frame)
+            member.came(src, frame)
         for peer in self.peers.values():
             if peer.error is not None:
-                transport.lost(peer.rank, peer.error)
+                member.lost(peer.rank, peer.error)
 
     def leave(self, comm: int) -> None:
         """Throw the frames of `comm` away."""
@@ -329,19 +330,28 @@ class _Wire:
         self._early.pop(comm, None)
         self._closed.add(comm)
 
+    def tell(self, fn: Callable[[], None]) -> None:
+        """Call `fn`, which may complete operations, from a thread of ours: it takes the lock."""
+        with transport_lock:
+            try:
+                fn()
+            except Exception as error:  # noqa: BLE001  - it must not end the thread
+                self.progress.report("what a frame completed failed", error)
+            self.progress.called()
+
     def came(self, src: int, frame: _Frame) -> None:
         """Deliver `frame`."""
-        transport = self._open.get(frame.comm)
-        if transport is not None:
-            transport.came(src, frame)
+        member = self._open.get(frame.comm)
+        if member is not None:
+            member.came(src, frame)
         elif frame.comm not in self._closed:
             self._early.setdefault(frame.comm, []).append((src, frame.kept()))
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Tell every communicator that `rank` cannot be reached."""
         if not self._closing:
-            for transport in list(self._open.values()):
-                transport.lost(rank, error)
+            for member in list(self._open.values()):
+                member.lost(rank, error)
 
     def give_up(self, error: BackendError) -> None:
         """Nothing is sent or received any more."""
@@ -452,17 +462,18 @@ class GlooNative:
     rank order.
     """
 
-    def __init__(self, transport: GlooTransport, wire: _Wire, comm: int, world_ranks: Sequence[int]) -> None:
-        self._transport = transport
+    def __init__(self, wire: _Wire, comm: int, rank: int, world_ranks: Sequence[int], group: _Group) -> None:
+        self.group = group
         self._progress = wire.progress
         self._comm = comm
+        self._rank = rank
+        self._size = len(world_ranks)
         self._limit = wire.capacity
-        self._others = [wire.peers[rank] for rank in world_ranks if rank in wire.peers]
+        self._others = [wire.peers[other] for other in world_ranks if other in wire.peers]
         self._seq = 0
         self._rounds: dict[int, _Round] = {}
         self._early: dict[int, list[tuple[int, _Frame]]] = {}
         self._disputed: dict[int, Done] = {}
-        self.group: _Group | None = None
 
     # What it offers.
 
@@ -474,7 +485,7 @@ class GlooNative:
             return False
         if numel * kind.itemsize <= self._limit:
             return operation != "reduce"  # the others send to the root and need not wait
-        if operation not in ("allreduce", "reduce") or self.group is None:
+        if operation not in ("allreduce", "reduce"):
             return False
         return kind in _GLOO_INTEGERS or kind in _GLOO_FLOATS or (op is ReduceOp.SUM and kind in _COMPLEX)
 
@@ -492,24 +503,24 @@ class GlooNative:
             return
 
         def finish(parts: list[Tensor]) -> None:
-            _write(t, _combined(parts, t.dtype, op))
+            _combine(parts, t, op)
             done(None)
 
         self._begin(signature, t, finish, done)
 
     def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
         """Reduce into root's `t`; gloo uses the others' as scratch, so they give it copies."""
-        given = t if self._transport.rank == root else t.detach().clone()
+        given = t if self._rank == root else t.detach().clone()
         signature = _sign("reduce", t.dtype, t.numel(), op, root)
         self._long(signature, done, _calls(given, partial(_gloo_reduce, op, root)))
 
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
         """Reduce short `t` and give rank r the `counts[r]` elements of block r in `out`."""
-        start = sum(counts[: self._transport.rank])
+        start = sum(counts[: self._rank])
 
         def finish(parts: list[Tensor]) -> None:
-            own = [part.view(t.dtype)[start : start + out.numel()] for part in parts]
-            _write(out, _combined(own, t.dtype, op))
+            first = start * t.element_size()
+            _combine([part[first : first + out.nbytes] for part in parts], out, op)
             done(None)
 
         digest = zlib.crc32(repr(tuple(counts)).encode()) >> 1
@@ -519,8 +530,8 @@ class GlooNative:
         """Reduce short `t` in place over the ranks up to this one."""
 
         def finish(parts: list[Tensor]) -> None:
-            if self._transport.rank:
-                _write(t, _combined(parts[: self._transport.rank + 1], t.dtype, op))
+            if self._rank:
+                _combine(parts[: self._rank + 1], t, op)
             done(None)
 
         self._begin(_sign("scan", t.dtype, t.numel(), op), t, finish, done)
@@ -540,29 +551,23 @@ class GlooNative:
 
         every peer's frames arrive in the order of its calls, so an earlier round is over before a later one.
         """
-        group = self.group
-        assert group is not None
-        self._begin(signature, None, lambda _: group.run(calls, done), done)
+        self._begin(signature, None, lambda _: self.group.run(calls, done), done)
 
-    def _begin(
-        self, signature: bytes, data: Tensor | None, finish: Callable[[list[Tensor]], None], done: Done
-    ) -> None:
+    def _begin(self, signature: bytes, data: Tensor | None, finish: Callable[[list[Tensor]], None], done: Done) -> None:
         number = self._seq
         self._seq += 1
         nbytes = 0 if data is None else data.nbytes
-        error = self._transport.error_of(ANY)
+        error = next((peer.error for peer in self._others if peer.error is not None), None)
         for peer in self._others:
             error = error or peer.send(
                 _ROUND, comm=self._comm, number=number, nbytes=nbytes, signature=signature, data=data
             )
         early = self._early.pop(number, ())
         if error is not None:
-            done(error)
+            done(_again(error))
             return
         round = _Round(signature, finish, done)
-        rank = self._transport.rank
-        round.signatures[rank] = signature
-        round.parts[rank] = _nothing if data is None else _bytes(data)
+        self._add(round, self._rank, signature, _nothing if data is None else _bytes(data))
         self._rounds[number] = round
         for src, frame in early:
             self._add(round, src, frame.signature, frame.data)
@@ -572,7 +577,7 @@ class GlooNative:
         """A rank of this communicator came to round `frame.number`."""
         round = self._rounds.get(frame.number)
         if round is not None:
-            last = len(round.parts) == self._transport.size - 1
+            last = len(round.parts) == self._size - 1
             self._add(round, src, frame.signature, frame.data if last else frame.data.clone())
             self._conclude(frame.number, round)
         elif frame.number >= self._seq:
@@ -583,14 +588,14 @@ class GlooNative:
         round.parts[src] = data
 
     def _conclude(self, number: int, round: _Round) -> None:
-        if len(round.parts) < self._transport.size:
+        if len(round.parts) < self._size:
             return
         del self._rounds[number]
         if any(signature != round.signature for signature in round.signatures.values()):
             self._dispute(number, round)
             return
         try:
-            round.finish([round.parts[rank] for rank in range(self._transport.size)])
+            round.finish([round.parts[rank] for rank in range(self._size)])
         except RuntimeError as error:
             round.done(_backend_error(error))
 
@@ -616,12 +621,9 @@ class GlooNative:
         """What is under way never ends."""
         rounds, self._rounds = self._rounds, {}
         disputed, self._disputed = self._disputed, {}
-        for round in rounds.values():
-            round.done(error)
-        for done in disputed.values():
-            done(error)
-        if self.group is not None:
-            self.group.cut()
+        for done in [round.done for round in rounds.values()] + list(disputed.values()):
+            done(_again(error))
+        self.group.cut()
 
 
 _INTEGERS = _GLOO_INTEGERS | {torch.int16}
@@ -641,26 +643,22 @@ def _read(signature: bytes) -> str:
     return f"{operation} {op.rstrip(bytes(1)).decode()} of {numel} {kind.rstrip(bytes(1)).decode()}{where}"
 
 
-def _combined(parts: Sequence[Tensor], kind: torch.dtype, op: ReduceOp) -> Tensor:
+def _combine(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
+    """Combine bytes `parts`, in order, into `out`, which may be one of them."""
+    # Through NumPy, for a tensor without a history: `out` may need a gradient or be one of inference mode's.
+    target = torch.from_numpy(out.detach().view(-1).numpy())
     combine = _COMBINE[op]
-    total = combine(parts[0].view(kind), parts[1].view(kind))
-    for part in parts[2:]:
-        combine(total, part.view(kind), out=total)
-    return total
+    typed = [part.view(out.dtype) for part in parts]
+    total = typed[0]
+    for i, part in enumerate(typed[1:], 2):
+        total = combine(total, part, out=target) if i == len(typed) else combine(total, part)
 
 
-def _write(t: Tensor, result: Tensor) -> None:
-    # By address: torch would look at modes, which are per thread, and at whether `t` needs a gradient.
-    memmove(t.data_ptr(), result.data_ptr(), result.nbytes)
-
-
-def _calls(
-    t: Tensor, call: Callable[[Tensor, _ProcessGroup], Work]
-) -> list[Callable[[_ProcessGroup], Work]]:
+def _calls(t: Tensor, call: Callable[[Tensor, _ProcessGroup], Work]) -> list[Callable[[_ProcessGroup], Work]]:
     flat = t.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    return [partial(call, piece) for piece in flat.split(_PIECE_BYTES // flat.element_size())]
+    return [partial(call, piece) for piece in _pieces(flat)]
 
 
 def _gloo_allreduce(op: ReduceOp, t: Tensor, group: _ProcessGroup) -> Work:
@@ -706,8 +704,18 @@ class GlooTransport:
 
     name = "gloo"
 
-    def __init__(self, meeting: _Meeting, wire: _Wire | None, path: str, world_ranks: Sequence[int]) -> None:
-        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them."""
+    def __init__(
+        self,
+        meeting: _Meeting,
+        wire: _Wire | None,
+        path: str,
+        world_ranks: Sequence[int],
+        group: _ProcessGroup | None,
+    ) -> None:
+        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them.
+
+        A rank that is alone has neither `wire` nor `group`.
+        """
         self._meeting = meeting
         self._wire = wire
         self._path = path
@@ -719,15 +727,13 @@ class GlooTransport:
         self._wanted: list[_Wanted] = []
         self._unexpected: list[_Message] = []
         self._closed = False
-        self._own_native = None if wire is None else GlooNative(self, wire, self._comm, world_ranks)
-        self.native: Native | None = self._own_native
-
-    def begin(self, group: _ProcessGroup) -> None:
-        """Take part, with `group` for long collectives."""
-        if self._own_native is not None and self._wire is not None:
-            self._own_native.group = _Group(group, [rank for rank in range(self.size) if rank != self.rank])
+        self._native: GlooNative | None = None
+        if wire is not None and group is not None:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, _Group(group, others))
             with transport_lock:
-                self._wire.join(self._comm, self)
+                wire.join(self._comm, self)
+        self.native: Native | None = self._native
 
     def capabilities(self) -> Capabilities:
         """Return what it can do."""
@@ -743,7 +749,8 @@ class GlooTransport:
             return
         peer = self._wire.peers[self._world_ranks[dst]]
         if t.nbytes <= self._wire.capacity:
-            done(peer.send(_MESSAGE, tag=tag, comm=self._comm, nbytes=t.nbytes, data=t))
+            error = peer.send(_MESSAGE, tag=tag, comm=self._comm, nbytes=t.nbytes, data=t)
+            done(error and _again(error))
         else:
             peer.offer(t, tag, self._comm, done)
 
@@ -757,7 +764,7 @@ class GlooTransport:
                 return
         error = self.error_of(src)
         if error is not None:
-            done(error)
+            done(_again(error))
         else:
             self._wanted.append(wanted)
 
@@ -790,8 +797,8 @@ class GlooTransport:
         """A frame from rank `src` of the world."""
         local = self._local[src]
         if frame.kind == _ROUND:
-            if self._own_native is not None:
-                self._own_native.came(local, frame)
+            if self._native is not None:
+                self._native.came(local, frame)
         else:
             number = frame.number if frame.kind == _OFFER else 0
             self._arrived(_Message(local, frame.tag, frame.nbytes, frame.data, number))
@@ -804,9 +811,9 @@ class GlooTransport:
         failed = [wanted for wanted in self._wanted if wanted.src in (rank, ANY)]
         self._wanted = [wanted for wanted in self._wanted if wanted not in failed]
         for wanted in failed:
-            wanted.done(error)
-        if self._own_native is not None:
-            self._own_native.give_up(error)
+            wanted.done(_again(error))
+        if self._native is not None:
+            self._native.give_up(error)
 
     def error_of(self, src: int) -> BackendError | None:
         """Return why `src`, for `ANY` one of the others, cannot be reached."""
@@ -822,26 +829,26 @@ class GlooTransport:
         """Return a transport among `ranks`, with a process group of its own; the connections take some milliseconds."""
         path = f"{self._path}/{name}"
         world_ranks = [self._world_ranks[rank] for rank in ranks]
-        made = GlooTransport(self._meeting, self._wire if len(ranks) > 1 else None, path, world_ranks)
-        if len(ranks) > 1:
-            made.begin(await self._meeting.group(path, made.rank, made.size))
-        return made
+        if len(ranks) == 1:
+            return GlooTransport(self._meeting, None, path, world_ranks, None)
+        group = await self._meeting.group(path, list(ranks).index(self.rank), len(ranks))
+        return GlooTransport(self._meeting, self._wire, path, world_ranks, group)
 
     async def aclose(self, *, drained: bool) -> None:
         """Close it; what is pending fails. The world's closes the connections, which all its splits use."""
         if self._closed:
             return
         self._closed = True
-        owner = self._wire is not None and self._path == _WORLD
-        if drained and owner:
+        owner = self._path == _WORLD
+        if drained and owner and self.size > 1:
             await self._meeting.part()
         error = BackendError("gloo: the transport was closed")
         with transport_lock:
             wanted, self._wanted = self._wanted, []
             for receive in wanted:
-                receive.done(error)
-            if self._own_native is not None:
-                self._own_native.give_up(error)
+                receive.done(_again(error))
+            if self._native is not None:
+                self._native.give_up(error)
             if self._wire is not None:
                 self._wire.leave(self._comm)
                 if owner:
@@ -849,10 +856,11 @@ class GlooTransport:
         await _in_thread(partial(self._close, owner))
 
     def _close(self, owner: bool) -> None:
-        if self._own_native is not None and self._own_native.group is not None:
-            self._own_native.group.close()
+        if self._native is not None:
+            self._native.group.close()
         if owner and self._wire is not None:
             self._wire.close()
+            self._meeting.devices.clear()
 
 
 def _matches(wanted: _Wanted, message: _Message) -> bool:
@@ -875,7 +883,7 @@ class _ChannelStore(Store):
         self._given_up = False
         self.error: BaseException | None = None
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: Any) -> None:  # noqa: ANN401  - bytes, where the stub says str
         """Store `value`."""
         self._ask(self._channel.set(f"gloo/{key}", bytes(value)))
 
@@ -884,7 +892,7 @@ class _ChannelStore(Store):
         value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=_SETUP_SECONDS))
         return value
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all of `keys`."""
         for key in keys:
             self.get(key)
@@ -911,14 +919,14 @@ class _Meeting:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._devices: list[Any] = []
+        self.devices: list[Any] = []
         self.rank = channel.rank
 
     async def group(self, name: str, rank: int, size: int) -> _ProcessGroup:
         """Return the process group `name`, which all its ranks make at the same time."""
-        if not self._devices:
+        if not self.devices:
             one_host = await self._on_one_host()
-            self._devices = [await _in_thread(partial(_device, one_host))]
+            self.devices = [await _in_thread(partial(_device, one_host))]
         store = _ChannelStore(self._channel, asyncio.get_running_loop())
         try:
             return await _in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
@@ -933,7 +941,7 @@ class _Meeting:
     def _connect(self, store: Store, rank: int, size: int) -> _ProcessGroup:
         make: Any = c10d.ProcessGroupGloo  # its stub lacks most of it
         options = make._Options()
-        options._devices = self._devices
+        options._devices = self.devices
         options._threads = 2
         options._timeout = timedelta(seconds=_SETUP_SECONDS)
         return cast(_ProcessGroup, make(store, rank, size, options))
@@ -974,13 +982,11 @@ async def open_world(channel: Channel) -> GlooTransport:
     """
     meeting = _Meeting(channel)
     if channel.size == 1:
-        return GlooTransport(meeting, None, _WORLD, (0,))
+        return GlooTransport(meeting, None, _WORLD, (0,), None)
     frames = await meeting.group("frames", channel.rank, channel.size)
     group = await meeting.group(_WORLD, channel.rank, channel.size)
     wire = _Wire(frames, channel.rank, channel.size, Progress.current())
-    world = GlooTransport(meeting, wire, _WORLD, range(channel.size))
-    world.begin(group)
-    return world
+    return GlooTransport(meeting, wire, _WORLD, range(channel.size), group)
 
 
 class _WorkSource:
@@ -1015,6 +1021,12 @@ def _bytes(t: Tensor) -> Tensor:
     return t.detach().view(-1).view(torch.uint8)
 
 
+def _pieces(flat: Tensor) -> list[Tensor]:
+    """Return `flat` in pieces whose counts every library can hold."""
+    most = _PIECE_BYTES // flat.element_size()
+    return [flat[start : start + most] for start in range(0, max(1, flat.numel()), most)]
+
+
 def _empty(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
@@ -1022,8 +1034,15 @@ def _empty(nbytes: int) -> Tensor:
 def _backend_error(error: Exception) -> BackendError:
     """Return our error with gloo's text, less torch's own stack, raised from torch's."""
     wrapped = BackendError(f"gloo: {str(error).partition(chr(10) + 'Exception raised from')[0]}")
-    wrapped.__cause__ = error
+    wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
     return wrapped
+
+
+def _again(error: BackendError) -> BackendError:
+    """Return it anew: each operation writes its own place into its error."""
+    again = copy(error)
+    again.__cause__ = error.__cause__
+    return again
 
 
 def _future_error(future: torch.futures.Future[Any]) -> BackendError | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
-import mpi4py
 import torch
 from torch import Tensor
 
@@ -23,9 +24,11 @@ from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY, ReduceOp
 
-mpi4py.rc.initialize = False
-mpi4py.rc.finalize = False
 try:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise BackendUnavailable(
@@ -33,6 +36,8 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 __all__ = ["MpiTransport", "library_version", "open_world", "request_handle"]
+
+T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 30  # counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts
 
@@ -57,7 +62,11 @@ _OPS = {
     ReduceOp.BXOR: MPI.BXOR,
 }
 _REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "scan"})
-_WINDOW = 64
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+_SATURATES = "Open MPI" in MPI.Get_library_version()
+"""Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value, where integers wrap."""
+_WINDOW = 64  # how many requests one pass looks at
+_SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
 _address = MPI.buffer.fromaddress
 
 
@@ -89,15 +98,17 @@ class _Requests:
 
         return finished
 
-    def poll(self) -> bool:
+    def poll(self, until: float = 0.0) -> bool:
         """See the class."""
         requests = self._requests
         if not requests:
             return False
         if len(requests) == 1:
+            test = requests[0].Test
             try:
-                if not requests[0].Test():
-                    return False
+                while not test():
+                    if perf_counter() >= until:
+                        return False
             except MPI.Exception as error:
                 self._finish([(0, error)])
             else:
@@ -180,16 +191,27 @@ class MpiNative:
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place: Iallreduce."""
+        t, done = _widened(t, op, done, t)
         self._piecewise(t, done, lambda piece: self._comm.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]))
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
         """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
         call, mpi_type, mpi_op, nbytes = self._comm.Iallreduce, _DTYPES[kind], _OPS[op], numel * kind.itemsize
         in_place, track = MPI.IN_PLACE, self._requests.track
+        if nbytes > _PIECE_BYTES or _saturates(kind, op):
+            return lambda t, done: self.allreduce(t, op, done)
+        specs: dict[int, list[Any]] = {}
+
+        def spec(address: int) -> list[Any]:
+            if len(specs) >= _SPECS:
+                specs.clear()
+            made = specs[address] = [_address(address, nbytes), numel, mpi_type]
+            return made
 
         def start(t: Tensor, done: Done) -> None:
+            address = t.data_ptr()
             try:
-                request = call(in_place, [_address(t.data_ptr(), nbytes), numel, mpi_type], mpi_op)
+                request = call(in_place, specs.get(address) or spec(address), mpi_op)
             except MPI.Exception as error:
                 done(as_backend_error(error))
             else:
@@ -203,6 +225,7 @@ class MpiNative:
 
     def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
         """Reduce into root's `t`: Ireduce."""
+        t, done = _widened(t, op, done, t if self._comm.rank == root else None)
         if self._comm.rank == root:
             self._piecewise(t, done, lambda piece: self._comm.Ireduce(MPI.IN_PLACE, piece, _OPS[op], root))
         else:
@@ -222,12 +245,16 @@ class MpiNative:
 
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
         """Reduce `t` and keep my block: Ireduce_scatter."""
+        if _saturates(t.dtype, op):
+            t, done = _widened(t, op, done, None)
+            out, done = _widened(out, op, done, out)
         self._start(
             lambda: self._comm.Ireduce_scatter(_spec(t), _spec(out), list(counts), _OPS[op]), t.nbytes, done
         )
 
     def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` over the ranks up to mine: Iscan."""
+        t, done = _widened(t, op, done, t)
         self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, _spec(t), _OPS[op]), t.nbytes, done)
 
     def _piecewise(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
@@ -261,6 +288,24 @@ def _bytes(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.uint8)
 
 
+def _saturates(kind: torch.dtype, op: ReduceOp) -> bool:
+    return _SATURATES and op is ReduceOp.SUM and kind in _NARROW
+
+
+def _widened(t: Tensor, op: ReduceOp, done: Done, into: Tensor | None) -> tuple[Tensor, Done]:
+    """Return `t` as the library sums it right, and a `done` that first writes the result back to `into`."""
+    if not _saturates(t.dtype, op):
+        return t, done
+    wide = t.to(torch.int32)
+
+    def narrowed(error: BaseException | None) -> None:
+        if error is None and into is not None:
+            into.copy_(wide)
+        done(error)
+
+    return wide, narrowed
+
+
 def _own_block(t: Tensor, out: Tensor, counts: Sequence[int], rank: int) -> bool:
     return t.data_ptr() == out.data_ptr() + sum(counts[:rank]) * out.element_size() and t.numel() > 0
 
@@ -290,6 +335,7 @@ class MpiTransport:
         self._comm = comm
         self._progress = progress
         self._requests = requests
+        self._owns_requests = False
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.native: Native | None = MpiNative(comm, requests)
@@ -324,14 +370,16 @@ class MpiTransport:
         self._splits += 1
         tag = self._splits
         group = self._comm.Get_group().Incl(list(ranks))
-        created = await asyncio.to_thread(self._comm.Create_group, group, tag)
+        created = await _in_thread(lambda: self._comm.Create_group(group, tag))
         group.Free()
         return MpiTransport(created, self._progress, self._requests)
 
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator, if it is idle; else MPI is left to the end of the process."""
         if drained:
-            await asyncio.to_thread(self._comm.Free)
+            await _in_thread(self._comm.Free)
+            if self._owns_requests:
+                self._progress.remove_poller(self._requests)
         else:
             _World.doomed = True
 
@@ -363,14 +411,11 @@ class _World:
         """At exit: finalise what we initialised, unless this is a forked child or something never ended."""
         if cls.pid != os.getpid() or MPI.Is_finalized() or cls.doomed:
             return
-        # The progress thread must not call MPI while it goes away, nor afterwards: the lock is kept.
+        # The progress thread must not call MPI while it goes away, nor afterwards: the lock is kept. MPI waits here
+        # for the other ranks, as long as they may still work after the world was closed.
         if transport_lock.acquire(timeout=5):
-            watchdog = threading.Timer(5.0, os._exit, (70,))
-            watchdog.daemon = True
-            watchdog.start()
             with suppress(MPI.Exception):
                 MPI.Finalize()
-            watchdog.cancel()
 
 
 async def open_world() -> MpiTransport:
@@ -385,9 +430,31 @@ async def open_world() -> MpiTransport:
         _World.initialize()
         return MPI.COMM_WORLD.Dup()
 
-    comm = await asyncio.to_thread(start)
+    try:
+        world = MpiTransport(await _in_thread(start), progress, requests)
+    except BaseException:
+        _World.doomed = True  # the thread may still wait for the other ranks
+        raise
+    world._owns_requests = True
     progress.add_poller(requests)
-    return MpiTransport(comm, progress, requests)
+    return world
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Make a call that may block for ever, in a daemon thread: nobody must wait for it at exit."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001  - it belongs to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, name="aiodist-mpi-call", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def library_version() -> str:

@@ -52,7 +52,7 @@ def table(records: Sequence[Record], title: str) -> Table:
     result = Table(title=title, title_justify="left")
     result.add_column("op", no_wrap=True)
     result.add_column("input", justify="right")
-    result.add_column("impl")
+    result.add_column("impl", no_wrap=True)
     for name in ("median", "mean", "p99", "algbw GB/s", "busbw GB/s", "value"):
         result.add_column(name, justify="right")
     before: tuple[str, int | None] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ _PAYLOAD_TAGS = 1 << 20
 class Arrived:
     """A message that was received."""
 
-    data: Tensor
+    data: Any
+    """The tensor, or the object that it was unpacked to."""
     source: int
     tag: int
     nbytes: int

@@ -110,7 +110,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         out = fit(out, shape, t.dtype)
         flat = _flat(out)
     if flat.numel():
-        yield from p.allgather(_flat(t), flat, counts)
+        yield from p.afterwards().allgather(_flat(t), flat, counts)
     if out is not None:
         return out
     return [block.view(meta.shape) for block, meta in zip(flat.split(counts), metas, strict=True)]
@@ -229,7 +229,7 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     if packed is None:
         packed = frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8)
     if length > room:
-        yield from p.broadcast(packed, root)
+        yield from p.afterwards().broadcast(packed, root)
     return packed
 
 

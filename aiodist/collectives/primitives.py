@@ -31,6 +31,14 @@ class Primitives:
         self.ep = ep
         self.impl = impl
 
+    def afterwards(self) -> Primitives:
+        """Return those for any step but an operation's first.
+
+        Libraries match collectives by the order of their calls. All ranks begin operations in the same order; when
+        a second step is due differs from rank to rank. So it is made of messages, which the tag tells apart.
+        """
+        return Primitives(self.ep, "direct")
+
     def _natively(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
         native = self.ep.transport.native
         return native is not None and self.impl != "direct" and native.supports(operation, kind, op, numel)

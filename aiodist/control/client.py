@@ -134,12 +134,12 @@ class SocketChannel:
         self._thread.check_process()
         try:
             if not self._closing and not self._lost:
-                async with asyncio.timeout(_BYE_TIMEOUT):
-                    said = self.request("bye", "it closed the channel")
-                    self._closing = True
-                    await said
-        except (TimeoutError, ConnectionError):
-            pass  # the hub went first, or is going: there is nobody left to say goodbye to
+                said = self.request("bye", "it closed the channel")
+                self._closing = True
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_BYE_TIMEOUT):
+                        # Any answer will do: where the hub went first, nobody is left to say goodbye to.
+                        await asyncio.gather(said, return_exceptions=True)
         finally:
             self._closing = True
             await self._thread.aclose()

@@ -21,6 +21,7 @@ __all__ = ["Event", "Signalled", "Supervisor", "report"]
 
 _START_TIMEOUT = 60.0
 _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
+_TOLD = 1.0  # seconds that ranks have to end by themselves, when the control channel told them who failed
 _MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
 _TIMED_OUT = 124  # as timeout(1) has it
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -60,12 +61,14 @@ class Supervisor:
         self.stopping = False
         self._job = job
         self._ranks = ranks
+        self._known = known
         self._say = say
         self._verdict = Verdict(job.ranks, job.finish_within, known)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._came_by: float | None = self._loop.time() + _START_TIMEOUT
         self._finished_by = None if job.timeout is None else self._loop.time() + job.timeout
+        self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._mpirun: tuple[float, int] | None = None
@@ -88,7 +91,8 @@ class Supervisor:
 
     def _next(self) -> float | None:
         mpirun = self._mpirun and self._mpirun[0]
-        times = (self._came_by, self._finished_by, self._kill_at, self._give_up_at, mpirun, self._verdict.due)
+        ends = (self._stop_at, self._kill_at, self._give_up_at)
+        times = (self._came_by, self._finished_by, *ends, mpirun, self._verdict.due)
         return min((time for time in times if time is not None), default=None)
 
     def _take(self, event: Event) -> None:
@@ -126,6 +130,9 @@ class Supervisor:
                 self._say(f"aiodist run: not finished within {self._job.timeout:g} s: {working}")
                 self.code = _TIMED_OUT
                 self._stop(signal.SIGTERM)
+        if _over(self._stop_at, now):
+            self._stop_at = None
+            self._ranks.signal(signal.SIGTERM)
         if _over(self._kill_at, now):
             self._kill_at = None
             self._give_up_at = now + _AFTER_KILL
@@ -142,7 +149,8 @@ class Supervisor:
         for line in lines:
             self._say(line)
         if self._verdict.code is not None and not self.stopping:
-            self._stop(signal.SIGTERM)
+            told = any(self._known.left(rank) is Left.OPEN for rank in self._verdict.working)
+            self._stop(signal.SIGTERM, _TOLD if told else 0.0)
 
     def _mpirun_ended(self, code: int) -> None:
         if not self._ranks.came:
@@ -159,11 +167,14 @@ class Supervisor:
         self.code = 128 + signum
         self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
-    def _stop(self, signum: int) -> None:
+    def _stop(self, signum: int, patience: float = 0.0) -> None:
         if not self.stopping:
             self.stopping = True
-            self._ranks.signal(signum)
-            self._kill_at = self._loop.time() + self._job.kill_after
+            if patience:
+                self._stop_at = self._loop.time() + patience
+            else:
+                self._ranks.signal(signum)
+            self._kill_at = self._loop.time() + patience + self._job.kill_after
 
 
 def _over(time: float | None, now: float) -> bool:

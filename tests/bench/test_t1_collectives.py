@@ -19,6 +19,7 @@ from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
 
+CUT = ("scatter", "reduce_scatter", "alltoall")  # blocks of equal size
 ROOT = Path(aiodist.__file__).parents[1]
 
 
@@ -29,23 +30,24 @@ async def measure(op: str, sizes: tuple[int, ...]) -> list[Record]:
             await coll.barrier()
 
         plan = Plan(op, coll.size, ("auto",), (), sizes=sizes, repeat=2)
-        return await collectives.measure(Session(plan, coll, ("auto",), (), fence))
+        session = Session(plan, coll, ("auto",), (), fence)
+        # What is cut into blocks has at least one element for each rank.
+        assert collectives.buffers(session, op, 4).t.nbytes == 4 * (coll.size if op in CUT else 1)
+        return await collectives.measure(session)
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
-    found, *others = run_ranks(ranks, partial(measure, op, (4, 64)))
+    found, *others = run_ranks(ranks, partial(measure, op, (128 << 10, (1 << 20) + 4)))
     assert others == [[]] * (ranks - 1)
     assert [(r.op, r.impl, r.ranks) for r in found] == [(op, "aiodist:auto", ranks)] * (1 if op == "barrier" else 2)
     for record in found:
         assert record.seconds is not None
         assert record.seconds > 0
         assert record.torch_threads is not None
-    # What is cut into blocks has at least one element for each rank, and no rest.
-    cut = op in ("scatter", "reduce_scatter", "alltoall")
-    last = 0 if op == "barrier" else 64 // (4 * ranks) * 4 * ranks if cut else 64
-    assert found[-1].nbytes == last
+    last = (1 << 20) + 4
+    assert found[-1].nbytes == (0 if op == "barrier" else last // (4 * ranks) * 4 * ranks if op in CUT else last)
 
 
 def test_t1_every_benchmark_can_be_loaded() -> None:
@@ -68,7 +70,7 @@ async def main():
             opened[0].barrier()
         found = {}
         for op in COLLECTIVES:
-            plan = Plan(op, coll.size, ("auto", "direct"), (), sizes=(64,), repeat=1)
+            plan = Plan(op, coll.size, ("auto", "direct"), (), sizes=(128 << 10,), repeat=1)
             records = await collectives.measure(Session(plan, coll, plan.impls, opened, fence))
             found[op] = [record.impl for record in records]
         if coll.rank == 0:

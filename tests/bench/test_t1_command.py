@@ -65,6 +65,33 @@ def test_t1_bench_writes_records_and_a_plot(outside: None, tmp_path: Path, mpi: 
     assert "1 KiB" in done.stdout
 
 
+@pytest.mark.parametrize("mpi", ["openmpi"])
+def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: str) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    found = find_mpi("auto", os.environ.get("PATH", os.defpath))
+    if found is None or found.flavour != mpi:
+        pytest.skip("no Open MPI")
+    options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi]
+    done = bench("await", *options, "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "out.json").read_text())
+    timed = [(r["op"], r["nbytes"]) for r in records if r["impl"] == "aiodist:auto" and "value" not in r]
+    assert timed == [
+        *[("await_small", nbytes) for nbytes in (4, 64, 1024)],
+        *[(op, 4) for op in ("gather_1000", "aiodist_gather_1000", "issue")],
+        ("allreduce", 64 << 20),
+    ]
+    values = {r["op"]: r["value"] for r in records if "value" in r}
+    assert list(values) == [
+        *("parked_cpu", "loop_lag", "loop_lag_small"),
+        *("progress_busy", "backward_beside_pending", "await_busy"),
+    ]
+    assert all(value >= 0 for value in values.values())
+    beside = {r["nbytes"] for r in records if r["op"] == "await_small" and r["impl"] == "mpi4py:iallreduce"}
+    assert beside == {4, 64, 1024}
+    assert "speeds to reach" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -9,7 +9,7 @@ LIMITS = {"local": 260, "mpi": 130, "mpich": 130, "gloo": 130}
 
 
 async def run(coll, operation, seed):
-    limit = LIMITS[coll.backend] if coll.size <= 8 else 1
+    limit = LIMITS[coll.backend] if coll.size <= 4 else 70 if coll.size <= 8 else 1
     for case in cases(operation, coll.size, limit=limit, seed=seed, large=70_001 if coll.size <= 8 else 3001):
         await check(coll, case)
 

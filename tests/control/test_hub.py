@@ -58,7 +58,7 @@ async def test_observers_see_ranks_come_and_go() -> None:
         await a.aclose()
         exit = await went.take()
         assert (exit.rank, exit.clean) == (0, True)
-        b.fail("bad", "trace", 9)
+        await asyncio.to_thread(b.fail, "bad", "trace", 9)  # it waits for the hub, which is on this loop
         exit = await went.take()
         assert (exit.rank, exit.clean, exit.exitcode) == (1, False, 9)
         assert hub.exits.keys() == {0, 1}
@@ -217,6 +217,14 @@ async def test_a_closed_hub_ends_what_waits_for_it_and_is_no_failure() -> None:
     a.fail("nobody hears it, and it does not wait")
     assert a.exits()[HUB].clean
     await a.aclose()
+
+
+@limited
+async def test_a_hub_that_goes_while_a_rank_says_goodbye_is_no_error() -> None:
+    async with Hub(1) as hub:
+        (a,) = await join(hub, 1)
+        hub._links[0].on_frame = lambda received: hub._links[0].abort("the hub dies now")  # before it can answer
+        await a.aclose()
 
 
 @limited

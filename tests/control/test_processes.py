@@ -27,7 +27,7 @@ from aiodist import control
 from aiodist.errors import *
 address, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def say(*words):
-    print(*words, flush=True)
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # at once as a whole: a forked child writes here too
 """
 
 
@@ -55,7 +55,7 @@ class Child:
 @asynccontextmanager
 async def child(body: str, *args: object) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-X", "dev", "-W", "error", "-c", PRELUDE + body, *map(str, args),
+        sys.executable, "-W", "error", "-c", PRELUDE + body, *map(str, args),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -278,6 +278,7 @@ async def test_a_forked_child_has_no_channel_and_holds_none_open(tmp_path: Path)
         port = channel._link._transport.get_extra_info("peername")[1]
         first.kill()
         assert (await lost.take()).rank == 0
+        await first.process.wait()
         async with Hub(1, port=port):  # the port is free again
             pass
         await channel.aclose()

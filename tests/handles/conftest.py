@@ -44,7 +44,7 @@ class Transport:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def poll(self) -> bool:
+    def poll(self, until: float = 0.0) -> bool:
         over = [request for request in self.requests if request.over()]
         for request in over:
             self.requests.remove(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -67,21 +68,27 @@ async def test_h10_wait_needs_no_turn_of_the_loop(bench: Any) -> None:
 async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were each to make an event of its own, one of them would never be told."""
     both = threading.Barrier(2)
+    seen: list[int] = []
+    handle: Handle[int] = Handle(Progress.current(), "raced")
+    handle.polled = False
 
     class SlowEvent(threading.Event):
         def __init__(self) -> None:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.1)  # until the other thread makes one too, if it can
             super().__init__()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                if both.wait(0.2) == 0:  # the other thread makes one too, if it can, and this one comes last
+                    time.sleep(0.1)
 
-    handle: Handle[int] = Handle(Progress.current(), "raced")
-    handle.polled = False
-    with monkeypatch.context() as patch:
-        patch.setattr("aiodist.handles.handle.threading.Event", SlowEvent)
-        waiting = [asyncio.create_task(asyncio.to_thread(handle.wait, 5)) for _ in range(2)]
-        await asyncio.sleep(0.3)
+    threads = [threading.Thread(target=lambda: seen.append(handle.wait(5))) for _ in range(2)]
+    monkeypatch.setattr("aiodist.handles.handle.threading.Event", SlowEvent)
+    for thread in threads:
+        thread.start()
+    await asyncio.sleep(0.4)
+    monkeypatch.undo()
     handle.resolve(1)
-    assert await asyncio.gather(*waiting) == [1, 1]
+    for thread in threads:
+        thread.join(10)
+    assert seen == [1, 1]
 
 
 async def test_h10_a_pending_handle_has_neither_result_nor_exception(bench: Any) -> None:

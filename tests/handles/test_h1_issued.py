@@ -97,7 +97,7 @@ async def test_h1_a_poller_that_fails_is_reported_and_stops_nobody_else(
         def __len__(self) -> int:
             return 1
 
-        def poll(self) -> bool:
+        def poll(self, until: float = 0.0) -> bool:
             raise ZeroDivisionError("broken")
 
     Progress.current().add_poller(Broken())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
@@ -32,11 +33,12 @@ async with aiodist.init() as again:
 def test_h5_notebook_cells_await_handles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    cells = [
+    cells: list[dict[str, Any]] = [
         {"cell_type": "code", "id": str(i), "source": text, "metadata": {}, "outputs": [], "execution_count": None}
         for i, text in enumerate(CELLS.split("---\n"))
     ]
-    notebook = nbformat.from_dict({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
+    content = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
+    notebook = nbformat.from_dict(content)  # type: ignore[no-untyped-call]
     nbclient.NotebookClient(notebook, timeout=40, kernel_name="python3").execute(cwd=str(tmp_path))
     assert [shown(cell.outputs) for cell in notebook.cells] == ["", "[2.0, 2.0, 2.0]", "", "1048576.0", "7\n"]
 

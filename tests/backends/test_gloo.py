@@ -1,0 +1,476 @@
+"""The gloo backend: what it offers is what it does, and nothing about its peers can hang or end the process.
+
+Most tests have their ranks in this process, each with its own connections: gloo cannot tell. Those about death,
+CPU time and the launcher-less start have processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist.backends import gloo
+from aiodist.backends.base import Done, Transport
+from aiodist.collectives.arithmetic import combine
+from aiodist.control import in_process
+from aiodist.errors import BackendError, MismatchError
+from aiodist.handles import Handle, Progress
+from aiodist.types import ANY, ReduceOp
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG = 600_001  # elements: too long for a frame, whatever the dtype
+OPS = [op for op in ReduceOp if op is not ReduceOp.MEAN]
+KINDS = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+@asynccontextmanager
+async def worlds(size: int) -> AsyncIterator[list[gloo.GlooTransport]]:
+    """The transports of `size` ranks."""
+    channels = in_process(size)
+    opened = await asyncio.gather(*map(gloo.open_world, channels))
+    try:
+        yield opened
+    finally:
+        await asyncio.gather(*(world.aclose(drained=True) for world in opened))
+        for channel in channels:
+            await channel.aclose()
+
+
+def start(call: Callable[[Done], None]) -> Handle[None]:
+    """Issue `call` as the layers above do."""
+    progress = Progress.current()
+    handle: Handle[None] = Handle(progress, "test")
+
+    def done(error: BaseException | None) -> None:
+        if error is None:
+            handle.resolve(None)
+        else:
+            handle.reject(error)
+
+    progress.start(lambda: call(done))
+    return handle
+
+
+def send(transport: Transport, t: Tensor, dst: int, tag: int = 5) -> Handle[None]:
+    return start(partial(transport.isend, t, dst, tag))
+
+
+def receive(transport: Transport, t: Tensor, src: int = ANY, tag: int = 5) -> Handle[None]:
+    return start(partial(transport.irecv, t, src, tag))
+
+
+def natively(world: gloo.GlooTransport, operation: str, *arguments: Any) -> Handle[None]:
+    return start(partial(getattr(world.native, operation), *arguments))
+
+
+async def outcome(handles: Sequence[Handle[None]], seconds: float = 10) -> list[BaseException | None]:
+    """How each ended, within a time limit."""
+    async with asyncio.timeout(seconds):
+        await asyncio.wait(handles)
+    return [handle.exception() for handle in handles]
+
+
+async def over(*handles: Handle[None]) -> None:
+    assert await outcome(handles) == [None] * len(handles)
+
+
+def drawn(kind: torch.dtype, numel: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if kind.is_floating_point or kind.is_complex:
+        return torch.randint(-3, 4, (numel,), generator=generator).to(kind)
+    most = 2 if kind is torch.bool else min(torch.iinfo(kind).max, 2**62)
+    return torch.randint(0, most, (numel,), generator=generator).to(kind)
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
+async def test_what_is_supported_equals_the_direct_result(numel: int) -> None:
+    supported: set[tuple[str, torch.dtype, ReduceOp]] = set()
+    async with worlds(2) as both:
+        native = both[0].native
+        assert native is not None
+        for operation in ("allreduce", "reduce", "scan", "reduce_scatter"):
+            for kind in KINDS:
+                for op in OPS:
+                    if native.supports(operation, kind, op, numel):
+                        supported.add((operation, kind, op))
+                        await _compare(both, operation, drawn(kind, numel, 1), drawn(kind, numel, 2), op)
+    assert not {kind for _, kind, _ in supported} & {torch.bool, torch.float16, torch.bfloat16}
+    assert (("allreduce", torch.int16, ReduceOp.SUM) in supported) == (numel != LONG)
+    assert (("reduce", torch.float32, ReduceOp.SUM) in supported) == (numel == LONG)
+    assert ("allreduce", torch.complex64, ReduceOp.SUM) in supported
+    assert ("allreduce", torch.complex64, ReduceOp.MAX) not in supported
+    assert ("allreduce", torch.float64, ReduceOp.BAND) not in supported
+    assert ("allreduce", torch.uint8, ReduceOp.BXOR) in supported
+
+
+async def _compare(
+    both: list[gloo.GlooTransport], operation: str, a: Tensor, b: Tensor, op: ReduceOp
+) -> None:
+    whole = a.clone()
+    combine(whole, b, op)
+    ts = [a.clone(), b.clone()]
+    if operation == "reduce_scatter":
+        counts = [a.numel() // 3, a.numel() - a.numel() // 3]
+        outs = [a.new_empty(count) for count in counts]
+        await over(*(natively(w, operation, t, out, counts, op) for w, t, out in zip(both, ts, outs, strict=True)))
+        want, seen = [*whole.split(counts), a, b], [*outs, *ts]
+    elif operation == "reduce":
+        await over(*(natively(w, operation, t, op, 1) for w, t in zip(both, ts, strict=True)))
+        want, seen = [a, whole], ts
+    else:
+        await over(*(natively(w, operation, t, op) for w, t in zip(both, ts, strict=True)))
+        want, seen = [a if operation == "scan" else whole, whole], ts
+    for x, y in zip(want, seen, strict=True):
+        assert torch.equal(x, y), (operation, a.dtype, op)
+
+
+@pytest.mark.parametrize("numel", [7, LONG])
+async def test_three_ranks_agree_and_keep_rank_order(numel: int) -> None:
+    async with worlds(3) as all_three:
+        ts = [torch.full((numel,), value) for value in (1e8, -1e8, 1.0)]
+        await over(*(natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(all_three, ts, strict=True)))
+        assert torch.equal(ts[0], ts[1])
+        assert torch.equal(ts[0], ts[2])
+        if numel == 7:  # 1e8 - 1e8 comes first: in another order the 1 would be lost
+            assert ts[0][0] == 1
+
+
+async def test_many_in_flight_end_in_order_of_issue() -> None:
+    async with worlds(2) as both:
+        sizes = [3, LONG, 5, LONG + 1, 1, 7]
+        ts = [[torch.full((size,), float(i)) for i, size in enumerate(sizes)] for _ in both]
+        await over(*(natively(w, "allreduce", t, ReduceOp.SUM) for w, own in zip(both, ts, strict=True) for t in own))
+        assert [t[-1].item() for t in ts[1]] == [0, 2, 4, 6, 8, 10]
+
+
+async def test_parameters_and_inference_tensors_can_be_reduced() -> None:
+    async with worlds(2) as both:
+        with torch.inference_mode():
+            ts = [torch.nn.Parameter(torch.ones(3)), torch.ones(3)]
+        parameter = torch.nn.Parameter(torch.ones(3))
+        await over(natively(both[0], "allreduce", parameter, ReduceOp.SUM), natively(both[1], "allreduce", ts[1], ReduceOp.SUM))
+        assert parameter.tolist() == ts[1].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("mine", "yours"), [(4, 8), (4, LONG), (LONG, LONG + 5)])
+async def test_ranks_that_disagree_get_an_error_and_go_on(
+    mine: int, yours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Left to itself gloo ends the process here: "Received data size doesn't match expected size".
+    monkeypatch.setattr(gloo, "_MISMATCH_SECONDS", 0.0)
+    async with worlds(2) as both:
+        ts = [torch.zeros(mine), torch.zeros(yours)]
+        errors = await outcome([natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(both, ts, strict=True)])
+        assert [type(error) for error in errors] == [MismatchError, MismatchError]
+        assert f"rank 0: allreduce sum of {mine} f32; rank 1: allreduce sum of {yours} f32" in str(errors[0])
+        ts = [torch.ones(LONG), torch.ones(LONG)]
+        await over(*(natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(both, ts, strict=True)))
+        assert ts[0][-1] == 2
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
+async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "_PIECE_BYTES", 1 << 18)
+    async with worlds(3) as (zero, one, two):
+        into = [torch.full((numel + 3,), -1.0) for _ in range(5)]
+        early = [receive(zero, into[0], ANY), receive(zero, into[1], 2), receive(zero, into[2], ANY, tag=9)]
+        await over(send(one, torch.full((numel,), 1.0), 0), early[0])
+        sent = [send(two, torch.full((numel,), 3.0), 0, tag=9), send(two, torch.full((numel,), 2.0), 0)]
+        await over(*early[1:], *sent)
+        late = send(one, torch.full((numel,), 4.0), 0), send(one, torch.full((numel,), 5.0), 0)
+        await over(receive(zero, into[3], 1), receive(zero, into[4], ANY), *late)
+        for t, value in zip(into, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True):
+            assert t.tolist() == [value] * numel + [-1.0] * 3
+
+
+@pytest.mark.parametrize("numel", [10, LONG])
+async def test_a_message_that_is_too_long_is_an_error_and_gone(numel: int) -> None:
+    async with worlds(2) as (zero, one):
+        into = torch.zeros(4)
+        sent = send(one, torch.ones(numel), 0)
+        (error,) = await outcome([receive(zero, into)])
+        assert isinstance(error, BackendError)
+        assert f"a message of {4 * numel} bytes met a receive of 16" in str(error)
+        await over(sent, send(one, torch.ones(4), 0), receive(zero, into, 1))
+        assert into.tolist() == [1, 1, 1, 1]
+
+
+async def test_a_message_to_oneself() -> None:
+    async with worlds(2) as (zero, _):
+        into = torch.zeros(4)
+        await over(send(zero, torch.ones(4), 0), receive(zero, into, 0))
+        assert into.sum() == 4
+
+
+async def test_thousands_of_frames_one_way_keep_no_memory() -> None:
+    async with worlds(2) as (zero, one):
+        into = torch.zeros(1)
+        for i in range(1000):
+            await over(send(one, torch.tensor([float(i)]), 0), receive(zero, into))
+            assert into == i
+        assert one._wire is not None
+        assert len(one._wire.peers[0]._sent) <= 2 * gloo._CREDIT
+
+
+async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> None:
+    async with worlds(3) as (zero, one, two):
+        first = await asyncio.gather(zero.split([2, 0], "a"), two.split([2, 0], "a"))
+        assert [t.rank for t in first] == [1, 0]
+        into = [torch.zeros(2), torch.zeros(2)]
+        pending = receive(zero, into[0], 2)  # the world's, not the split's
+        await over(send(first[1], torch.tensor([1.0, 2.0]), 1), receive(first[0], into[1]))
+        assert not pending.done()
+        await over(send(two, torch.tensor([3.0, 4.0]), 0), pending)
+        assert [t.tolist() for t in into] == [[3, 4], [1, 2]]
+        ts = [torch.ones(LONG), torch.ones(LONG)]
+        await over(*(natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(first, ts, strict=True)))
+        assert ts[1][0] == 2
+        alone = await one.split([1], "b")
+        assert (alone.size, alone.native) == (1, None)
+
+        # A frame may come to a rank that has not finished its half of the split.
+        assert zero._wire is not None
+        frames = zero._wire._open.pop(first[0]._comm)
+        sent = send(first[1], torch.tensor([5.0, 6.0]), 1)
+        await over(sent, send(two, torch.zeros(1), 0), receive(zero, torch.zeros(1), 2))
+        zero._wire.join(first[0]._comm, frames)
+        await over(receive(first[0], into[0]))
+        assert into[0].tolist() == [5, 6]
+        await asyncio.gather(*(t.aclose(drained=True) for t in (*first, alone)))
+
+
+# --- opening and closing ------------------------------------------------------------------------------------
+
+
+async def test_one_rank_needs_no_connection() -> None:
+    async with worlds(1) as (world,):
+        assert (world.rank, world.size, world.native) == (0, 1, None)
+        into = torch.zeros(2)
+        await over(send(world, torch.ones(2), 0), receive(world, into, 0))
+
+
+async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[[], object]], Any]) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiodist-gloo")]
+
+    before = open_files()
+    for drained in (True, False):
+        channels = in_process(3)
+        opened = await asyncio.gather(*map(gloo.open_world, channels))
+        split = await asyncio.gather(*(world.split([0, 1, 2], "s") for world in opened))
+        pending = [receive(opened[0], torch.zeros(2)), receive(split[1], torch.zeros(LONG), 2)]
+        if not drained:
+            # Operations that can never end: gloo's own threads are stuck in one of them.
+            pending.append(natively(opened[1], "allreduce", torch.zeros(LONG), ReduceOp.SUM))
+            pending.append(send(opened[2], torch.zeros(LONG), 0, tag=6))
+            group = opened[2].native.group  # type: ignore[union-attr]
+            pending.append(start(partial(group.run, gloo._calls(torch.zeros(LONG), partial(gloo._gloo_allreduce, ReduceOp.SUM)))))
+        began = time.perf_counter()
+        for transports in (split, opened):
+            await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
+        assert time.perf_counter() - began < 4
+        assert [type(error) for error in await outcome(pending)] == [BackendError] * len(pending)
+        assert isinstance((await outcome([send(opened[0], torch.zeros(1), 1)]))[0], BackendError)
+        await until(lambda: not ours())
+        await until(lambda: open_files() <= before)
+
+
+async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
+    channels = in_process(2)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticker = asyncio.create_task(tick())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await asyncio.gather(gloo.open_world(channels[0]), channels[1].set("gloo/host/1", b"elsewhere"))
+    ticker.cancel()
+    assert ticks >= 10
+
+
+async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "_SETUP_SECONDS", 0.2)
+    channels = in_process(2)
+    await channels[1].set("gloo/host/1", gloo._host().encode())
+    with pytest.raises((BackendError, TimeoutError), match="was not set within 0.2 s"):
+        await gloo.open_world(channels[0])
+
+
+# --- the user's own works -----------------------------------------------------------------------------------
+
+
+async def test_a_work_becomes_a_handle() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    groups = await asyncio.gather(
+        *(asyncio.to_thread(dist.ProcessGroupGloo, store, rank, 2, gloo.timedelta(seconds=20)) for rank in range(2))
+    )
+    ts = [torch.ones(3), torch.ones(3)]
+    async with asyncio.timeout(10):
+        for group, t in zip(groups, ts, strict=True):
+            handle = gloo.work_handle(group.allreduce([t]))  # type: ignore[attr-defined]
+        await handle
+        into = torch.zeros(3)
+        received = gloo.work_handle(groups[0].recv([into], 1, 3))  # type: ignore[attr-defined]
+        await gloo.work_handle(groups[1].send([ts[1]], 0, 3))  # type: ignore[attr-defined]
+        await received
+    assert into.tolist() == [2, 2, 2]
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = None) -> list[str]:
+    """Run `body`, the inside of `async def main(world, channel)`, as `size` processes; return what each printed."""
+    program = textwrap.dedent("""
+        import asyncio, os, signal, sys, time, torch
+        from functools import partial
+        from aiodist.backends import gloo
+        from aiodist.control import connect
+        from aiodist.errors import BackendError
+        from aiodist.handles import Handle, Progress
+        from aiodist.types import ANY, ReduceOp
+        torch.set_num_threads(1)
+        rank, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+        def start(call):
+            progress = Progress.current()
+            handle = Handle(progress, "test")
+            progress.start(lambda: call(lambda e: handle.resolve(None) if e is None else handle.reject(e)))
+            return handle
+
+        async def main():
+            channel = await connect(address, rank=rank, size=size, timeout=30)
+            world = await gloo.open_world(channel)
+            allreduce = lambda t: start(partial(world.native.allreduce, t, ReduceOp.SUM))
+            await allreduce(torch.zeros(1))
+    """) + textwrap.indent(textwrap.dedent(body), " " * 4) + "\nasyncio.run(main())\n"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(size), f"file://{place}/meet"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=40) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    codes = [process.returncode for process in ranks]
+    assert codes == list(expect or [0] * size), [err for _, err in said]
+    return [out for out, _ in said]
+
+
+def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
+    said = run_ranks(
+        3,
+        """
+        sub = await world.split([0, 1, 2], "s")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        big = torch.zeros(1 << 20)
+        pending = {
+            "short": allreduce(torch.zeros(4)),
+            "long": allreduce(big),
+            "split": start(partial(sub.native.allreduce, torch.zeros(4), ReduceOp.SUM)),
+            "recv": start(partial(world.irecv, torch.zeros(4), 2, 7)),
+            "any": start(partial(world.irecv, torch.zeros(4), ANY, 7)),
+            "send": start(partial(world.isend, big, 2, 8)),
+        }
+        began = time.perf_counter()
+        for name, handle in pending.items():
+            try:
+                await asyncio.wait_for(handle, 5)
+                print(name, "went well")
+            except BackendError as error:
+                assert "gloo: " in str(error) and "pair.cc" in str(error), error
+        (later,) = (start(partial(world.isend, torch.zeros(1), 2, 9)),)
+        assert isinstance(await asyncio.wait({later}) and later.exception(), BackendError)
+        # What does not need the dead rank goes on.
+        t = torch.full((1 << 18,), float(rank))
+        into = torch.zeros(1 << 18)
+        both = start(partial(world.isend, t, 1 - rank, 3)), start(partial(world.irecv, into, 1 - rank, 3))
+        for handle in both:
+            await asyncio.wait_for(handle, 5)
+        assert into[5] == 1 - rank
+        await asyncio.sleep(0.2)
+        await sub.aclose(drained=False)
+        await world.aclose(drained=False)
+        print("within", time.perf_counter() - began < 5)
+        """,
+        tmp_path,
+        expect=[0, 0, -9],
+    )
+    assert said[:2] == ["within True\n"] * 2
+
+
+def test_a_rank_that_dies_in_the_midst_of_long_collectives(tmp_path: Path) -> None:
+    said = run_ranks(
+        3,
+        """
+        if rank == 1:
+            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                await asyncio.wait_for(asyncio.gather(allreduce(torch.zeros(1 << 20)), allreduce(torch.zeros(1 << 20))), 5)
+        except BackendError as error:
+            print("failed")
+        await world.aclose(drained=False)
+        """,
+        tmp_path,
+        expect=[0, -9, 0],
+    )
+    assert said[0] == said[2] == "failed\n"
+
+
+def test_a_parked_wait_costs_next_to_no_cpu(tmp_path: Path) -> None:
+    said = run_ranks(
+        2,
+        """
+        await asyncio.sleep(0.3)
+        if rank == 1:
+            await asyncio.sleep(1.5)
+        began, cpu = time.perf_counter(), time.process_time()
+        await allreduce(torch.zeros(1))
+        await allreduce(torch.zeros(1 << 20))
+        print((time.process_time() - cpu) / (time.perf_counter() - began))
+        await world.aclose(drained=True)
+        await channel.aclose()
+        """,
+        tmp_path,
+    )
+    assert float(said[0]) < 0.05

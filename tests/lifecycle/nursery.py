@@ -1,0 +1,138 @@
+"""Starts Python programs without the seconds that importing torch takes: `nursery.py SOCKET` has imported it, and forks.
+
+Each program is a process of its own, which ends as any does. `stub.py` stands in for it where somebody expects to be
+its parent: it hands over its place (arguments, environment, folder, open files), passes signals on, and ends as the
+program did. A program is killed when its stub dies. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  - what takes so long
+
+import aiodist.backends.gloo
+import aiodist.cli
+import aiodist.launch.job
+import aiodist.runtime  # noqa: F401
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Nursery:
+    """The loop that forks; in a child, `serve` returns what to be."""
+
+    def __init__(self, path: str) -> None:
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(path)
+        self._server.listen(64)
+        self._children: dict[int, tuple[socket.socket, str | None]] = {}
+        self._bell, bell = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(bell, False)
+        signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._open = [self._server.fileno(), self._bell, bell]
+
+    def serve(self) -> dict[str, Any] | None:
+        selector = selectors.DefaultSelector()
+        for source in (self._server, self._bell, sys.stdin):
+            selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._server:
+                    connection, _ = self._server.accept()
+                    if (request := self._start(connection, selector)) is not None:
+                        return request
+                elif key.fileobj == self._bell:
+                    os.read(self._bell, 4096)
+                    self._reap(selector)
+                elif key.fileobj is sys.stdin:
+                    for pid in self._children:
+                        os.killpg(pid, signal.SIGKILL)
+                    return None
+                else:  # the stub is gone
+                    selector.unregister(key.fileobj)
+                    for pid, (connection, _) in self._children.items():
+                        if connection is key.fileobj:
+                            os.killpg(pid, signal.SIGKILL)
+
+    def _start(self, connection: socket.socket, selector: selectors.BaseSelector) -> dict[str, Any] | None:
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 16)
+        length, _, text = data.partition(b"\n")
+        while len(text) < int(length):
+            text += connection.recv(1 << 20)
+        request: dict[str, Any] = json.loads(text)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            selector.close()
+            for fd in (*self._open, connection.fileno(), *(c.fileno() for c, _ in self._children.values())):
+                os.close(fd)
+            # First out of the way of the numbers that they are to have.
+            high = [os.dup(fd) if fd in request["fds"] else fd for fd in fds]
+            for fd, number in zip(high, request["fds"], strict=True):
+                os.dup2(fd, number, inheritable=number > 2)
+                os.close(fd)
+            return request
+        os.setpgid(pid, pid) if False else None
+        for fd in fds:
+            os.close(fd)
+        self._children[pid] = (connection, request["report"])
+        connection.sendall(b"%d\n" % pid)
+        selector.register(connection, selectors.EVENT_READ)
+        return None
+
+    def _reap(self, selector: selectors.BaseSelector) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection, report = self._children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if report:
+                with Path(report).open("a") as file:
+                    file.write(json.dumps([code, time.monotonic()]) + "\n")
+            with contextlib.suppress(KeyError):
+                selector.unregister(connection)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"%d\n" % code)
+            connection.close()
+
+
+def become(request: dict[str, Any]) -> list[str]:
+    """Take the place that was handed over; return the arguments."""
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    for signum in SIGNALS:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    arguments: list[str] = request["argv"]
+    return arguments
+
+
+if __name__ == "__main__":
+    given = Nursery(sys.argv[1]).serve()
+    if given is None:
+        sys.exit()
+    sys.argv = become(given)
+    if sys.argv[0] == "-m":
+        module = sys.argv[1]
+        sys.argv = sys.argv[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        program = compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec")
+        exec(program, {"__name__": "__main__", "__file__": sys.argv[0], "__builtins__": __builtins__})  # noqa: S102
