@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -442,7 +443,11 @@ class Communicator:
         if isinstance(t, list):
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
-        return self._recv("recv", into, src, tag, Mailbox.TENSOR, timeout)
+        handle, finish = self._issuer.message(
+            "recv", 0 if into is None else into.nbytes, [] if into is None else writing(into), timeout
+        )
+        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish))
+        return handle
 
     def sendrecv(
         self,
@@ -485,16 +490,6 @@ class Communicator:
         self._issuer.run(program(), finish, nbytes)
         return handle
 
-    def _recv(
-        self, op: str, into: Tensor | None, src: int, tag: int, kind: int, timeout: float | None
-    ) -> Handle[Any]:
-        nbytes = 0 if into is None else into.nbytes
-        handle, finish = self._issuer.message(op, nbytes, [] if into is None else writing(into), timeout)
-        if kind == Mailbox.OBJECT:
-            finish = _unpacked(finish)
-        self._issuer.receive(handle, Wanted(kind, src, tag, into, finish))
-        return handle
-
     # --- Python objects ------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> Handle[T]:
@@ -508,22 +503,21 @@ class Communicator:
         what = Fingerprint("broadcast_object", root=root)
         if packed is not None:
             return self._issue(what, returning(program, obj), [], [packed], timeout)
-        return self._issue(what, mapped(program, objects.unpack), [], [], timeout)
+        return self._issue(what, program, [], [], timeout, objects.unpack)
 
     def allgather_object(self, obj: object, *, timeout: float | None = None) -> Handle[list[Any]]:
         """Return every rank's object, by rank."""
         packed = objects.pack(obj)
         program = operations.allgather(self._primitives("auto"), packed, None)
-        unpacked = mapped(program, lambda parts: [objects.unpack(part.clone()) for part in parts])
-        return self._issue(Fingerprint("allgather_object"), unpacked, [], [packed], timeout)
+        return self._issue(Fingerprint("allgather_object"), program, [], [packed], timeout, objects.unpack_each)
 
     def gather_object(self, obj: object, root: int = 0, *, timeout: float | None = None) -> Handle[list[Any] | None]:
         """Return every rank's object on `root`, by rank, and None elsewhere."""
         root = check_rank(root, self.size)
         packed = objects.pack(obj)
         program = operations.gather(self._primitives("auto"), packed, None, root)
-        unpacked = mapped(program, lambda parts: None if parts is None else [objects.unpack(part) for part in parts])
-        return self._issue(Fingerprint("gather_object", root=root), unpacked, [], [packed], timeout)
+        convert = objects.unpack_each if self.rank == root else None
+        return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], timeout, convert)
 
     def scatter_object(self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Handle[Any]:
         """Return object number `rank` of root's list; `objs` is ignored elsewhere."""
@@ -531,14 +525,13 @@ class Communicator:
         packed = [self._pack_each(objs)] if self.rank == root else None
         program = operations.scatter(self._primitives("auto"), packed, False, None, root)
         what = Fingerprint("scatter_object", root=root)
-        return self._issue(what, mapped(program, objects.unpack), [], packed[0] if packed else [], timeout)
+        return self._issue(what, program, [], packed[0] if packed else [], timeout, objects.unpack)
 
     def alltoall_object(self, objs: Sequence[Any], *, timeout: float | None = None) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r."""
         packed = self._pack_each(objs)
         program = operations.alltoall(self._primitives("auto"), packed, None)
-        unpacked = mapped(program, lambda parts: [objects.unpack(part) for part in parts])
-        return self._issue(Fingerprint("alltoall_object"), unpacked, [], packed, timeout)
+        return self._issue(Fingerprint("alltoall_object"), program, [], packed, timeout, objects.unpack_each)
 
     def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
         """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it."""
@@ -548,7 +541,9 @@ class Communicator:
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`; matching as in `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
-        return self._recv("recv_object", None, src, tag, Mailbox.OBJECT, timeout)
+        handle, finish = self._issuer.message("recv_object", 0, [], timeout, convert=_unpacked)
+        self._issuer.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))
+        return handle
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
         if objs is None or len(objs) != self.size:
@@ -667,16 +662,10 @@ class Communicator:
         claims: Sequence[Claim],
         ts: Sequence[Tensor],
         timeout: float | None,
-        *outs: Tensor | None,
+        convert: Callable[[Any], Any] | None = None,
     ) -> Handle[Any]:
-        # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
-        old = [out.untyped_storage() for out in outs if out is not None]
-        handle: Handle[Any] = self._issuer.collective(
-            what, program, claims, nbytes=sum(t.nbytes for t in ts), timeout=timeout
-        )
-        if old and not handle.done():
-            handle.keep = old
-        return handle
+        nbytes = sum(t.nbytes for t in ts)
+        return self._issuer.collective(what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert)
 
     def _primitives(self, impl: str) -> Primitives:
         native = self._transport.native
@@ -767,3 +756,7 @@ def _receive(mailbox: Mailbox, into: Tensor | None, src: int, tag: int, box: lis
         done(error)
 
     mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish))
+
+
+def _unpacked(arrived: Arrived) -> Arrived:
+    return replace(arrived, data=objects.unpack(arrived.data))

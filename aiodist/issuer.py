@@ -126,11 +126,15 @@ class Issuer:
         *,
         nbytes: int = 0,
         timeout: float | None = None,
-    ) -> Handle[T]:
-        """Issue `program` as the next operation that all ranks take part in."""
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Handle[Any]:
+        """Issue `program` as the next operation that all ranks take part in.
+
+        `convert` makes the result of what the program returns, on the loop's thread: it may run the user's code.
+        """
         handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout, collective=True)
         self._record(what, handle)
-        self._begin(handle.seq, program, partial(self._finish, handle, claims), nbytes)
+        self._begin(handle.seq, program, self._finisher(handle, claims, convert), nbytes)
         return handle
 
     def _record(self, what: Fingerprint, handle: Handle[Any]) -> None:
@@ -213,11 +217,16 @@ class Issuer:
         return handle
 
     def message(
-        self, op: str, nbytes: int, claims: Sequence[Claim], timeout: float | None
+        self,
+        op: str,
+        nbytes: int,
+        claims: Sequence[Claim],
+        timeout: float | None,
+        convert: Callable[[Any], Any] | None = None,
     ) -> tuple[Handle[Any], Callable[[Any, BaseException | None], None]]:
         """Return the handle of a point-to-point operation, and what to call when it is over."""
         handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, collective=False)
-        return handle, partial(self._finish, handle, claims)
+        return handle, self._finisher(handle, claims, convert)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
         """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
@@ -273,6 +282,30 @@ class Issuer:
             self.progress.loop.call_later(seconds / 2, self._publish, handle)
 
     # --- completion: with the transport lock held --------------------------------------------------------------
+
+    def _finisher(
+        self, handle: Handle[Any], claims: Sequence[Claim], convert: Callable[[Any], Any] | None
+    ) -> Callable[[Any, BaseException | None], None]:
+        """Return what is called with the result or the error of an operation."""
+        finish = partial(self._finish, handle, claims)
+        if convert is None:
+            return finish
+
+        def on_loop(result: object) -> None:
+            try:
+                value = convert(result)
+            except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
+                finish(None, error)
+            else:
+                finish(value, None)
+
+        def converted(result: object, error: BaseException | None) -> None:
+            if error is None:
+                self.progress.post(partial(on_loop, result))
+            else:
+                finish(None, error)
+
+        return converted
 
     def _finish(
         self, handle: Handle[Any], claims: Sequence[Claim], result: object, error: BaseException | None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "unpack", "unpack_each"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -35,6 +36,11 @@ def pack(obj: object) -> Tensor:
         view[at : at + part.nbytes] = part
         at += part.nbytes
     return packed
+
+
+def unpack_each(parts: Sequence[Tensor]) -> list[Any]:
+    """Return the objects, each with memory of its own."""
+    return [unpack(part.clone()) for part in parts]
 
 
 def unpack(packed: Tensor) -> Any:  # noqa: ANN401

@@ -182,7 +182,9 @@ class Progress:
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            # It stays in until it has run: a thread that found nothing pending meanwhile would go to sleep.
+            self._inbox[0]()
+            self._inbox.popleft()
 
     def called(self) -> bool:
         """Make the calls that were left for the lock's holder; True when there were any."""

@@ -15,21 +15,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
-from aiodist.backends.base import Done, Transport
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Handle, Progress
 from aiodist.types import ANY, ReduceOp
+
+if TYPE_CHECKING:
+    from aiodist.backends.base import Done, Transport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,8 +88,15 @@ def natively(world: gloo.GlooTransport, operation: str, *arguments: Any) -> Hand
 async def outcome(handles: Sequence[Handle[None]], seconds: float = 10) -> list[BaseException | None]:
     """How each ended, within a time limit."""
     async with asyncio.timeout(seconds):
-        await asyncio.wait(handles)
-    return [handle.exception() for handle in handles]
+        return [await _ended(handle) for handle in handles]
+
+
+async def _ended(handle: Handle[None]) -> BaseException | None:
+    try:
+        await handle
+    except (BackendError, MismatchError) as error:
+        return error
+    return None
 
 
 async def over(*handles: Handle[None]) -> None:
@@ -124,9 +135,7 @@ async def test_what_is_supported_equals_the_direct_result(numel: int) -> None:
     assert ("allreduce", torch.uint8, ReduceOp.BXOR) in supported
 
 
-async def _compare(
-    both: list[gloo.GlooTransport], operation: str, a: Tensor, b: Tensor, op: ReduceOp
-) -> None:
+async def _compare(both: list[gloo.GlooTransport], operation: str, a: Tensor, b: Tensor, op: ReduceOp) -> None:
     whole = a.clone()
     combine(whole, b, op)
     ts = [a.clone(), b.clone()]
@@ -134,7 +143,7 @@ async def _compare(
         counts = [a.numel() // 3, a.numel() - a.numel() // 3]
         outs = [a.new_empty(count) for count in counts]
         await over(*(natively(w, operation, t, out, counts, op) for w, t, out in zip(both, ts, outs, strict=True)))
-        want, seen = [*whole.split(counts), a, b], [*outs, *ts]
+        want, seen = [whole[: counts[0]], whole[counts[0] :], a, b], [*outs, *ts]
     elif operation == "reduce":
         await over(*(natively(w, operation, t, op, 1) for w, t in zip(both, ts, strict=True)))
         want, seen = [a, whole], ts
@@ -169,7 +178,9 @@ async def test_parameters_and_inference_tensors_can_be_reduced() -> None:
         with torch.inference_mode():
             ts = [torch.nn.Parameter(torch.ones(3)), torch.ones(3)]
         parameter = torch.nn.Parameter(torch.ones(3))
-        await over(natively(both[0], "allreduce", parameter, ReduceOp.SUM), natively(both[1], "allreduce", ts[1], ReduceOp.SUM))
+        await over(
+            natively(both[0], "allreduce", parameter, ReduceOp.SUM), natively(both[1], "allreduce", ts[1], ReduceOp.SUM)
+        )
         assert parameter.tolist() == ts[1].tolist() == [2, 2, 2]
 
 
@@ -291,7 +302,9 @@ async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[
             pending.append(natively(opened[1], "allreduce", torch.zeros(LONG), ReduceOp.SUM))
             pending.append(send(opened[2], torch.zeros(LONG), 0, tag=6))
             group = opened[2].native.group  # type: ignore[union-attr]
-            pending.append(start(partial(group.run, gloo._calls(torch.zeros(LONG), partial(gloo._gloo_allreduce, ReduceOp.SUM)))))
+            pending.append(
+                start(partial(group.run, gloo._calls(torch.zeros(LONG), partial(gloo._gloo_allreduce, ReduceOp.SUM))))
+            )
         began = time.perf_counter()
         for transports in (split, opened):
             await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
@@ -324,7 +337,7 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gloo, "_SETUP_SECONDS", 0.2)
     channels = in_process(2)
     await channels[1].set("gloo/host/1", gloo._host().encode())
-    with pytest.raises((BackendError, TimeoutError), match="was not set within 0.2 s"):
+    with pytest.raises((BackendError, TimeoutError), match="was not set within"):
         await gloo.open_world(channels[0])
 
 
@@ -332,11 +345,9 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_work_becomes_a_handle() -> None:
-    import torch.distributed as dist
-
-    store = dist.HashStore()
+    store = c10d.HashStore()
     groups = await asyncio.gather(
-        *(asyncio.to_thread(dist.ProcessGroupGloo, store, rank, 2, gloo.timedelta(seconds=20)) for rank in range(2))
+        *(asyncio.to_thread(c10d.ProcessGroupGloo, store, rank, 2, timedelta(seconds=20)) for rank in range(2))
     )
     ts = [torch.ones(3), torch.ones(3)]
     async with asyncio.timeout(10):
@@ -355,7 +366,8 @@ async def test_a_work_becomes_a_handle() -> None:
 
 def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = None) -> list[str]:
     """Run `body`, the inside of `async def main(world, channel)`, as `size` processes; return what each printed."""
-    program = textwrap.dedent("""
+    program = (
+        textwrap.dedent("""
         import asyncio, os, signal, sys, time, torch
         from functools import partial
         from aiodist.backends import gloo
@@ -377,11 +389,16 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
             world = await gloo.open_world(channel)
             allreduce = lambda t: start(partial(world.native.allreduce, t, ReduceOp.SUM))
             await allreduce(torch.zeros(1))
-    """) + textwrap.indent(textwrap.dedent(body), " " * 4) + "\nasyncio.run(main())\n"
+    """)
+        + textwrap.indent(textwrap.dedent(body), " " * 4)
+        + "\nasyncio.run(main())\n"
+    )
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(rank), str(size), f"file://{place}/meet"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
@@ -446,7 +463,8 @@ def test_a_rank_that_dies_in_the_midst_of_long_collectives(tmp_path: Path) -> No
             asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
         try:
             while True:
-                await asyncio.wait_for(asyncio.gather(allreduce(torch.zeros(1 << 20)), allreduce(torch.zeros(1 << 20))), 5)
+                two = [allreduce(torch.zeros(1 << 20)) for _ in range(2)]
+                await asyncio.wait_for(asyncio.gather(*two), 5)
         except BackendError as error:
             print("failed")
         await world.aclose(drained=False)

@@ -127,3 +127,12 @@ async def test_h1_a_callback_that_fails_keeps_no_other_from_being_told(
         thread.join()  # both lie in one batch, since the loop has not run
     assert await waiting == 1
     assert len(reports) == 1
+
+
+async def test_h1_a_call_is_pending_while_it_runs() -> None:
+    """A native call may take milliseconds: meanwhile the progress thread must not find that there is nothing to do."""
+    seen: list[bool] = []
+    progress = Progress.current()
+    progress.start_in_thread(lambda: seen.append(progress.pending()))
+    assert _block_until(lambda: bool(seen))
+    assert seen == [True]

@@ -22,7 +22,6 @@ from typing import Any
 import torch  # noqa: F401  - what takes so long
 
 import aiodist.backends.gloo
-import aiodist.cli
 import aiodist.launch.job
 import aiodist.runtime  # noqa: F401
 
@@ -59,13 +58,13 @@ class Nursery:
                     self._reap(selector)
                 elif key.fileobj is sys.stdin:
                     for pid in self._children:
-                        os.killpg(pid, signal.SIGKILL)
+                        _kill(pid)
                     return None
                 else:  # the stub is gone
                     selector.unregister(key.fileobj)
                     for pid, (connection, _) in self._children.items():
                         if connection is key.fileobj:
-                            os.killpg(pid, signal.SIGKILL)
+                            _kill(pid)
 
     def _start(self, connection: socket.socket, selector: selectors.BaseSelector) -> dict[str, Any] | None:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 16)
@@ -87,7 +86,6 @@ class Nursery:
                 os.dup2(fd, number, inheritable=number > 2)
                 os.close(fd)
             return request
-        os.setpgid(pid, pid) if False else None
         for fd in fds:
             os.close(fd)
         self._children[pid] = (connection, request["report"])
@@ -112,6 +110,12 @@ class Nursery:
             connection.close()
 
 
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
 def become(request: dict[str, Any]) -> list[str]:
     """Take the place that was handed over; return the arguments."""
     os.environ.clear()
@@ -124,7 +128,9 @@ def become(request: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    given = Nursery(sys.argv[1]).serve()
+    nursery = Nursery(sys.argv[1])
+    print("ready", flush=True)
+    given = nursery.serve()
     if given is None:
         sys.exit()
     sys.argv = become(given)

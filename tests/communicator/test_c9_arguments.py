@@ -1,0 +1,255 @@
+"""C9: a mistake is an error at the call, which says what was seen and what was expected; then all goes on."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import aiodist
+
+FLOATS = torch.arange(6.0)
+
+
+def bad(expected, match, call):
+    return pytest.param(expected, match, call, id=match)
+
+
+MISTAKES = [
+    # roots and ranks
+    bad(ValueError, r"root=2: expected a rank from 0 to 1", lambda c: c.broadcast(torch.ones(2), root=2)),
+    bad(ValueError, r"root=-1: expected a rank from 0 to 1", lambda c: c.reduce(torch.ones(2), root=-1)),
+    bad(TypeError, r"root is str: expected a rank", lambda c: c.gather(torch.ones(2), root="0")),
+    bad(TypeError, r"root is bool: expected a rank", lambda c: c.scatter(None, root=True)),
+    bad(ValueError, r"root=5: expected", lambda c: c.scatter(None, root=5)),
+    bad(ValueError, r"root=5", lambda c: c.broadcast_object(1, root=5)),
+    bad(ValueError, r"dst=2: expected", lambda c: c.send(torch.ones(2), 2)),
+    bad(ValueError, r"dst=-1: expected", lambda c: c.send(torch.ones(2), aiodist.ANY)),
+    bad(ValueError, r"src=9: expected", lambda c: c.recv(src=9)),
+    bad(ValueError, r"src=-1: expected", lambda c: c.sendrecv(torch.ones(2), 0, aiodist.ANY)),
+    bad(ValueError, r"tag=-2: expected", lambda c: c.send(torch.ones(2), 0, tag=-2)),
+    bad(ValueError, r"tag=-1: expected", lambda c: c.send(torch.ones(2), 0, tag=aiodist.ANY)),
+    bad(TypeError, r"tag is float: expected an int", lambda c: c.recv(tag=1.0)),
+    # what is no tensor, or no such tensor
+    bad(TypeError, r"t is list|t is str|expected a list of tensors", lambda c: c.allreduce("abc")),
+    bad(TypeError, r"t is None|NoneType", lambda c: c.allreduce(None)),
+    bad(TypeError, r"t\[1\] is int: expected a torch\.Tensor", lambda c: c.allreduce([torch.ones(1), 3])),
+    bad(TypeError, r"uint16: expected one of", lambda c: c.allreduce(torch.ones(2).to(torch.uint16))),
+    bad(TypeError, r"uint32: expected one of", lambda c: c.allgather(torch.ones(2).to(torch.uint32))),
+    bad(TypeError, r"uint64: expected one of", lambda c: c.send(torch.ones(2).to(torch.uint64), 0)),
+    bad(ValueError, r"strides \(1, 3\): expected contiguous", lambda c: c.allreduce(torch.ones(2, 3).t())),
+    bad(ValueError, r"strides .*expected contiguous", lambda c: c.broadcast(torch.ones(6)[::2])),
+    bad(ValueError, r"layout torch\.sparse_coo: expected a dense", lambda c: c.allreduce(torch.ones(2).to_sparse())),
+    bad(ValueError, r"lives on meta: expected a device", lambda c: c.allreduce(torch.ones(2, device="meta"))),
+    # operators
+    bad(ValueError, r"op='average': expected one of sum, mean", lambda c: c.allreduce(torch.ones(2), "average")),
+    bad(TypeError, r"mean of int64", lambda c: c.allreduce(torch.arange(3), "mean")),
+    bad(TypeError, r"mean of bool", lambda c: c.scan(torch.ones(3).bool(), "mean")),
+    bad(TypeError, r"sum of bool: sum takes", lambda c: c.reduce(torch.ones(3).bool(), "sum")),
+    bad(TypeError, r"min of complex64", lambda c: c.allreduce(torch.ones(3, dtype=torch.complex64), "min")),
+    bad(TypeError, r"max of complex128", lambda c: c.reduce_scatter(torch.ones(4, dtype=torch.complex128), "max")),
+    bad(TypeError, r"band of float32", lambda c: c.allreduce(torch.ones(2), "band")),
+    # out
+    bad(TypeError, r"out is list: expected a torch\.Tensor", lambda c: c.allreduce(torch.ones(2), out=[])),
+    bad(TypeError, r"out holds torch\.int64, the input torch\.float32", lambda c: c.scan(FLOATS, out=torch.arange(6))),
+    bad(ValueError, r"out has room for 3 elements: expected 6", lambda c: c.allreduce(FLOATS, out=torch.ones(9)[:3])),
+    bad(ValueError, r"out has strides|out of shape", lambda c: c.allreduce(FLOATS, out=torch.ones(6, 2)[:, 0])),
+    bad(ValueError, r"out overlaps the input", lambda c: c.allreduce(FLOATS[:4], out=FLOATS[1:5])),
+    bad(ValueError, r"out overlaps the input", lambda c: c.allreduce(FLOATS[:4], out=FLOATS)),
+    bad(ValueError, r"out overlaps the input", lambda c: c.reduce_scatter(FLOATS, out=FLOATS[2:5])),
+    bad(ValueError, r"out overlaps the input", lambda c: c.sendrecv(FLOATS, 0, 0, FLOATS)),
+    bad(ValueError, r"out overlaps the input", lambda c: c.allgather(FLOATS[1:3], out=FLOATS)),
+    bad(ValueError, r"out= goes with one tensor", lambda c: c.allreduce([FLOATS], out=torch.ones(6))),
+    bad(ValueError, r"out has 1 tensors: expected 2", lambda c: c.alltoall([FLOATS] * 2, out=[torch.ones(6)])),
+    # counts and lists
+    bad(ValueError, r"ts has 3 tensors: expected 2, one for each rank", lambda c: c.alltoall([FLOATS] * 3)),
+    bad(ValueError, r"sizes add up to 5: expected the 6", lambda c: c.reduce_scatter(FLOATS, sizes=[2, 3])),
+    bad(ValueError, r"sizes=\[6\]: expected 2 counts", lambda c: c.reduce_scatter(FLOATS, sizes=[6])),
+    bad(ValueError, r"sizes=\[8, -2\]", lambda c: c.reduce_scatter(FLOATS, sizes=[8, -2])),
+    bad(ValueError, r"no dimension to cut", lambda c: c.reduce_scatter(torch.tensor(1.0))),
+    bad(ValueError, r"across=True over .*expected the same", lambda c: c.allreduce([FLOATS, FLOATS[:2]], across=True)),
+    bad(ValueError, r"objs is 1 objects: expected 2", lambda c: c.alltoall_object([1])),
+    bad(ValueError, r"timeout=-1.*expected seconds", lambda c: c.allreduce(torch.ones(1), timeout=-1)),
+    bad(ImportError, r"impl='nccl': this communicator has auto", lambda c: c.allreduce(torch.ones(1), impl="nccl")),
+    # communicators
+    bad(ValueError, r"ranks=\[0, 0\]: expected at least one rank, each once", lambda c: c.group([0, 0])),
+    bad(ValueError, r"ranks=\[\]", lambda c: c.group([])),
+    bad(ValueError, r"ranks=7", lambda c: c.group([7])),
+    bad(TypeError, r"color is str: expected an int or None", lambda c: c.split("red")),
+    bad(TypeError, r"key is float", lambda c: c.split(0, 1.5)),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("expected", "match", "call"), MISTAKES)
+async def test_c9_a_mistake_is_an_error_at_the_call(coll, expected, match, call):
+    before = coll.seq, coll.statistics()
+    with pytest.raises(expected, match=match):
+        call(coll)
+    assert (coll.seq, coll.statistics()) == before
+    assert (await coll.allreduce(FLOATS.clone())).tolist() == (2 * FLOATS).tolist()
+
+
+@pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
+async def test_c9_mistakes_over_a_library(coll):
+    for parameters in MISTAKES:
+        expected, match, call = parameters.values
+        with pytest.raises(expected, match=match):
+            call(coll)
+    assert (await coll.allreduce(FLOATS.clone())).tolist() == (2 * FLOATS).tolist()
+
+
+@pytest.mark.ranks(2)
+async def test_c9_roots_lists_are_checked_on_the_root_alone(coll):
+    if coll.rank == 0:
+        for ts, expected, match in (
+            (None, TypeError, "ts is None"),
+            ([FLOATS], ValueError, "ts has 1 tensors: expected 2"),
+            ([FLOATS, 3], TypeError, r"ts\[1\] is int"),
+        ):
+            with pytest.raises(expected, match=match):
+                coll.scatter(ts)
+        with pytest.raises(ValueError, match="objs is None: expected 2"):
+            coll.scatter_object(None)
+    await coll.barrier()
+    given = [torch.tensor(4), torch.tensor(5)] if coll.rank == 0 else "ignored"
+    assert (await coll.scatter(given)).item() == 4 + coll.rank
+
+
+@pytest.mark.ranks(2)
+async def test_c9_a_call_after_close(coll):
+    other = await coll.dup()
+    await other.aclose()
+    for call in (
+        lambda: other.allreduce(torch.ones(2)),
+        lambda: other.barrier(),
+        lambda: other.send(torch.ones(1), 0),
+        lambda: other.recv(),
+        lambda: other.dup(),
+        lambda: other.broadcast_object(1),
+    ):
+        with pytest.raises(aiodist.CommunicatorClosed, match="world/dup1.*is closed"):
+            call()
+    await other.aclose()  # again does nothing
+    assert await coll.allreduce(1) == 2
+
+
+async def test_c9_the_world_after_its_block():
+    async with aiodist.init() as coll:
+        await coll.barrier()
+    with pytest.raises(aiodist.CommunicatorClosed, match="closed"):
+        coll.allreduce(torch.ones(2))
+
+
+async def test_c9_another_thread_or_loop():
+    async with aiodist.init() as coll:
+        seen = []
+
+        def call():
+            try:
+                coll.allreduce(torch.ones(2))
+            except RuntimeError as error:
+                seen.append(str(error))
+
+        async def elsewhere():
+            call()
+
+        await asyncio.to_thread(call)
+        thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        assert len(seen) == 2
+        assert all("another thread or event loop" in text and "dup()" in text for text in seen)
+        assert await coll.allreduce(3) == 3
+
+
+async def test_c9_a_call_from_a_loop_callback_is_allowed():
+    async with aiodist.init() as coll:
+        handles = []
+        asyncio.get_running_loop().call_soon(lambda: handles.append(coll.allreduce(torch.ones(2))))
+        await asyncio.sleep(0)
+        assert (await handles[0]).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.ranks(3)
+async def test_h9_a_tensor_in_flight_is_not_written(coll):
+    t = torch.ones(6)
+    first = coll.allreduce(t)
+    line = str(first)
+    for call in (
+        lambda: coll.allreduce(t),
+        lambda: coll.broadcast(t[2:4]),
+        lambda: coll.send(t, 0),
+        lambda: coll.allgather(t[:1]),
+        lambda: coll.recv(t[5:], 0),
+        lambda: coll.allreduce(torch.zeros(6), out=t),
+    ):
+        with pytest.raises(aiodist.BufferInFlight) as caught:
+            call()
+        assert line in str(caught.value)  # the earlier one, with the line that issued it
+    await first
+    assert (await coll.allreduce(t)).tolist() == [9.0] * 6
+
+
+@pytest.mark.ranks(2)
+async def test_h9_reads_may_overlap_reads(coll):
+    t = torch.arange(4.0)
+    both = [coll.allgather(t), coll.allgather(t[1:3]), coll.send(t, 1 - coll.rank)]
+    with pytest.raises(aiodist.BufferInFlight, match=r"would write memory that allgather #0"):
+        coll.allreduce(t)
+    assert [x.tolist() for x in (await coll.recv(None, 1 - coll.rank),)] == [[0.0, 1.0, 2.0, 3.0]]
+    await aiodist.gather(*both)
+    await coll.allreduce(t)
+
+
+@pytest.mark.ranks(2)
+async def test_h9_it_holds_across_communicators_and_after_errors(coll):
+    other = await coll.dup()
+    t = torch.ones(4)
+    first = coll.allreduce(t)
+    with pytest.raises(aiodist.BufferInFlight, match="allreduce"):
+        other.allreduce(t)
+    await first
+    await other.allreduce(t)
+    if coll.rank == 0:
+        with pytest.raises(aiodist.BufferInFlight):
+            coll.alltoall([t, t], out=[torch.ones(4), t])  # one of several claims clashes: the others are given back
+    out = [torch.ones(4), torch.ones(4)]
+    await coll.alltoall([t, t], out=out)
+    assert out[0].tolist() == [4.0] * 4
+
+
+@pytest.mark.ranks(1, 2)
+async def test_c3_out_may_be_the_input_or_ones_own_block(coll):
+    t = torch.full((2,), float(coll.rank))
+    assert (await coll.allreduce(t, out=t)) is t
+    everything = torch.zeros(2 * coll.size)
+    mine = everything[2 * coll.rank : 2 * coll.rank + 2]
+    mine.fill_(coll.rank + 1)
+    await coll.allgather(mine, out=everything)
+    assert everything.tolist() == [r + 1.0 for r in range(coll.size) for _ in range(2)]
+
+
+@pytest.mark.ranks(2)
+async def test_c3_out_grows_only_when_it_owns_its_memory(coll):
+    out = torch.empty(1, dtype=torch.int64)
+    assert (await coll.allgather(torch.arange(3), out=out)) is out
+    assert out.tolist() == [0, 1, 2, 0, 1, 2]
+    view = torch.zeros(9, dtype=torch.int64)[:2]
+    with pytest.raises(ValueError, match=r"room for 2 elements of 6 and cannot grow"):
+        await coll.allgather(torch.arange(3), out=view)
+    larger = torch.full((8,), -1)
+    result = await coll.allgather(torch.arange(3), out=larger)
+    assert result.tolist() == [0, 1, 2, 0, 1, 2]
+    assert larger.tolist() == [0, 1, 2, 0, 1, 2, -1, -1]
+    assert result.data_ptr() == larger.data_ptr()
+
+
+@pytest.mark.ranks(2)
+async def test_c3_growing_out_does_not_lend_its_old_memory_to_others(coll):
+    for _ in range(50):
+        outs = [torch.empty(8) for _ in range(4)]
+        handles = [coll.allgather(torch.ones(64), out=out) for out in outs]
+        fresh = [torch.empty(8) for _ in range(8)]  # would get the memory that an out gave up
+        handles += [coll.allreduce(t) for t in fresh]
+        await aiodist.gather(*handles)

@@ -1,0 +1,217 @@
+"""Jobs whose ranks are real processes: `run("ending.py", "raised")` starts one, waits for its end and tells how it was.
+
+The ranks come from the nursery (see there), so a job takes about a second. Each test of a job runs once, and twenty
+times more under the marker `soak`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiodist
+from aiodist.errors import BackendUnavailable
+from aiodist.launch.discover import find_mpi
+
+HERE = Path(__file__).parent
+ROOT = Path(aiodist.__file__).parents[1]
+ROUNDS = 20
+NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run" in metafunc.fixturenames:
+        soak = [pytest.param(i, marks=pytest.mark.soak, id=f"round{i}") for i in range(1, ROUNDS + 1)]
+        metafunc.parametrize("repeat", [pytest.param(0, id="once"), *soak])
+
+
+@pytest.fixture
+def repeat() -> int:
+    """Which round this is; tests that have `run` are repeated."""
+    return 0
+
+
+@dataclass
+class Ended:
+    """How a job ended."""
+
+    code: int
+    text: str
+    errors: str
+    seconds: float
+    exits: dict[int, tuple[int, float]]
+    """By rank: its own exit code (minus the signal), and when."""
+
+    def said(self, rank: int) -> list[str]:
+        """Return the lines of one rank."""
+        prefix = f"[{rank}] "
+        return [line.removeprefix(prefix) for line in self.text.splitlines() if line.startswith(prefix)]
+
+    def value(self, rank: int, name: str) -> str:
+        """Return what a rank said after `name: `."""
+        (found,) = [line for line in self.said(rank) if line.startswith(f"{name}: ")]
+        return found.removeprefix(f"{name}: ")
+
+    def codes(self) -> list[int]:
+        """Return the exit codes by rank."""
+        return [self.exits[rank][0] for rank in sorted(self.exits)]
+
+    def gone_after(self, rank: int, mark: str) -> float:
+        """Return the seconds from when some rank said `mark: TIME` until this one had ended."""
+        times = [line.partition(f"{mark}: ")[2] for line in self.text.splitlines() if f"] {mark}: " in line]
+        return self.exits[rank][1] - float(times[0])
+
+
+@dataclass
+class Jobs:
+    """Starts programs of ours in the nursery."""
+
+    socket: str
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def stub(self, program: str, *arguments: str) -> list[str]:
+        """Return what stands for `PROGRAM ARGUMENTS` behind a Python interpreter."""
+        path = program if program.startswith("-") else str(HERE / "programs" / program)
+        return [str(HERE / "stub.py"), self.socket, path, *arguments]
+
+    @contextlib.contextmanager
+    def started(self, command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
+        """A running command; whatever it leaves is killed by the nursery and by the launcher."""
+        base = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "PYTEST_"))}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**base, "LIFECYCLE_REPORT": str(self.folder), "PYTHONPATH": str(ROOT), **self.environ, **environ},
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def finish(self, process: subprocess.Popen[str], limit: float = 30.0) -> Ended:
+        """Wait for its end."""
+        started = time.monotonic()
+        try:
+            text, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            text, errors = process.communicate(timeout=10)
+            pytest.fail(f"not over after {limit:g} s; it said:\n{text}\n{errors}", pytrace=False)
+        exits = {}
+        for file in self.folder.iterdir():
+            if file.name.isdecimal():
+                code, when = json.loads(file.read_text().splitlines()[-1])
+                exits[int(file.name)] = (code, when)
+                file.unlink()
+        return Ended(process.returncode, text, errors, time.monotonic() - started, exits)
+
+    def alone(self, program: str, *arguments: str, **environ: str) -> Ended:
+        """Run one process without a launcher."""
+        with self.started([sys.executable, *self.stub(program, *arguments)], **environ) as process:
+            return self.finish(process)
+
+
+@dataclass
+class Run(Jobs):
+    """Starts jobs with `aiodist run` over one backend."""
+
+    backend: str = "gloo"
+    mpi: str = "none"
+
+    def command(self, program: str, *arguments: str, n: int, options: tuple[str, ...] = ()) -> list[str]:
+        """Return the launcher's command line; the launcher comes from the nursery too."""
+        run = ("run", "-n", str(n), "--mpi", self.mpi, *options)
+        return [sys.executable, *self.stub("-m", "aiodist.cli", *run, *self.stub(program, *arguments))]
+
+    def __call__(self, program: str, *arguments: str, n: int = 2, options: tuple[str, ...] = ()) -> Ended:
+        """Run a job to its end."""
+        with self.started(self.command(program, *arguments, n=n, options=options)) as process:
+            return self.finish(process)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a running nursery."""
+    folder = tmp_path_factory.mktemp("nursery")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environ,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield str(folder / "socket")
+
+
+@pytest.fixture
+def jobs(nursery: str, tmp_path: Path) -> Jobs:
+    """Single processes."""
+    return Jobs(nursery, tmp_path)
+
+
+def find(mpi: str) -> str:
+    """Return what `--mpi` is given for this MPI; skip the test where there is none."""
+    if mpi == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
+        return str(Path(prefix) / "bin" / "mpirun")
+    try:
+        find_mpi(mpi, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    return mpi
+
+
+def note_mpi(backend: str, record: Callable[[str, object], None]) -> None:
+    """Have the test counted under its MPI."""
+    if backend in NAMES:
+        record("mpi", NAMES[backend])
+
+
+@pytest.fixture(params=["openmpi", "mpich", "gloo"])
+def run(
+    request: pytest.FixtureRequest,
+    nursery: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    repeat: int,
+) -> Run:
+    """`aiodist run` over each backend."""
+    note_mpi(request.param, record_property)
+    mpi = "none" if request.param == "gloo" else find(request.param)
+    return Run(nursery, tmp_path, backend=request.param, mpi=mpi)
+
+
+@pytest.fixture
+def singleton(
+    request: pytest.FixtureRequest, jobs: Jobs, record_property: Callable[[str, object], None]
+) -> Jobs:
+    """Single processes that find one MPI, which `request.param` names."""
+    note_mpi(request.param, record_property)
+    found = find_mpi(find(request.param), os.environ.get("PATH", os.defpath))
+    assert found is not None
+    jobs.environ = mpi_environment(found)
+    return jobs
+
+
+def mpi_environment(mpi: Any) -> dict[str, str]:
+    """Return the variables with which an mpirun and its ranks find that MPI."""
+    from aiodist.launch.commands import mpirun_environment
+
+    return mpirun_environment(mpi, dict(os.environ), root=os.geteuid() == 0)

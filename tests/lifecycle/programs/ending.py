@@ -1,0 +1,266 @@
+"""Ways in which a program ends: `ending.py NAME`. Each rank says what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+
+import aiodist
+from aiodist.runtime import Limits, current_limits
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def mark(name: str = "mark") -> None:
+    say(f"{name}: {time.monotonic()}")
+
+
+def native(seconds: int) -> None:
+    """Spend time in native code that lets the others run."""
+    ctypes.CDLL(None).sleep(seconds)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process, as Ctrl-Z does."""
+    subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+async def clean() -> None:
+    """All is well, though much is left lying about."""
+    warnings.simplefilter("always")
+    threading.Thread(target=native, args=(60,), daemon=True).start()
+    async with aiodist.init() as coll:
+        t = torch.ones(1 << 16)
+        if coll.rank == 1:
+            stop_for(1.0)  # a peer that stops is late, not lost
+        coll.allreduce(t)  # unconsumed, and pending when the block is left
+        await coll.allreduce(torch.ones(1))
+        unmatched = coll.recv(torch.zeros(3), src=1 - coll.rank, tag=9)
+        dropped = coll.scan(torch.ones(2))
+        await asyncio.sleep(0.2)
+        assert dropped.done()
+        del dropped
+        big = torch.ones(1 << 20)
+        handle = coll.allreduce(big)
+    say("drained:", handle.done(), big[0].item(), t[0].item())
+    say("unmatched:", unmatched.cancelled())
+    for call in (lambda: coll.allreduce(1.0), coll.dup, lambda: coll.recv(t)):
+        try:
+            call()
+        except aiodist.CommunicatorClosed as error:
+            say("closed:", error)
+    await coll.aclose()  # does nothing
+
+    def later() -> None:
+        time.sleep(0.5)
+        say("the user's thread has ended")
+
+    threading.Thread(target=later).start()
+    if coll.rank == 1:
+        time.sleep(1.0)  # the other waits for it in MPI_Finalize
+
+
+async def raised() -> None:
+    """Rank 1 raises while the others wait for it, compute, and hold something that they must release."""
+    async with aiodist.init() as coll:
+        side = await coll.dup()
+        pending = coll.recv(torch.zeros(1), src=1 - coll.rank)
+        if coll.rank == 1:
+            await asyncio.sleep(0.2)
+            mark()
+            raise ValueError("boom")
+        waiting = asyncio.create_task(awaits(side.allreduce(torch.ones(4))))
+        try:
+            await pending
+        except aiodist.RemoteError as error:
+            say("raised by:", error.raised_by)
+            say("boom:", 'raise ValueError("boom")' in error.traceback and "ending.py" in error.traceback)
+            say("in a task:", await waiting)
+            for name, call in {"world": coll.allreduce, "dup": side.allreduce}.items():
+                try:
+                    call(torch.ones(1))
+                except aiodist.RemoteError:
+                    say(f"then {name}: refused")
+            raise
+        finally:
+            await asyncio.sleep(0.3)
+            say("released: yes")
+
+
+async def awaits(handle: aiodist.Handle[Any]) -> str:
+    try:
+        return str(await handle)
+    except aiodist.AiodistError as error:
+        return type(error).__name__
+
+
+async def exit_in_task() -> None:
+    """sys.exit in a task beside the one that opened the world, while both wait."""
+    async with aiodist.init() as coll:
+        if coll.rank == 1:
+            exits = asyncio.create_task(exit_with(3))
+        try:
+            await coll.recv(torch.zeros(1), src=1 - coll.rank)
+        except aiodist.RemoteError as error:
+            say("told:", error.args[0].splitlines()[0])
+            raise
+        del exits
+
+
+async def exit_with(code: int) -> None:
+    await asyncio.sleep(0.2)
+    mark()
+    sys.exit(code)
+
+
+async def exit_in_group() -> None:
+    """sys.exit in a task group, inside the block."""
+    async with aiodist.init() as coll, asyncio.TaskGroup() as group:
+        group.create_task(awaits(coll.recv(torch.zeros(1), src=1 - coll.rank)))
+        if coll.rank == 1:
+            group.create_task(exit_with(4))
+        else:
+            group.create_task(collective(coll))
+
+
+async def collective(coll: aiodist.Communicator) -> None:
+    await coll.allreduce(torch.ones(1))
+
+
+async def executor_in_native_code() -> None:
+    """The block raises while a thread of asyncio's executor is in native code."""
+    async with aiodist.init() as coll:
+        if coll.rank == 1:
+            working = asyncio.create_task(asyncio.to_thread(native, 60))
+            await asyncio.sleep(0.2)
+            mark()
+            raise SystemExit(5)
+        await coll.allreduce(torch.ones(1))
+        del working
+
+
+async def user_thread() -> None:
+    """The block raises while a thread of the user's, which is no daemon, has a minute to go."""
+    async with aiodist.init() as coll:
+        if coll.rank == 1:
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            await asyncio.sleep(0.1)
+            mark()
+            raise SystemExit(6)
+        await coll.allreduce(torch.ones(1))
+
+
+async def interrupted() -> None:
+    """Waits until somebody presses Ctrl-C."""
+    async with aiodist.init() as coll:
+        await coll.barrier()
+        if coll.rank == 0:
+            say("ready")
+        try:
+            await coll.recv(torch.zeros(1), src=1 - coll.rank)
+        finally:
+            say("released: yes")
+
+
+async def caught() -> None:
+    """The program catches the failure and goes on, for longer than a process that leaves may take."""
+    context = current_limits.set(Limits(leave=0.3, abort=0.5))
+    try:
+        async with aiodist.init():
+            raise ValueError("caught")
+    except ValueError:
+        await asyncio.sleep(1.0)
+        say("went on: yes")
+    current_limits.reset(context)
+
+
+async def forked() -> None:
+    """A child that `os.fork` made leaves through the block and the loop, while a reduction is in flight."""
+    async with aiodist.init() as coll:
+        for issue in (True, False):
+            big = torch.ones(1 << 20)
+            pending = coll.allreduce(big)
+            child = os.fork()
+            if child == 0:
+                if issue:
+                    in_child(coll)
+                if issue:
+                    sys.exit(7)
+                return
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            say("child:", os.waitstatus_to_exitcode(status))
+            await pending
+            say("sums:", big[0].item(), await coll.allreduce(1))
+    say("end:", await asyncio.to_thread(int, 8))
+
+
+def in_child(coll: aiodist.Communicator) -> None:
+    for call in (lambda: coll.allreduce(1), coll.barrier, coll.dup, lambda: coll.send(torch.ones(1), 0)):
+        try:
+            call()
+        except RuntimeError as error:
+            say("in the child:", error)
+
+
+async def not_drained() -> None:
+    """Rank 0 leaves with an operation in flight that rank 1 never issues."""
+    current_limits.set(Limits(drain=0.5))
+    async with aiodist.init() as coll:
+        if coll.rank == 1:
+            await coll.recv(torch.zeros(1), src=0)
+        mark()
+        coll.allreduce(torch.ones(4))
+
+
+async def killed() -> None:
+    """The last rank is killed; one waits for it, one is idle."""
+    async with aiodist.init() as coll:
+        last = coll.size - 1
+        await coll.barrier()
+        if coll.rank == last:
+            await asyncio.sleep(0.3)
+            mark()
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if coll.rank == 0:
+                await coll.allreduce(torch.ones(1 << 10))
+            while True:  # idle, save for a call now and then
+                await asyncio.sleep(0.02)
+                coll.send(torch.ones(1), coll.rank)
+        except aiodist.PeerLost as error:
+            say("lost:", error.lost, time.monotonic())
+        try:
+            coll.allreduce(torch.ones(1))
+        except aiodist.PeerLost as error:
+            say("then:", error.lost)
+            raise
+
+
+PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+    program.__name__: program
+    for program in (
+        clean, raised, exit_in_task, exit_in_group, executor_in_native_code, user_thread, interrupted, caught, forked,
+        not_drained, killed,
+    )
+}
+
+if __name__ == "__main__":
+    main = PROGRAMS[sys.argv[1]]
+    if "asyncio" in sys.argv:
+        asyncio.run(main())
+    else:
+        aiodist.run(main)
