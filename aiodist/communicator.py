@@ -735,28 +735,5 @@ def _fingerprint(kind: str, ts: Sequence[Tensor], op: str | None, root: int | No
     return Fingerprint(kind, _described(ts), sum(t.numel() for t in ts), known, root)
 
 
-def _unpacked(finish: Callable[[Any, BaseException | None], None]) -> Callable[[Any, BaseException | None], None]:
-    """Return `finish` for a message that holds an object."""
-
-    def finish_object(arrived: Arrived | None, error: BaseException | None) -> None:
-        if arrived is not None:
-            try:
-                arrived = replace(arrived, data=objects.unpack(arrived.data))
-            except Exception as raised:  # noqa: BLE001  - unpickling runs the program's code; its errors go to the awaiter
-                arrived, error = None, raised
-        finish(arrived, error)
-
-    return finish_object
-
-
-def _receive(mailbox: Mailbox, into: Tensor | None, src: int, tag: int, box: list[Arrived], done: Done) -> None:
-    def finish(arrived: Arrived | None, error: BaseException | None) -> None:
-        if arrived is not None:
-            box.append(arrived)
-        done(error)
-
-    mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish))
-
-
 def _unpacked(arrived: Arrived) -> Arrived:
     return replace(arrived, data=objects.unpack(arrived.data))
