@@ -735,5 +735,14 @@ def _fingerprint(kind: str, ts: Sequence[Tensor], op: str | None, root: int | No
     return Fingerprint(kind, _described(ts), sum(t.numel() for t in ts), known, root)
 
 
+def _receive(mailbox: Mailbox, into: Tensor | None, src: int, tag: int, box: list[Arrived], done: Done) -> None:
+    def finish(arrived: Arrived | None, error: BaseException | None) -> None:
+        if arrived is not None:
+            box.append(arrived)
+        done(error)
+
+    mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish))
+
+
 def _unpacked(arrived: Arrived) -> Arrived:
     return replace(arrived, data=objects.unpack(arrived.data))

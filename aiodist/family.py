@@ -168,6 +168,7 @@ class Family:
             issuer.withdraw_receives()
             if issuer.refusal is None:
                 await issuer.drain(self._left(until))
+                issuer.account.judge()  # before the barrier, which would cover what nobody awaited
                 await communicator.barrier(timeout=self._left(until))
                 drained = True
         except BaseException as error:
