@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.collectives.metadata import overlaps
 from aiodist.types import ANY
 
-__all__ = ["check_list", "check_out", "check_rank", "check_sizes", "check_tag", "check_tensor", "is_number", "overlaps"]
+__all__ = ["check_apart", "check_list", "check_out", "check_rank", "check_sizes", "check_tag", "check_tensor", "is_number"]
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -66,16 +67,24 @@ def check_tag(tag: object, *, any_tag: bool = False) -> int:
 def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False) -> Tensor:
     """Return `out`; raise unless it holds `t`'s dtype, has room for `numel` (None: it may grow) and does not overlap.
 
-    It may be exactly `t`; with `own_block` any part of it may be.
+    It may be exactly `t`; with `own_block` a part of it may be.
     """
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:
         raise TypeError(f"out holds {checked.dtype}, the input {t.dtype}: expected the same")
     if numel is not None and checked.numel() < numel and (checked._is_view() or not checked.untyped_storage().resizable()):
         raise ValueError(f"out has room for {checked.numel()} elements: expected {numel}, and it cannot grow")
-    if overlaps(checked, t) and not own_block and checked.data_ptr() != t.data_ptr():
+    same = checked.data_ptr() == t.data_ptr() and checked.numel() == t.numel()
+    if overlaps(checked, t) and not same and not (own_block and _inside(t, checked)):
         raise ValueError("out overlaps the input without being it: expected the input itself or other memory")
     return checked
+
+
+def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
+    """Raise ValueError if `out` overlaps any of `ts` but `own`."""
+    for i, t in enumerate(ts):
+        if t is not own and overlaps(out, t):
+            raise ValueError(f"out overlaps the input ts[{i}], which belongs to another rank: expected other memory")
 
 
 def check_sizes(sizes: Sequence[int], numel: int, ranks: int) -> list[int]:
@@ -97,8 +106,6 @@ def is_number(x: object) -> bool:
     return isinstance(x, (int, float))
 
 
-def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Return True when the bytes of two contiguous tensors overlap."""
-    return bool(a.nbytes and b.nbytes) and (
-        a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
-    )
+def _inside(part: Tensor, whole: Tensor) -> bool:
+    first = whole.data_ptr()
+    return first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + whole.nbytes

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import objects
-from aiodist.arguments import check_list, check_out, check_rank, check_sizes, check_tag, check_tensor, is_number, overlaps
+from aiodist.arguments import check_apart, check_list, check_out, check_rank, check_sizes, check_tag, check_tensor, is_number
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import check_op, wire_op
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives, implementations
 from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.wrappers import copied_to_all, interleaved, local_first, mapped, nothing, returning
@@ -60,7 +61,6 @@ class Communicator:
         self._transport = issuer.transport
         self._topology = topology
         self._family = family
-        self._tags = 0
         self._plans: dict[tuple[torch.dtype, int, str], Plan] = {}
         self._can_be_quick = self._transport.native is not None and self._transport.size > 1 and not issuer.checked
 
@@ -231,7 +231,7 @@ class Communicator:
         if isinstance(t, list):
             program = returning(program, t if mine else None)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout, out)
+        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
 
     def _reduce_across(
         self,
@@ -281,7 +281,7 @@ class Communicator:
             for x, kind, cut in zip(ts, kinds, blocks, strict=True)
         ]
         program = _joined(programs, t)
-        return self._issue(_fingerprint("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout, out)
+        return self._issue(_fingerprint("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     # --- moving data -----------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Communicator:
         program = _joined(programs, t)
         if across:
             program = interleaved(program)
-        return self._issue(Fingerprint("allgather", _dtypes(ts)), program, claims_of(ts, out), ts, timeout, out)
+        return self._issue(Fingerprint("allgather", _dtypes(ts)), program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def gather(
         self,
@@ -349,7 +349,7 @@ class Communicator:
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
         program = _joined(programs, t)
         what = Fingerprint("gather", _dtypes(ts), root=root)
-        return self._issue(what, program, claims_of(ts, out), ts, timeout, out)
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def scatter(
         self,
@@ -370,15 +370,16 @@ class Communicator:
         what = Fingerprint("scatter", root=root)
         if self.rank != root:
             program = operations.scatter(self._primitives(impl), None, False, out, root)
-            return self._issue(what, program, [] if out is None else writing(out), [], timeout, out)
+            return self._issue(what, program, [] if out is None else writing(out), [], timeout, outs=(out,))
         if ts is None:
             raise TypeError("ts is None: root gives a list of tensors, one for each rank")
         lists, nested = self._lists(ts, out)
         if out is not None:
             check_out(out, lists[0][root], numel=lists[0][root].numel())
+            check_apart(out, lists[0], lists[0][root])
         sent = [t for one in lists for t in one]
         program = operations.scatter(self._primitives(impl), lists, nested, out, root)
-        return self._issue(what, program, claims_of(sent, out), sent, timeout, out)
+        return self._issue(what, program, claims_of(sent, out), sent, timeout, outs=(out,))
 
     def alltoall(
         self,
@@ -397,10 +398,12 @@ class Communicator:
         outs = None if out is None else check_list(out, self.size, "out")
         for t, into in zip(lists[0], outs or (), strict=False):
             check_out(into, t, numel=0)
+            check_apart(into, lists[0], t)
         programs = [operations.alltoall(self._primitives(impl), one, outs) for one in lists]
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
-        return self._issue(Fingerprint("alltoall"), program, claims_of(sent, *(outs or ())), sent, timeout, *(outs or ()))
+        claims = claims_of(sent, *(outs or ()))
+        return self._issue(Fingerprint("alltoall"), program, claims, sent, timeout, outs=outs or ())
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
@@ -638,7 +641,7 @@ class Communicator:
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)
-        return self._issue(_fingerprint(name, ts, op), mapped(program, convert), claims, ts, timeout, out)
+        return self._issue(_fingerprint(name, ts, op), mapped(program, convert), claims, ts, timeout, outs=(out,))
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
         ts = _alike(check_list(t, None, "t"))
@@ -663,23 +666,37 @@ class Communicator:
         ts: Sequence[Tensor],
         timeout: float | None,
         convert: Callable[[Any], Any] | None = None,
+        *,
+        outs: Sequence[Tensor | None] = (),
     ) -> Handle[Any]:
         nbytes = sum(t.nbytes for t in ts)
-        return self._issuer.collective(what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert)
+        # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
+        old = [out.untyped_storage() for out in outs if out is not None]
+        handle: Handle[Any] = self._issuer.collective(
+            what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert
+        )
+        if old and not handle.done():
+            handle.keep = old
+        return handle
 
     def _primitives(self, impl: str) -> Primitives:
         native = self._transport.native
         known = implementations(None if native is None else self._transport.name)
         if impl not in ("auto", *known):
             raise BackendUnavailable(f"impl={impl!r}: this communicator has auto, {', '.join(known)}")
-        self._tags = (self._tags + 1) % _COLLECTIVE_TAGS
-        return Primitives(Endpoint(self._transport, _COLLECTIVE_TAGS + self._tags), impl)
+        # From the number that all ranks give the operation, whatever errors each of them raised before it.
+        tag = _COLLECTIVE_TAGS + self.seq % _COLLECTIVE_TAGS
+        return Primitives(Endpoint(self._transport, tag), impl)
 
 
 
 def _tensors(t: object) -> list[Tensor]:
     """Return one tensor or a list of tensors as a list, each checked."""
-    return [check_tensor(t)] if isinstance(t, Tensor) else check_list(t, None, "t")
+    if isinstance(t, Tensor):
+        return [check_tensor(t)]
+    if not isinstance(t, (list, tuple)):
+        raise TypeError(f"t is {type(t).__name__}: expected a tensor or a list of tensors")
+    return check_list(t, None, "t")
 
 
 def _lifted(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: ANN401

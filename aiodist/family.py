@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError, MismatchError
 from aiodist.handles import Handle, Origin
 from aiodist.issuer import Issuer
 
@@ -71,10 +71,18 @@ class Family:
 
     def derive(self, parent: Communicator, kind: str, ranks: Sequence[int]) -> Handle[Communicator]:
         """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
-        mark = hash(tuple(ranks)) % (1 << 31)
-        agreed = parent.allgather(torch.tensor([mark]))
+        agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
         name = self._next_name(parent, kind)
-        return self._later(parent, kind, agreed, lambda _: self._join(parent, name, tuple(ranks), kind != "dup"))
+
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+            wanted = {rank: row.tolist() for rank, row in enumerate(table)}
+            other = next((rank for rank, row in wanted.items() if row != wanted[0]), 0)
+            if other:
+                sides = "; ".join(f"rank {r}: {'dup' if wanted[r][0] else 'group'} of {wanted[r][1:]}" for r in (0, other))
+                raise MismatchError(f"ranks disagree on {name!r}: {sides}")
+            return self._join(parent, name, tuple(ranks), kind != "dup")
+
+        return self._later(parent, kind, agreed, join)
 
     def split(self, parent: Communicator, color: int | None, key: int) -> Handle[Communicator]:
         """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""

@@ -110,6 +110,8 @@ class Issuer:
 
     def check_usable(self) -> None:
         """Raise what a call must raise: wrong thread or loop, closed, aborted."""
+        if isinstance(self._refusal, RuntimeError):  # a forked child, where asyncio says that no loop runs
+            raise self._refusal.with_traceback(None)
         if asyncio._get_running_loop() is not self.progress.loop:
             raise RuntimeError(
                 f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
@@ -172,14 +174,17 @@ class Issuer:
             self.check_usable()
             self._keep_watch()
         handle: Handle[Tensor] = Handle(progress, "allreduce", ledger.seq, nbytes, whence(3), self.account)
-        in_flight.acquire(start, nbytes, True, handle)
-        ledger.record(plan.what, handle.raw_origin)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
+        in_flight.acquire(start, nbytes, True, handle)
+        ledger.record(plan.what, handle.raw_origin)
         pending[handle] = True
 
         def done(error: BaseException | None) -> None:
             in_flight.release(start, nbytes, True)
+            if isinstance(error, BackendError) and handle in pending:
+                self._ask_the_others(handle, error)
+                return
             pending.pop(handle, None)
             if error is not None:
                 self._failed(handle, error)
@@ -255,6 +260,8 @@ class Issuer:
     ) -> Handle[Any]:
         self.check_usable()
         handle: Handle[Any] = Handle(self.progress, op, self.ledger.seq, nbytes, whence(4), self.account)
+        if timeout is not None or self.timeout is not None:
+            self._set_deadline(handle, timeout)
         for i, claim in enumerate(claims):
             try:
                 in_flight.acquire(*claim, handle)
@@ -262,8 +269,6 @@ class Issuer:
                 for held in claims[:i]:
                     in_flight.release(*held)
                 raise
-        if timeout is not None or self.timeout is not None:
-            self._set_deadline(handle, timeout)
         self._pending[handle] = collective
         self._keep_watch()
         return handle

@@ -14,15 +14,17 @@ No global state of `torch.distributed` is set: process groups of gloo's are made
 
 So ranks tell each other everything in *frames*: a header, then the data if it is short. One thread per peer waits for
 frames, whose receives are always posted. Longer data is announced by a frame, received when its size is known and a
-receive was matched, and then acknowledged. Matching is done here: messages may be shorter than their receives, come
-from any source, and too long ones are an error. A collective starts with an exchange of frames, which shows whether
-the ranks agree; a short one is over then, as the frames carried the data; for a long one gloo's own goes ahead.
+receive was matched, and then acknowledged. Matching is done here, so receives from any source work, and a message of
+another size than its receive is an error. A collective starts with an exchange of frames, which shows whether the
+ranks agree; a short one is over then, as the frames carried the data; for a long one gloo's own goes ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import os
 import socket
 import struct
 import threading
@@ -65,7 +67,7 @@ T = TypeVar("T")
 _FOREVER = timedelta(days=3000)  # deadlines are the handles' business
 _SETUP_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
-_MISMATCH_SECONDS = 2.0  # the ledger above says more about a disagreement, and is given the time to
+_MISMATCH_SECONDS = 2.0
 _PIECE_BYTES = 1 << 30
 _POSTED = 4  # receives of frames that wait at each peer
 _CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
@@ -313,6 +315,9 @@ class _Wire:
         self._early: dict[int, list[tuple[int, _Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
         self._closing = False
+        self.groups: set[_Group] = set()
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
         self.peers = {other: _Peer(self, other) for other in range(size) if other != rank}
 
     def join(self, comm: int, member: _Member) -> None:
@@ -360,12 +365,52 @@ class _Wire:
             peer.error = peer.error or error
             peer.give_up(error)
 
+    def _at_exit(self) -> None:
+        """Nobody closed it. A thread that comes back from gloo while the interpreter ends would end the process."""
+        if os.getpid() == self._pid:
+            self.close()
+
     def close(self) -> None:
         """End the threads and close the connections; without the lock, blocks for `_CLOSE_SECONDS` at most."""
+        atexit.unregister(self._at_exit)
+        for group in list(self.groups):
+            group.close()
         _cut(self.group, self.peers)
         until = monotonic() + _CLOSE_SECONDS
         if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
             del self.group
+
+
+class _Disputes:
+    """Operations that fail because ranks disagree; nothing is lost by that, what follows goes on.
+
+    The ledger of the layer above sees the same, knows the lines of code and gives the operation up. Only when it
+    has not, after a while, they fail here. With the transport lock held.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._open: dict[Done, AiodistError] = {}
+
+    def add(self, done: Done, error: AiodistError) -> None:
+        """Call `done(error)` a little later."""
+        self._open[done] = error
+        progress = self._progress
+
+        def settle() -> None:
+            if self._open.pop(done, None) is not None:
+                done(error)
+
+        def later() -> None:
+            progress.loop.call_later(_MISMATCH_SECONDS, progress.start, settle)
+
+        progress.post(later)
+
+    def settle(self) -> None:
+        """Call them now."""
+        disputed, self._open = self._open, {}
+        for done, error in disputed.items():
+            done(error)
 
 
 # --- collectives -------------------------------------------------------------------------------------------
@@ -378,6 +423,7 @@ class _Group:
         self._group: _ProcessGroup | None = group
         self._others = others
         self._running = 0
+        self._cutter: threading.Thread | None = None
 
     def run(self, calls: Sequence[Callable[[_ProcessGroup], Work]], done: Done) -> None:
         """Start collectives, `done` when all are over; with the transport lock held."""
@@ -420,16 +466,19 @@ class _Group:
         starting = None
 
     def cut(self) -> None:
-        """Have what runs fail, soon; with the lock held or not."""
-        if self._running and self._group is not None:
-            threading.Thread(target=_cut, args=(self._group, self._others), daemon=True).start()
+        """Have what runs fail, soon; with the lock held."""
+        if self._running and self._group is not None and self._cutter is None:
+            self._cutter = threading.Thread(target=_cut, args=(self._group, self._others), daemon=True)
+            self._cutter.start()
 
     def close(self) -> None:
         """Close the connections; without the lock, blocks for `_CLOSE_SECONDS` at most."""
         group = self._group
         if group is None:
             return
-        if self._running:
+        if self._cutter is not None:
+            self._cutter.join()
+        elif self._running:
             _cut(group, self._others)
         until = monotonic() + _CLOSE_SECONDS
         with transport_lock:
@@ -462,9 +511,11 @@ class GlooNative:
     rank order.
     """
 
-    def __init__(self, wire: _Wire, comm: int, rank: int, world_ranks: Sequence[int], group: _Group) -> None:
+    def __init__(
+        self, wire: _Wire, comm: int, rank: int, world_ranks: Sequence[int], group: _Group, disputes: _Disputes
+    ) -> None:
         self.group = group
-        self._progress = wire.progress
+        self._disputes = disputes
         self._comm = comm
         self._rank = rank
         self._size = len(world_ranks)
@@ -473,7 +524,6 @@ class GlooNative:
         self._seq = 0
         self._rounds: dict[int, _Round] = {}
         self._early: dict[int, list[tuple[int, _Frame]]] = {}
-        self._disputed: dict[int, Done] = {}
 
     # What it offers.
 
@@ -592,37 +642,19 @@ class GlooNative:
             return
         del self._rounds[number]
         if any(signature != round.signature for signature in round.signatures.values()):
-            self._dispute(number, round)
+            brought = "; ".join(f"rank {rank}: {_read(text)}" for rank, text in sorted(round.signatures.items()))
+            self._disputes.add(round.done, MismatchError(f"the ranks disagree: {brought}"))
             return
         try:
             round.finish([round.parts[rank] for rank in range(self._size)])
         except RuntimeError as error:
             round.done(_backend_error(error))
 
-    def _dispute(self, number: int, round: _Round) -> None:
-        """Nothing was lost: this round fails. The ledger knows the lines of code and is given time to tell them."""
-        brought = "; ".join(f"rank {rank}: {_read(text)}" for rank, text in sorted(round.signatures.items()))
-        error = MismatchError(f"the ranks disagree: {brought}")
-        self._disputed[number] = round.done
-
-        def settle() -> None:
-            done = self._disputed.pop(number, None)
-            if done is not None:
-                done(error)
-
-        progress = self._progress
-
-        def later() -> None:
-            progress.loop.call_later(_MISMATCH_SECONDS, progress.start, settle)
-
-        progress.post(later)
-
     def give_up(self, error: BackendError) -> None:
         """What is under way never ends."""
         rounds, self._rounds = self._rounds, {}
-        disputed, self._disputed = self._disputed, {}
-        for done in [round.done for round in rounds.values()] + list(disputed.values()):
-            done(_again(error))
+        for round in rounds.values():
+            round.done(_again(error))
         self.group.cut()
 
 
@@ -727,17 +759,19 @@ class GlooTransport:
         self._wanted: list[_Wanted] = []
         self._unexpected: list[_Message] = []
         self._closed = False
+        self._disputes = _Disputes(Progress.current())
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, _Group(group, others))
+            long = _Group(group, [rank for rank in range(self.size) if rank != self.rank])
+            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long, self._disputes)
             with transport_lock:
+                wire.groups.add(long)
                 wire.join(self._comm, self)
         self.native: Native | None = self._native
 
     def capabilities(self) -> Capabilities:
         """Return what it can do."""
-        return Capabilities(short_receives=True)
+        return Capabilities(short_receives=False)
 
     # Messages.
 
@@ -755,7 +789,7 @@ class GlooTransport:
             peer.offer(t, tag, self._comm, done)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t`, which may be longer than the message."""
+        """Receive into `t` a message of its size."""
         wanted = _Wanted(src, tag, t, done)
         for i, message in enumerate(self._unexpected):
             if _matches(wanted, message):
@@ -778,18 +812,25 @@ class GlooTransport:
 
     def _deliver(self, message: _Message, wanted: _Wanted) -> None:
         nbytes, done = message.nbytes, wanted.done
-        fits = nbytes <= wanted.into.nbytes
-        refusal = None if fits else BackendError(f"a message of {nbytes} bytes met a receive of {wanted.into.nbytes}")
+        fits = nbytes == wanted.into.nbytes
+        if not fits:
+            refusal = BackendError(f"a message of {nbytes} bytes met a receive of {wanted.into.nbytes}")
+            done = partial(self._refuse, refusal, done)
         if not message.offer:
             if fits:
                 memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
-            done(refusal)
+            done(None)
             return
         # What does not fit is received all the same, so that its sender is rid of it.
-        into = _bytes(wanted.into)[:nbytes] if fits else _empty(nbytes)
         assert self._wire is not None
         peer = self._wire.peers[self._world_ranks[message.src]]
-        peer.fetch(message.offer, into, lambda error: done(error or refusal))
+        peer.fetch(message.offer, _bytes(wanted.into) if fits else _empty(nbytes), done)
+
+    def _refuse(self, refusal: BackendError, done: Done, error: BaseException | None) -> None:
+        if error is None:
+            self._disputes.add(done, refusal)
+        else:
+            done(error)
 
     # What the wire tells.
 
@@ -847,6 +888,7 @@ class GlooTransport:
             wanted, self._wanted = self._wanted, []
             for receive in wanted:
                 receive.done(_again(error))
+            self._disputes.settle()
             if self._native is not None:
                 self._native.give_up(error)
             if self._wire is not None:
@@ -856,11 +898,12 @@ class GlooTransport:
         await _in_thread(partial(self._close, owner))
 
     def _close(self, owner: bool) -> None:
-        if self._native is not None:
+        if self._wire is not None and self._native is not None:
             self._native.group.close()
-        if owner and self._wire is not None:
-            self._wire.close()
-            self._meeting.devices.clear()
+            self._wire.groups.discard(self._native.group)
+            if owner:
+                self._wire.close()
+                self._meeting.devices.clear()
 
 
 def _matches(wanted: _Wanted, message: _Message) -> bool:

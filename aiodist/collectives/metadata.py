@@ -75,3 +75,10 @@ def as_tensor(data: bytes) -> Tensor:
 def as_bytes(t: Tensor) -> bytes:
     """Return the bytes of a flat uint8 tensor."""
     return t.numpy().tobytes()
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """Return True when the bytes of two contiguous tensors overlap."""
+    return bool(a.nbytes and b.nbytes) and (
+        a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
-from aiodist.collectives.metadata import META_BYTES, Meta, as_bytes, as_tensor, pack_meta, unpack_meta
+from aiodist.collectives.metadata import META_BYTES, Meta, as_bytes, as_tensor, overlaps, pack_meta, unpack_meta
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Call, Program
 from aiodist.errors import MismatchError
@@ -110,6 +110,9 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         out = fit(out, shape, t.dtype)
         flat = _flat(out)
     if flat.numel():
+        own = flat.split(counts)[p.ep.rank]
+        if out is not None and overlaps(flat, t) and own.data_ptr() != t.data_ptr():
+            t = t.clone()  # a part of out, but not the block where it belongs
         yield from p.afterwards().allgather(_flat(t), flat, counts)
     if out is not None:
         return out
@@ -120,7 +123,10 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     """Return every rank's tensor on root, None elsewhere; sizes may differ."""
     ep = p.ep
     if ep.rank != root:
-        yield [ep.send(as_tensor(pack_meta(t)), root), *([ep.send(t, root)] if t.numel() else [])]
+        # Two steps: side by side in a list, operations share a tag, so one message to a rank in each step.
+        yield [ep.send(as_tensor(pack_meta(t)), root)]
+        if t.numel():
+            yield [ep.send(t, root)]
         return None
     others = [rank for rank in range(ep.size) if rank != root]
     records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
@@ -182,6 +188,8 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     """Return what each rank holds for me, by rank."""
     ep = p.ep
     others = [rank for rank in range(ep.size) if rank != ep.rank]
+    if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
+        ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
     records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
     yield [ep.recv(records[rank], rank) for rank in others] + [
         ep.send(as_tensor(pack_meta(ts[rank])), rank) for rank in others

@@ -21,7 +21,7 @@ __all__ = ["Event", "Signalled", "Supervisor", "report"]
 
 _START_TIMEOUT = 60.0
 _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
-_TOLD = 1.0  # seconds that ranks have to end by themselves, when the control channel told them who failed
+_TOLD = 1.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
 _MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
 _TIMED_OUT = 124  # as timeout(1) has it
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

@@ -41,7 +41,7 @@ class Nursery:
         os.set_blocking(bell, False)
         signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._open = [self._server.fileno(), self._bell, bell]
+        self._bells = (self._bell, bell)
 
     def serve(self) -> dict[str, Any] | None:
         selector = selectors.DefaultSelector()
@@ -78,7 +78,9 @@ class Nursery:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             selector.close()
-            for fd in (*self._open, connection.fileno(), *(c.fileno() for c, _ in self._children.values())):
+            for end in (self._server, connection, *(other for other, _ in self._children.values())):
+                end.close()
+            for fd in self._bells:
                 os.close(fd)
             # First out of the way of the numbers that they are to have.
             high = [os.dup(fd) if fd in request["fds"] else fd for fd in fds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
@@ -259,6 +260,7 @@ PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2)
     main = PROGRAMS[sys.argv[1]]
     if "asyncio" in sys.argv:
         asyncio.run(main())

@@ -1,0 +1,322 @@
+"""G1, G5: communicators made from others, and who shares a host."""
+
+import asyncio
+import warnings
+
+import pytest
+import torch
+
+import aiodist
+from aiodist.topology import Topology
+
+some = pytest.mark.ranks(2, 4, 5)
+processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
+
+
+@some
+@processes
+async def test_g1_split_by_color_and_key_as_in_mpi(coll):
+    n, rank = coll.size, coll.rank
+    half = await coll.split(rank % 2, key=-rank)  # the ranks of one color, backwards
+    mine = [r for r in range(n) if r % 2 == rank % 2][::-1]
+    assert (half.size, half.rank) == (len(mine), mine.index(rank))
+    assert [t.item() for t in await half.allgather(torch.tensor(rank))] == mine
+    assert await half.allreduce(rank) == sum(mine)
+    everybody = await coll.split()
+    assert (everybody.size, everybody.rank) == (n, rank)
+
+
+@some
+@processes
+async def test_g1_color_none_is_outside(coll):
+    part = await coll.split(None if coll.rank == 0 else 7)
+    if coll.rank:
+        assert part.size == coll.size - 1
+        assert await part.allreduce(1) == coll.size - 1
+        return
+    assert part.rank == -1
+    for call in (lambda: part.allreduce(1), lambda: part.barrier(), lambda: part.dup(), lambda: part.recv()):
+        with pytest.raises(aiodist.CommunicatorError, match="outside"):
+            call()
+    with pytest.raises(aiodist.CommunicatorError, match="outside"):
+        _ = part.topology
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, checked=False)
+async def test_g1_a_group_of_some_ranks(coll):
+    group = await coll.group([1, 2])
+    if coll.rank in (1, 2):
+        assert (group.size, group.rank) == (2, coll.rank - 1)
+        assert await group.allreduce(coll.rank) == 3
+        assert await group.broadcast(coll.rank, root=1) == 2
+    else:
+        with pytest.raises(aiodist.CommunicatorError, match="outside"):
+            group.barrier()
+    backwards = await coll.group([2, 1])
+    if coll.rank in (1, 2):
+        assert backwards is not group
+        assert backwards.rank == 2 - coll.rank
+
+
+@some
+async def test_g1_two_groups_in_turn_are_made_once_each(coll):
+    n = coll.size
+    low, high = range(n // 2), range(n // 2, n)
+    seen = []
+    for _ in range(3):
+        pair = [await coll.group(low), await coll.group(high)]
+        mine = pair[0] if coll.rank in low else pair[1]
+        assert await mine.allreduce(1) == mine.size
+        seen.append(mine)
+    assert seen[0] is seen[1] is seen[2]
+    assert await coll.split(int(coll.rank in low)) is seen[0]
+
+
+@some
+@processes
+async def test_g1_closed_ones_are_made_anew(coll):
+    first = await coll.group(range(coll.size))
+    assert await first.allreduce(1) == coll.size
+    await first.aclose()
+    with pytest.raises(aiodist.CommunicatorClosed):
+        first.allreduce(1)
+    again = await coll.group(range(coll.size))
+    assert again is not first
+    assert await again.allreduce(1) == coll.size
+
+
+@some
+@processes
+async def test_g1_traffic_of_a_duplicate_never_meets_the_parents(coll):
+    n, rank = coll.size, coll.rank
+    other = await coll.dup()
+    assert other is not coll
+    assert await coll.dup() is not other
+    after, before = (rank + 1) % n, (rank - 1) % n
+    sends = [coll.send(torch.tensor(1), after), other.send(torch.tensor(2), after)]
+    assert (await other.recv(None, before)).item() == 2
+    assert (await coll.recv(None, before)).item() == 1
+    await aiodist.gather(*sends)
+    # Each rank begins them in another order: they are different communicators, so it is no bug.
+    pair = [coll, other] if rank % 2 else [other, coll]
+    handles = {comm: comm.allreduce(torch.tensor([10.0 if comm is coll else 20.0])) for comm in pair}
+    assert (await handles[coll]).item() == 10.0 * n
+    assert (await handles[other]).item() == 20.0 * n
+
+
+@some
+@processes
+async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll):
+    after, before = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
+    ts = [torch.full((50,), float(i)) for i in range(100)]
+    handles = [coll.allreduce(t) if i % 3 else coll.recv(t, before, i) for i, t in enumerate(ts)]
+    made = coll.dup()
+    assert not made.done()
+    later = coll.allreduce(torch.ones(1))
+    sends = [coll.send(torch.full((50,), float(i)), after, i) for i in range(0, 100, 3)]
+    other = await made
+    assert all(handle.done() for handle in handles)
+    assert [t[0].item() for t in ts] == [i * (coll.size if i % 3 else 1) for i in range(100)]
+    assert (await later).item() == coll.size
+    assert await other.allreduce(1) == coll.size
+    await aiodist.gather(*sends)
+
+
+@some
+async def test_g1_children_have_names_and_go_with_their_parent(coll):
+    child = await coll.dup()
+    grandchild = await child.group([0, 1])
+    assert coll.name == "world"
+    assert child.name.startswith("world/")
+    if coll.rank < 2:
+        assert grandchild.name.startswith(child.name + "/")
+    await child.aclose()
+    with pytest.raises(aiodist.CommunicatorError):
+        grandchild.allreduce(1)
+    assert await coll.allreduce(1) == coll.size
+
+
+@pytest.mark.ranks(3)
+async def test_g1_ranks_must_agree_on_the_group(coll):
+    with pytest.raises(aiodist.MismatchError, match=r"rank 0: group of \[0, 1\]; rank 1: group of \[0, 2\]"):
+        await coll.group([0, 1] if coll.rank == 0 else [0, 2])
+    assert await coll.allreduce(1) == 3
+
+
+@pytest.mark.ranks(2)
+@processes
+async def test_g1_groups_made_from_two_tasks_at_once(coll):
+    first, second = await coll.dup(), await coll.dup()
+
+    async def work(comm):
+        for _ in range(3):
+            other = await comm.dup()
+            assert await other.allreduce(1) == 2
+            await other.aclose()
+
+    await asyncio.gather(work(first), work(second))
+
+
+# --- H7 with a communicator --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_h7_a_barrier_covers_what_nobody_awaited(coll):
+    for _ in range(5):
+        coll.allreduce(torch.ones(2))
+    await coll.barrier()
+
+
+def _world(main, n=2):
+    """Run ranks and return the warnings of their close and what their loop was told."""
+    told = []
+
+    async def rank():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+        async with aiodist.init() as coll:
+            await main(coll)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        aiodist.testing.run_ranks(n, rank)
+    return [str(w.message) for w in caught if w.category is ResourceWarning], told
+
+
+def test_h7_a_dropped_handle_is_reported_at_close():
+    async def main(coll):
+        coll.allreduce(torch.ones(2))
+
+    warned, told = _world(main)
+    assert len(warned) == 2
+    assert all("allreduce #0" in w and "never awaited" in w and __file__ in w for w in warned)
+    assert told == []
+
+
+def test_h7_an_error_that_nobody_saw_is_reported_once():
+    async def main(coll):
+        coll.send(torch.ones(4), 1 - coll.rank)
+        coll.recv(torch.ones(2), 1 - coll.rank)  # too short
+        await coll.barrier()
+
+    warned, told = _world(main)
+    assert [text for text in told if "recv #0" in text] == told
+    assert len(told) == 2
+    assert warned == []
+
+
+def test_h7_a_receive_that_nothing_matched_is_withdrawn_and_reported_at_close():
+    async def main(coll):
+        await coll.barrier()
+        main.kept.append(coll.recv(None, 1 - coll.rank, tag=5))
+
+    main.kept = []
+    warned, _ = _world(main)
+    assert len(warned) == 2
+    assert all("recv #1" in w and "never matched" in w and "withdrawn" in w for w in warned)
+    assert all(handle.cancelled() for handle in main.kept)
+
+
+@pytest.mark.ranks(2)
+async def test_h7_errors_say_where(coll):
+    receive = coll.recv(torch.ones(1), 1 - coll.rank)
+    await coll.send(torch.ones(3), 1 - coll.rank)
+    with pytest.raises(aiodist.BackendError) as caught:
+        await receive
+    error = caught.value
+    assert (error.rank, error.comm) == (coll.rank, "world")
+    assert "recv #0" in error.op
+    assert all(part in str(error) for part in ("recv #0", "communicator world", f"rank {coll.rank}", __file__))
+
+
+# --- every call is a handle -------------------------------------------------------------------------------------------
+
+_CALLS = {
+    "allreduce": lambda c: c.allreduce(torch.ones(2)),
+    "scan": lambda c: c.scan(torch.ones(2)),
+    "exscan": lambda c: c.exscan(torch.ones(2)),
+    "reduce": lambda c: c.reduce(torch.ones(2)),
+    "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(2)),
+    "broadcast": lambda c: c.broadcast(torch.ones(2)),
+    "allgather": lambda c: c.allgather(torch.ones(2)),
+    "gather": lambda c: c.gather(torch.ones(2)),
+    "scatter": lambda c: c.scatter([torch.ones(2)] * c.size),
+    "alltoall": lambda c: c.alltoall([torch.ones(2)] * c.size),
+    "barrier": lambda c: c.barrier(),
+    "send": lambda c: c.send(torch.ones(2), c.rank),
+    "recv": lambda c: c.recv(None, c.rank),
+    "sendrecv": lambda c: c.sendrecv(torch.ones(2), c.rank, c.rank),
+    "broadcast_object": lambda c: c.broadcast_object(1),
+    "allgather_object": lambda c: c.allgather_object(1),
+    "gather_object": lambda c: c.gather_object(1),
+    "scatter_object": lambda c: c.scatter_object([1] * c.size),
+    "alltoall_object": lambda c: c.alltoall_object([1] * c.size),
+    "send_object": lambda c: c.send_object(1, c.rank),
+    "recv_object": lambda c: c.recv_object(c.rank),
+    "dup": lambda c: c.dup(),
+    "group": lambda c: c.group([0]),
+    "split": lambda c: c.split(0),
+}
+_LOCAL = {"statistics", "abort", "aclose"}
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
+async def test_h1_every_communicating_method_returns_a_handle(coll):
+    methods = {
+        name
+        for name in dir(type(coll))
+        if not name.startswith("_") and not isinstance(getattr(type(coll), name), property)
+    }
+    assert methods - _LOCAL == set(_CALLS)
+    for name, call in _CALLS.items():
+        handle = call(coll)
+        assert isinstance(handle, aiodist.Handle), name
+        assert handle.op == name
+        assert handle.nbytes >= 0
+        assert f"{name} #" in str(handle)
+        assert __file__ in str(handle)
+        await handle
+        assert handle.done()
+
+
+@pytest.mark.ranks(3)
+async def test_c11_statistics_count_what_is_pending(coll):
+    await coll.barrier()
+    before = coll.statistics()
+    receive = coll.recv(None, (coll.rank - 1) % 3)
+    assert coll.statistics()["pending"] == before["pending"] + 1
+    await coll.send(torch.ones(2), (coll.rank + 1) % 3)
+    await receive
+    assert coll.statistics()["pending"] == 0
+    assert coll.statistics()["collectives"] == coll.seq
+
+
+# --- G5 -------------------------------------------------------------------------------------------------------------
+
+
+@some
+@processes
+async def test_g5_all_ranks_share_this_host(coll):
+    assert (coll.local_rank, coll.local_size, coll.node, coll.nodes) == (coll.rank, coll.size, 0, 1)
+    assert len(coll.hosts) == 1
+    assert coll.topology.ranks_on(coll.hosts[0]) == tuple(range(coll.size))
+    assert coll.device == torch.device("cpu")
+    half = await coll.split(coll.rank % 2)
+    assert half.topology.local_size == half.size
+
+
+def test_g5_hosts_when_ranks_are_dealt_in_turn():
+    dealt = [Topology(("b", "a", "b", "a", "c"), rank) for rank in range(5)]
+    assert dealt[0].hosts == ("b", "a", "c")
+    assert [t.node for t in dealt] == [0, 1, 0, 1, 2]
+    assert [t.local_rank for t in dealt] == [0, 0, 1, 1, 0]
+    assert [t.local_size for t in dealt] == [2, 2, 2, 2, 1]
+    assert dealt[3].ranks_on("a") == (1, 3)
+    part = dealt[3].among([3, 4])
+    assert (part.hosts, part.rank, part.local_size) == (("a", "c"), 0, 1)
+
+
+def test_g5_readable_text():
+    text = str(Topology(("one", "two", "one"), 0))
+    assert text.splitlines() == ["3 ranks on 2 hosts", "  one: ranks 0, 2", "  two: ranks 1"]
