@@ -12,7 +12,7 @@ import torch
 from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError, MismatchError
 from aiodist.handles import Handle, Origin
-from aiodist.issuer import Issuer
+from aiodist.issuer import Issuer, all_over
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
@@ -116,7 +116,7 @@ class Family:
             try:
                 table = await agreed
                 if earlier:
-                    await asyncio.wait(earlier)  # type: ignore[type-var]
+                    await all_over(earlier, issuer.progress.loop)
                 handle.resolve(await join(table))
             except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
                 handle.reject(error)

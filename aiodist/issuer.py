@@ -26,7 +26,7 @@ from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ledger import Fingerprint, Ledger
 
-__all__ = ["Claim", "Issuer", "Plan", "claims_of", "reading", "writing"]
+__all__ = ["Claim", "Issuer", "Plan", "all_over", "claims_of", "reading", "writing"]
 
 T = TypeVar("T")
 
@@ -409,7 +409,7 @@ class Issuer:
         """Wait until nothing is pending; raise `OperationTimeout` naming what still is after `seconds`."""
         pending = self.pending()
         if pending and self._refusal is None:
-            await asyncio.wait(pending, timeout=seconds)
+            await asyncio.wait([all_over(pending, self.progress.loop)], timeout=seconds)
             left = [str(handle) for handle in pending if not handle.done()]
             if left:
                 raise OperationTimeout(f"still pending after {seconds:.3g} s: {', '.join(left)}", comm=self.name)
@@ -450,6 +450,33 @@ class Issuer:
     def forked(self) -> None:
         """This is a child of the process that opened it."""
         self._refusal = RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it")
+
+
+def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    """Return a future that is done when they are; to wait for them like this is not to look at their results."""
+    over: asyncio.Future[None] = loop.create_future()
+    waiter = _Countdown(over, len(handles))
+    for handle in handles:
+        consumed = handle._consumed
+        handle.add_waiter(waiter)
+        handle._consumed = consumed
+    return over
+
+
+class _Countdown:
+    """Waits for many handles on behalf of nobody."""
+
+    def __init__(self, over: asyncio.Future[None], left: int) -> None:
+        self._over = over
+        self._left = left
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if late is not None and not handle.done():  # it was told of its own deadline, and goes on
+            handle.add_waiter(self)
+            return
+        self._left -= 1
+        if self._left == 0 and not self._over.done():
+            self._over.set_result(None)
 
 
 def _coroutine() -> str:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ from aiodist.collectives.program import Endpoint
 from aiodist.collectives.program import run as run_program
 from aiodist.communicator import Communicator
 from aiodist.control import Channel, Exit, connect, host, in_process
+from aiodist.control.forks import guard_polling
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError, OperationTimeout
 from aiodist.family import DRAIN_SECONDS, Family
@@ -109,7 +111,8 @@ async def init(
     try:
         world = family.world(transport, await _unless_lost(channel, _topology(channel, limits)))
         _limit_spinning(world)
-        yield world
+        with guard_polling(_epoll_of(asyncio.get_running_loop())):
+            yield world
         if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
             await world.aclose()
     except BaseException as error:
@@ -269,6 +272,15 @@ async def _topology(channel: Channel, limits: Limits) -> Topology:
     await channel.set(f"host/{channel.rank}", socket.gethostname().encode())
     names = [(await channel.get(f"host/{rank}", timeout=limits.rendezvous)).decode() for rank in range(channel.size)]
     return Topology(tuple(names), channel.rank)
+
+
+def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
+    """Return the file descriptor that the loop waits at, None where it does not tell."""
+    if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop
+        fd: int = backend()
+        return fd
+    selector = getattr(loop, "_selector", None)
+    return selector.fileno() if isinstance(selector, getattr(selectors, "EpollSelector", ())) else None
 
 
 def _limit_spinning(world: Communicator) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
-LARGE_BYTES = 1 << 23
+LARGE_BYTES = 1 << 22
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # how long the loop polls after the last completion before it parks
@@ -77,6 +77,7 @@ class Progress:
         self.polls = 0
         self.parked = False
         self.large = 0
+        self._large_lock = threading.Lock()
         self.timers = Timers(loop)
         self.watched = False
         """The progress thread knows of it."""
@@ -136,9 +137,14 @@ class Progress:
             _thread.wake(self)
 
     def start_in_thread(self, call: Callable[[], None]) -> None:
-        """Like `start`, but the progress thread makes the call and drives what it starts, without delay."""
-        self._inbox.append(call)
-        self.parked = True
+        """Like `start`, but the progress thread makes the call, since it takes long; the loop keeps off."""
+        self.add_large(1)
+
+        def counted() -> None:
+            call()
+            self.add_large(-1)
+
+        self._inbox.append(counted)
         _thread.wake(self)
 
     def _arm(self) -> None:
@@ -151,9 +157,14 @@ class Progress:
             _thread.wake(self)
 
     def add_large(self, count: int) -> None:
-        """Count transfers that only the thread may drive; called with the transport lock held."""
-        self.large += count
-        _thread.hurry(count)
+        """Count transfers and calls that only the thread may drive; from any thread."""
+        with self._large_lock:
+            self.large += count
+        if count > 0:
+            _thread.hurry(count)
+        else:
+            # The GIL must still come over quickly to the loop, which learns of the end just now.
+            self.post(partial(_thread.hurry, count))
 
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
@@ -286,6 +297,7 @@ class _ProgressThread:
         self._bell = threading.Lock()
         self._bell.acquire()
         self._thread: threading.Thread | None = None
+        self._hurry_lock = threading.Lock()
         self._hurried = 0
         self._switch_seconds = sys.getswitchinterval()
         self.asleep = True
@@ -297,12 +309,13 @@ class _ProgressThread:
         The thread needs the GIL after each native poll. Beside a thread of pure Python it would wait 5 ms
         each time, longer than the transfer itself.
         """
-        if self._hurried == 0:
-            self._switch_seconds = sys.getswitchinterval()
-            sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
-        self._hurried += count
-        if self._hurried == 0:
-            sys.setswitchinterval(self._switch_seconds)
+        with self._hurry_lock:
+            if self._hurried == 0:
+                self._switch_seconds = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
+            self._hurried += count
+            if self._hurried == 0:
+                sys.setswitchinterval(self._switch_seconds)
 
     def wake(self, progress: Progress) -> None:
         """Look after `progress` now; from any thread."""

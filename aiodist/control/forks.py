@@ -7,12 +7,16 @@ of each: the number stays taken, and whatever still refers to it, a garbage coll
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import select
+from collections.abc import Iterator
 
-__all__ = ["forget", "guard"]
+__all__ = ["forget", "guard", "guard_polling"]
 
 _guarded: set[int] = set()
+_polling: list[int] = []
 
 
 def guard(fd: int) -> None:
@@ -24,6 +28,24 @@ def guard(fd: int) -> None:
 def forget(fd: int) -> None:
     """Leave `fd` alone from now on; to be called before it is closed, since its number may be used again."""
     _guarded.discard(fd)
+
+
+@contextlib.contextmanager
+def guard_polling(fd: int | None) -> Iterator[None]:
+    """Inside, have forked children poll with an epoll of their own at the number `fd`; None: there is none.
+
+    An epoll is shared with the parent. A child that ends its copy of the parent's event loop takes out of it what
+    wakes the parent, which then sleeps for ever.
+    """
+    if fd is None or not hasattr(select, "epoll"):
+        yield
+        return
+    _install()
+    _polling.append(fd)
+    try:
+        yield
+    finally:
+        _polling.remove(fd)
 
 
 @functools.cache
@@ -38,3 +60,8 @@ def _let_go() -> None:
         os.dup2(null, fd, inheritable=False)
     os.close(null)
     _guarded.clear()
+    for fd in _polling:
+        own = select.epoll()
+        os.dup2(own.fileno(), fd, inheritable=False)
+        own.close()
+    _polling.clear()

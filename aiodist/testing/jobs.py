@@ -108,6 +108,7 @@ class _Job:
         self.left = left
         self._process = process
         self._folder = folder
+        self._output = ""
         self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in left}
         self._read = [0] * size
 
@@ -188,7 +189,9 @@ class _Job:
 
     def output(self) -> str:
         """Return the last of what the processes wrote."""
-        return (self._folder / "output").read_text(errors="replace")[-8000:]
+        if self._folder.exists():
+            self._output = (self._folder / "output").read_text(errors="replace")[-8000:]
+        return self._output
 
     def kill(self) -> None:
         """Leave nothing of it behind."""
@@ -199,6 +202,7 @@ class _Job:
                     self._process.wait(_LEAVE_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
+        self.output()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -120,7 +120,7 @@ async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll):
     assert [t[0].item() for t in ts] == [i * (coll.size if i % 3 else 1) for i in range(100)]
     assert (await later).item() == coll.size
     assert await other.allreduce(1) == coll.size
-    await aiodist.gather(*sends)
+    await aiodist.gather(*handles, *sends)
 
 
 @some
