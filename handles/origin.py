@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
+from aiodist import errors
+
 __all__ = ["Origin", "whence"]
 
 _ours: dict[str, bool] = {}
-_PACKAGE = str(Path(__file__).parent.parent) + "/"
-# With the folders at the root of the repository mapped into the package, both spellings are ours.
-_OURS = (_PACKAGE, str(Path(__file__).resolve().parent) + "/") if "aiodist" in _PACKAGE else (_PACKAGE,)
+
+
+def _folders() -> tuple[str, ...]:
+    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, contextlib.
+
+    An editable install may import the folders at the root from there, or through the links in the package.
+    """
+    here = Path(__file__).parent
+    package = Path(errors.__file__).parent
+    folders = [package, *(parent / name for parent in (here.parent, here.resolve().parent) for name in _ROOT_FOLDERS)]
+    return (*(f"{folder}/" for folder in folders), f"{Path(asyncio.__file__).parent}/", contextlib.__file__)
+
+
+_ROOT_FOLDERS = ("handles", "streams", "nn")
+_OURS = _folders()
 
 
 def whence(depth: int) -> tuple[CodeType, int]:

@@ -8,7 +8,7 @@ from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
 LIMITS = {"local": 260, "mpi": 130, "mpich": 130, "gloo": 130}
 
 
-async def run(coll, operation, seed):
+async def run(coll: Communicator, operation: str, seed: int) -> None:
     limit = LIMITS[coll.backend] if coll.size <= 4 else 70 if coll.size <= 8 else 1
     for case in cases(operation, coll.size, limit=limit, seed=seed, large=70_001 if coll.size <= 8 else 3001):
         await check(coll, case)
@@ -18,7 +18,7 @@ async def run(coll, operation, seed):
 @pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
 @pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
 @pytest.mark.parametrize("operation", REDUCTIONS)
-async def test_c2_reductions_conform(coll, operation):
+async def test_c2_reductions_conform(coll: Communicator, operation: str) -> None:
     await run(coll, operation, seed=1)
 
 
@@ -26,5 +26,5 @@ async def test_c2_reductions_conform(coll, operation):
 @pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
 @pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
 @pytest.mark.parametrize("operation", MOVES)
-async def test_c1_moves_conform(coll, operation):
+async def test_c1_moves_conform(coll: Communicator, operation: str) -> None:
     await run(coll, operation, seed=2)

@@ -18,7 +18,7 @@ processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False
 @every
 @processes
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float32, torch.float64])
-async def test_c2_the_values_that_others_test_with(coll, kind):
+async def test_c2_the_values_that_others_test_with(coll: Communicator, kind: torch.dtype) -> None:
     n, rank = coll.size, coll.rank
     for op, first, others, expected in (
         ("sum", 2, 10, 2 + 10 * (n - 1)),
@@ -32,7 +32,7 @@ async def test_c2_the_values_that_others_test_with(coll, kind):
 
 
 @every
-async def test_c2_an_op_is_an_enum_or_its_name(coll):
+async def test_c2_an_op_is_an_enum_or_its_name(coll: Communicator) -> None:
     assert await coll.allreduce(coll.rank, aiodist.ReduceOp.MAX) == coll.size - 1
     assert await coll.allreduce(coll.rank, "max") == coll.size - 1
 
@@ -40,7 +40,7 @@ async def test_c2_an_op_is_an_enum_or_its_name(coll):
 @every
 @processes
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-async def test_c2_halves_are_summed_in_float32_and_rounded_once(coll, kind):
+async def test_c2_halves_are_summed_in_float32_and_rounded_once(coll: Communicator, kind: torch.dtype) -> None:
     # One by one in 16 bits, none of these small ones would be seen.
     small = torch.finfo(kind).eps / 2
     t = torch.tensor([1.0 if coll.rank == 0 else small]).to(kind)
@@ -51,7 +51,7 @@ async def test_c2_halves_are_summed_in_float32_and_rounded_once(coll, kind):
 
 @every
 @processes
-async def test_c2_integers_wrap(coll):
+async def test_c2_integers_wrap(coll: Communicator) -> None:
     for kind in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         top = torch.iinfo(kind).max
         t = torch.full((70,), top, dtype=kind)
@@ -64,7 +64,7 @@ async def test_c2_integers_wrap(coll):
 
 @every
 @processes
-async def test_c3_out_of_place_leaves_the_input_untouched(coll):
+async def test_c3_out_of_place_leaves_the_input_untouched(coll: Communicator) -> None:
     total = float(sum(range(coll.size)))
     t = torch.full((4,), float(coll.rank))
     out = torch.empty(4)
@@ -79,7 +79,7 @@ async def test_c3_out_of_place_leaves_the_input_untouched(coll):
 
 @every
 @processes
-async def test_c3_in_place_returns_the_same_object(coll):
+async def test_c3_in_place_returns_the_same_object(coll: Communicator) -> None:
     t = torch.full((4,), float(coll.rank))
     assert (await coll.allreduce(t)) is t
     assert (await coll.broadcast(t)) is t
@@ -96,7 +96,7 @@ async def test_c3_in_place_returns_the_same_object(coll):
 
 @every
 @processes
-async def test_c4_a_number_in_a_number_out(coll):
+async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     for given, op, expected in (
         (rank + 1, "sum", n * (n + 1) // 2),
@@ -115,7 +115,7 @@ async def test_c4_a_number_in_a_number_out(coll):
 
 
 @every
-async def test_c4_what_is_no_number(coll):
+async def test_c4_what_is_no_number(coll: Communicator) -> None:
     with pytest.raises(TypeError, match="bool"):
         coll.allreduce(True)
     with pytest.raises(OverflowError, match="64 bits"):
@@ -128,13 +128,13 @@ async def test_c4_what_is_no_number(coll):
 # --- C5: different sizes ------------------------------------------------------------------------------------------------
 
 
-def ramp(rank, numel):
+def ramp(rank: int, numel: int) -> Any:
     return torch.arange(numel) + 1000 * rank
 
 
 @every
 @processes
-async def test_c5_sizes_differ_and_rank_order_is_kept(coll):
+async def test_c5_sizes_differ_and_rank_order_is_kept(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     sizes = [(3 * r + 2) % 5 for r in range(n)]  # none among them, not sorted
     t = ramp(rank, sizes[rank])
@@ -155,13 +155,13 @@ async def test_c5_sizes_differ_and_rank_order_is_kept(coll):
 # --- C6: objects ------------------------------------------------------------------------------------------------------
 
 
-def payload(rank):
+def payload(rank: int) -> Any:
     return {"str": f"rank {rank}", "rank": rank, "list": [rank] * (rank + 1)}
 
 
 @every
 @processes
-async def test_c6_objects_by_every_road(coll):
+async def test_c6_objects_by_every_road(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     everybody = [payload(r) for r in range(n)]
     assert await coll.allgather_object(payload(rank)) == everybody
@@ -179,7 +179,7 @@ async def test_c6_objects_by_every_road(coll):
 
 @every
 @processes
-async def test_c6_sizes_jump_between_calls_and_ranks(coll):
+async def test_c6_sizes_jump_between_calls_and_ranks(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     last = n - 1
     for size in (15, 40_000, 15, 0, 5_000_000, 1):
@@ -195,7 +195,7 @@ async def test_c6_sizes_jump_between_calls_and_ranks(coll):
 
 @every
 @processes
-async def test_c6_kinds_survive(coll):
+async def test_c6_kinds_survive(coll: Communicator) -> None:
     given = (
         (1, 2.5, 3 + 4j, None, True),
         {1, 2},
@@ -217,7 +217,7 @@ async def test_c6_kinds_survive(coll):
 
 
 @every
-async def test_c6_an_object_is_pickled_at_the_call(coll):
+async def test_c6_an_object_is_pickled_at_the_call(coll: Communicator) -> None:
     mine = [coll.rank]
     handle = coll.allgather_object(mine)
     mine.append("later")
@@ -228,7 +228,7 @@ async def test_c6_an_object_is_pickled_at_the_call(coll):
 
 
 @every
-async def test_c6_what_was_received_is_ones_own(coll):
+async def test_c6_what_was_received_is_ones_own(coll: Communicator) -> None:
     array = torch.arange(4)
     first = await coll.broadcast_object(array)
     first += 1
@@ -241,7 +241,7 @@ async def test_c6_what_was_received_is_ones_own(coll):
 
 @pytest.mark.ranks(2)
 @processes
-async def test_c7_a_list_of_tensors_is_one_operation(coll):
+async def test_c7_a_list_of_tensors_is_one_operation(coll: Communicator) -> None:
     first, second = ([1, 2], [3, 4]) if coll.rank == 0 else ([4, 3], [2, 1])
     ts = [torch.tensor(first), torch.tensor(second)]
     before = coll.seq
@@ -252,8 +252,8 @@ async def test_c7_a_list_of_tensors_is_one_operation(coll):
 
 @pytest.mark.ranks(2)
 @processes
-async def test_c7_each_stays_apart_or_across_combines_all(coll):
-    def given():
+async def test_c7_each_stays_apart_or_across_combines_all(coll: Communicator) -> None:
+    def given() -> Any:
         return [torch.tensor([3, 1 + coll.rank]), torch.tensor([1 - coll.rank, 3])]
 
     apart = await coll.allreduce(given())
@@ -264,7 +264,7 @@ async def test_c7_each_stays_apart_or_across_combines_all(coll):
 
 @every
 @processes
-async def test_c7_lists_of_different_dtypes_and_sizes(coll):
+async def test_c7_lists_of_different_dtypes_and_sizes(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     ts = [torch.full((3,), rank), torch.full((0,), 1.0), torch.full((2, 2), rank + 0.5)]
     await coll.allreduce(ts)
@@ -287,7 +287,7 @@ async def test_c7_lists_of_different_dtypes_and_sizes(coll):
 
 @every
 @processes
-async def test_c7_allgather_across_is_one_flat_list(coll):
+async def test_c7_allgather_across_is_one_flat_list(coll: Communicator) -> None:
     flat = await coll.allgather([torch.tensor([coll.rank, i]) for i in range(3)], across=True)
     assert [t.tolist() for t in flat] == [[rank, i] for rank in range(coll.size) for i in range(3)]
 
@@ -297,7 +297,7 @@ async def test_c7_allgather_across_is_one_flat_list(coll):
 
 @every
 @processes
-async def test_c11_a_thousand_handles_on_several_communicators(coll):
+async def test_c11_a_thousand_handles_on_several_communicators(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     comms = [coll, await coll.dup(), await coll.dup()]
     handles = []
@@ -328,7 +328,7 @@ async def test_c11_a_thousand_handles_on_several_communicators(coll):
 
 @every
 @processes
-async def test_c11_ten_tensors_all_in_flight(coll):
+async def test_c11_ten_tensors_all_in_flight(coll: Communicator) -> None:
     ts = [torch.ones(1000, 16 * (i + 1)) for i in range(10)]
     await aiodist.gather(*[coll.allreduce(t) for t in ts])
     assert all(t.unique().tolist() == [coll.size] for t in ts)
@@ -339,14 +339,14 @@ async def test_c11_ten_tensors_all_in_flight(coll):
 
 @pytest.mark.ranks(2)
 @processes
-async def test_c13_two_ranks(coll):
+async def test_c13_two_ranks(coll: Communicator) -> None:
     for op, expected in (("sum", [3.0, 5.0, 7.0]), ("mean", [1.5, 2.5, 3.5])):
         t = torch.tensor([1.0, 2.0, 3.0]) + coll.rank
         assert (await coll.allreduce(t, op)).tolist() == expected
 
 
 @pytest.mark.ranks(2, backend=("local", "mpi", "mpich", "gloo"))
-async def test_c13_gathered_and_broadcast(coll):
+async def test_c13_gathered_and_broadcast(coll: Communicator) -> None:
     t = torch.tensor([99.0 if coll.rank == 0 else 0.0])
     assert (await coll.broadcast(t)).tolist() == [99.0]
     gathered = await coll.allgather(torch.ones(3) * coll.rank, out=torch.empty(0))
@@ -358,7 +358,7 @@ async def test_c13_gathered_and_broadcast(coll):
 
 @every
 @processes
-async def test_c1_a_shorter_message_fills_the_front(coll):
+async def test_c1_a_shorter_message_fills_the_front(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     for numel in (3, 5000):
         into = torch.full((numel + 4,), -1.0)
@@ -371,7 +371,7 @@ async def test_c1_a_shorter_message_fills_the_front(coll):
 
 @every
 @processes
-async def test_c1_a_longer_message_is_an_error_and_is_consumed(coll):
+async def test_c1_a_longer_message_is_an_error_and_is_consumed(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     for numel in (4, 5000):
         receive = coll.recv(torch.empty(2), (rank - 1) % n)
@@ -384,7 +384,7 @@ async def test_c1_a_longer_message_is_an_error_and_is_consumed(coll):
 
 @every
 @processes
-async def test_c1_dtypes_of_a_message_must_agree(coll):
+async def test_c1_dtypes_of_a_message_must_agree(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     receive = coll.recv(torch.empty(2), (rank - 1) % n)
     sent = coll.send(torch.ones(2, dtype=torch.int32), (rank + 1) % n)
@@ -396,7 +396,7 @@ async def test_c1_dtypes_of_a_message_must_agree(coll):
 
 @every
 @processes
-async def test_c1_a_receive_without_a_tensor_makes_one(coll):
+async def test_c1_a_receive_without_a_tensor_makes_one(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     for t in (torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(5), torch.empty(0, 4), torch.ones(70, 70)):
         sent = coll.send(t, (rank + 1) % n, tag=9)
@@ -410,7 +410,7 @@ async def test_c1_a_receive_without_a_tensor_makes_one(coll):
 
 @every
 @processes
-async def test_c1_messages_match_by_source_and_tag_in_issue_order(coll):
+async def test_c1_messages_match_by_source_and_tag_in_issue_order(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     after, before = (rank + 1) % n, (rank - 1) % n
     sends = [coll.send(torch.tensor([i]), after, tag=i % 2) for i in range(6)]
@@ -425,7 +425,7 @@ async def test_c1_messages_match_by_source_and_tag_in_issue_order(coll):
 
 @every
 @processes
-async def test_c1_tensors_and_objects_never_match(coll):
+async def test_c1_tensors_and_objects_never_match(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     after, before = (rank + 1) % n, (rank - 1) % n
     sends = [coll.send_object("object", after), coll.send(torch.tensor(3), after)]
@@ -436,7 +436,7 @@ async def test_c1_tensors_and_objects_never_match(coll):
 
 @every
 @processes
-async def test_c1_a_send_to_oneself_returns_at_once(coll):
+async def test_c1_a_send_to_oneself_returns_at_once(coll: Communicator) -> None:
     big = torch.arange(300_000)
     sent = coll.send(big, coll.rank)
     assert await sent is None
@@ -448,7 +448,7 @@ async def test_c1_a_send_to_oneself_returns_at_once(coll):
 
 @every
 @processes
-async def test_c1_lists_of_messages(coll):
+async def test_c1_lists_of_messages(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     into = [torch.empty(2), torch.empty(3)]
     receive = coll.recv(into, (rank - 1) % n)
@@ -458,7 +458,7 @@ async def test_c1_lists_of_messages(coll):
 
 @every
 @processes
-async def test_c1_a_receive_that_nothing_matched_can_be_withdrawn(coll):
+async def test_c1_a_receive_that_nothing_matched_can_be_withdrawn(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     into = torch.full((2,), -1.0)
     receive = coll.recv(into, (rank - 1) % n, tag=1)
@@ -473,7 +473,7 @@ async def test_c1_a_receive_that_nothing_matched_can_be_withdrawn(coll):
 
 @pytest.mark.ranks(1, 2, 3, backend="local")
 @processes
-async def test_c1_broadcast_counts_elements_only(coll):
+async def test_c1_broadcast_counts_elements_only(coll: Communicator) -> None:
     t = torch.arange(6.0).view(2, 3) if coll.rank == 0 else torch.zeros(3, 2)
     await coll.broadcast(t)
     assert t.shape == ((2, 3) if coll.rank == 0 else (3, 2))
@@ -481,14 +481,14 @@ async def test_c1_broadcast_counts_elements_only(coll):
 
 
 @every
-async def test_c1_slices_of_one_tensor_are_in_flight_together(coll):
+async def test_c1_slices_of_one_tensor_are_in_flight_together(coll: Communicator) -> None:
     t = torch.full((5, 4), float(coll.rank))
     await aiodist.gather(*[coll.allreduce(row) for row in t])
     assert t.unique().tolist() == [sum(range(coll.size))]
 
 
 @every
-async def test_c1_several_root_broadcasts_and_barriers(coll):
+async def test_c1_several_root_broadcasts_and_barriers(coll: Communicator) -> None:
     for root in range(coll.size):
         assert await coll.broadcast(torch.tensor([coll.rank]), root) == root
         assert await coll.barrier() is None

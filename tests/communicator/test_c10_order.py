@@ -31,7 +31,7 @@ DISAGREEMENTS = {
 }
 
 
-async def disagree(coll, what):
+async def disagree(coll: Communicator, what: str) -> Any:
     """Have rank 0 issue one thing and the others another, and return the error that each gets."""
     first, second, ours, theirs = DISAGREEMENTS[what]
     began = asyncio.get_running_loop().time()
@@ -49,13 +49,13 @@ async def disagree(coll, what):
 
 @both_modes
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-async def test_c10_checked_nothing_is_sent_and_all_goes_on(coll, what):
+async def test_c10_checked_nothing_is_sent_and_all_goes_on(coll: Communicator, what: str) -> None:
     theirs, text = await disagree_checked(coll, what)
     assert theirs.replace("\\", "") in text
     assert await coll.allreduce(1) == coll.size
 
 
-async def disagree_checked(coll, what):
+async def disagree_checked(coll: Communicator, what: str) -> Any:
     first, second, _, theirs = DISAGREEMENTS[what]
     t = asyncio.get_running_loop().time()
     with pytest.raises(aiodist.MismatchError) as caught:
@@ -66,7 +66,7 @@ async def disagree_checked(coll, what):
 
 @unchecked
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-async def test_c10_unchecked_it_is_found_within_a_second(coll, what):
+async def test_c10_unchecked_it_is_found_within_a_second(coll: Communicator, what: str) -> None:
     other = await coll.dup()
     theirs, text = await disagree(other, what)
     assert theirs.replace("\\", "") in text
@@ -76,7 +76,7 @@ async def test_c10_unchecked_it_is_found_within_a_second(coll, what):
 
 
 @processes_checked
-async def test_c10_checked_over_a_library(coll):
+async def test_c10_checked_over_a_library(coll: Communicator) -> None:
     for what in DISAGREEMENTS:
         began = time.monotonic()
         theirs, text = await disagree_checked(coll, what)
@@ -88,7 +88,7 @@ async def test_c10_checked_over_a_library(coll):
 @pytest.mark.ranks(2, backend="gloo", checked=False)
 @pytest.mark.ranks(2, backend=("mpi", "mpich"), checked=False)
 @pytest.mark.parametrize("what", ["kind", "op", "count"])
-async def test_c10_unchecked_over_a_library(coll, what):
+async def test_c10_unchecked_over_a_library(coll: Communicator, what: str) -> None:
     other = await coll.dup()
     theirs, text = await disagree(other, what)
     assert theirs.replace("\\", "") in text
@@ -96,11 +96,11 @@ async def test_c10_unchecked_over_a_library(coll, what):
 
 
 @pytest.mark.ranks(2)
-async def test_c10_tasks_that_interleave_differently(coll):
-    async def training():
+async def test_c10_tasks_that_interleave_differently(coll: Communicator) -> None:
+    async def training() -> None:
         await coll.allreduce(torch.ones(3))
 
-    async def evaluation():
+    async def evaluation() -> None:
         await coll.allreduce(torch.ones(3))
 
     order = [training, evaluation] if coll.rank == 0 else [evaluation, training]
@@ -112,8 +112,8 @@ async def test_c10_tasks_that_interleave_differently(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_c10_tasks_that_run_in_turn_are_no_mismatch(coll):
-    async def step():
+async def test_c10_tasks_that_run_in_turn_are_no_mismatch(coll: Communicator) -> None:
+    async def step() -> Any:
         return await coll.allreduce(1)
 
     assert await asyncio.wait_for(step(), 5) == 2
@@ -121,7 +121,7 @@ async def test_c10_tasks_that_run_in_turn_are_no_mismatch(coll):
 
 
 @unchecked
-async def test_c10_what_passed_unseen_is_found_at_the_barrier(coll):
+async def test_c10_what_passed_unseen_is_found_at_the_barrier(coll: Communicator) -> None:
     other = await coll.dup()
     # Each rank is its own root: nobody waits for anybody, and the wrong data would stay unnoticed.
     handles = [other.broadcast(torch.ones(0), root=min(coll.rank, 1)) for _ in range(3)]
@@ -132,7 +132,7 @@ async def test_c10_what_passed_unseen_is_found_at_the_barrier(coll):
 
 
 @unchecked
-async def test_c10_what_passed_unseen_is_found_at_close(coll):
+async def test_c10_what_passed_unseen_is_found_at_close(coll: Communicator) -> None:
     other = await coll.dup()
     await other.broadcast(torch.ones(0), root=min(coll.rank, 1))
     with pytest.raises(aiodist.MismatchError, match="root 1"):
@@ -140,7 +140,7 @@ async def test_c10_what_passed_unseen_is_found_at_close(coll):
 
 
 @pytest.mark.ranks(3, checked=False)
-async def test_c10_a_late_rank_is_no_mismatch(coll):
+async def test_c10_a_late_rank_is_no_mismatch(coll: Communicator) -> None:
     if coll.rank == 1:
         await asyncio.sleep(30)
     assert await coll.allreduce(1) == 3
@@ -148,7 +148,7 @@ async def test_c10_a_late_rank_is_no_mismatch(coll):
 
 
 @pytest.mark.ranks(3)
-async def test_h8_a_deadline_names_the_late_ranks_and_where_they_are(coll):
+async def test_h8_a_deadline_names_the_late_ranks_and_where_they_are(coll: Communicator) -> None:
     await coll.allreduce(1)
     if coll.rank == 2:
         await asyncio.sleep(20)
@@ -167,7 +167,7 @@ async def test_h8_a_deadline_names_the_late_ranks_and_where_they_are(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_h8_a_late_receive_can_be_withdrawn(coll):
+async def test_h8_a_late_receive_can_be_withdrawn(coll: Communicator) -> None:
     receive = coll.recv(timeout=0.5)
     with pytest.raises(aiodist.OperationTimeout, match="recv"):
         await receive
@@ -176,7 +176,7 @@ async def test_h8_a_late_receive_can_be_withdrawn(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_h8_a_plain_timeout_gets_a_note(coll):
+async def test_h8_a_plain_timeout_gets_a_note(coll: Communicator) -> None:
     if coll.rank == 0:
         with pytest.raises(TimeoutError) as caught:
             async with asyncio.timeout(3):
@@ -188,7 +188,7 @@ async def test_h8_a_plain_timeout_gets_a_note(coll):
 
 
 @pytest.mark.ranks(3)
-async def test_c10_abort_reaches_all(coll):
+async def test_c10_abort_reaches_all(coll: Communicator) -> None:
     other = await coll.dup()
     if coll.rank == 0:
         other.abort("had enough")

@@ -12,7 +12,7 @@ FLOATS = torch.arange(6.0)
 TWO = [FLOATS[:3], FLOATS[3:]]
 
 
-def bad(expected, match, call):
+def bad(expected: type[Exception], match: str, call: Callable[[Any], Any]) -> Any:
     return pytest.param(expected, match, call, id=match)
 
 
@@ -84,7 +84,7 @@ MISTAKES = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("expected", "match", "call"), MISTAKES)
-async def test_c9_a_mistake_is_an_error_at_the_call(coll, expected, match, call):
+async def test_c9_a_mistake_is_an_error_at_the_call(coll: Communicator, expected: type[Exception], match: str, call: Callable[[Any], Any]) -> None:
     before = coll.seq, coll.statistics()
     with pytest.raises(expected, match=match):
         call(coll)
@@ -93,7 +93,7 @@ async def test_c9_a_mistake_is_an_error_at_the_call(coll, expected, match, call)
 
 
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
-async def test_c9_mistakes_over_a_library(coll):
+async def test_c9_mistakes_over_a_library(coll: Communicator) -> None:
     for parameters in MISTAKES:
         expected, match, call = parameters.values
         with pytest.raises(expected, match=match):
@@ -102,7 +102,7 @@ async def test_c9_mistakes_over_a_library(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_c9_roots_lists_are_checked_on_the_root_alone(coll):
+async def test_c9_roots_lists_are_checked_on_the_root_alone(coll: Communicator) -> None:
     if coll.rank == 0:
         for ts, expected, match in (
             (None, TypeError, "ts is None"),
@@ -119,7 +119,7 @@ async def test_c9_roots_lists_are_checked_on_the_root_alone(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_c9_a_call_after_close(coll):
+async def test_c9_a_call_after_close(coll: Communicator) -> None:
     other = await coll.dup()
     await other.aclose()
     for call in (
@@ -136,24 +136,24 @@ async def test_c9_a_call_after_close(coll):
     assert await coll.allreduce(1) == 2
 
 
-async def test_c9_the_world_after_its_block():
+async def test_c9_the_world_after_its_block() -> None:
     async with aiodist.init() as coll:
         await coll.barrier()
     with pytest.raises(aiodist.CommunicatorClosed, match="closed"):
         coll.allreduce(torch.ones(2))
 
 
-async def test_c9_another_thread_or_loop():
+async def test_c9_another_thread_or_loop() -> None:
     async with aiodist.init() as coll:
         seen = []
 
-        def call():
+        def call() -> None:
             try:
                 coll.allreduce(torch.ones(2))
             except RuntimeError as error:
                 seen.append(str(error))
 
-        async def elsewhere():
+        async def elsewhere() -> None:
             call()
 
         await asyncio.to_thread(call)
@@ -165,7 +165,7 @@ async def test_c9_another_thread_or_loop():
         assert await coll.allreduce(3) == 3
 
 
-async def test_c9_a_call_from_a_loop_callback_is_allowed():
+async def test_c9_a_call_from_a_loop_callback_is_allowed() -> None:
     async with aiodist.init() as coll:
         handles = []
         asyncio.get_running_loop().call_soon(lambda: handles.append(coll.allreduce(torch.ones(2))))
@@ -174,7 +174,7 @@ async def test_c9_a_call_from_a_loop_callback_is_allowed():
 
 
 @pytest.mark.ranks(3)
-async def test_h9_a_tensor_in_flight_is_not_written(coll):
+async def test_h9_a_tensor_in_flight_is_not_written(coll: Communicator) -> None:
     t = torch.ones(6)
     first = coll.allreduce(t)
     line = str(first)
@@ -194,7 +194,7 @@ async def test_h9_a_tensor_in_flight_is_not_written(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_h9_reads_may_overlap_reads(coll):
+async def test_h9_reads_may_overlap_reads(coll: Communicator) -> None:
     t = torch.arange(4.0)
     both = [coll.allgather(t), coll.allgather(t[1:3]), coll.send(t, 1 - coll.rank)]
     with pytest.raises(aiodist.BufferInFlight, match=r"would write memory that allgather #0"):
@@ -205,7 +205,7 @@ async def test_h9_reads_may_overlap_reads(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_h9_it_holds_across_communicators_and_after_errors(coll):
+async def test_h9_it_holds_across_communicators_and_after_errors(coll: Communicator) -> None:
     other = await coll.dup()
     t = torch.ones(4)
     first = coll.allreduce(t)
@@ -225,7 +225,7 @@ async def test_h9_it_holds_across_communicators_and_after_errors(coll):
 
 
 @pytest.mark.ranks(1, 2)
-async def test_c3_out_may_be_the_input_or_ones_own_block(coll):
+async def test_c3_out_may_be_the_input_or_ones_own_block(coll: Communicator) -> None:
     t = torch.full((2,), float(coll.rank))
     assert (await coll.allreduce(t, out=t)) is t
     everything = torch.zeros(2 * coll.size)
@@ -236,7 +236,7 @@ async def test_c3_out_may_be_the_input_or_ones_own_block(coll):
 
 
 @pytest.mark.ranks(3)
-async def test_c3_alltoall_in_place_and_allgather_from_elsewhere_in_out(coll):
+async def test_c3_alltoall_in_place_and_allgather_from_elsewhere_in_out(coll: Communicator) -> None:
     ts = [torch.full((4,), 10.0 * coll.rank + r) for r in range(3)]
     assert all(a is b for a, b in zip(await coll.alltoall(ts, out=ts), ts, strict=True))
     assert [t.unique().tolist() for t in ts] == [[10.0 * r + coll.rank] for r in range(3)]
@@ -248,7 +248,7 @@ async def test_c3_alltoall_in_place_and_allgather_from_elsewhere_in_out(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_c3_out_grows_only_when_it_owns_its_memory(coll):
+async def test_c3_out_grows_only_when_it_owns_its_memory(coll: Communicator) -> None:
     out = torch.empty(1, dtype=torch.int64)
     assert (await coll.allgather(torch.arange(3), out=out)) is out
     assert out.tolist() == [0, 1, 2, 0, 1, 2]
@@ -263,7 +263,7 @@ async def test_c3_out_grows_only_when_it_owns_its_memory(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_c3_growing_out_does_not_lend_its_old_memory_to_others(coll):
+async def test_c3_growing_out_does_not_lend_its_old_memory_to_others(coll: Communicator) -> None:
     for _ in range(50):
         outs = [torch.empty(8) for _ in range(4)]
         handles = [coll.allgather(torch.ones(64), out=out) for out in outs]

@@ -15,7 +15,7 @@ processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False
 
 @some
 @processes
-async def test_g1_split_by_color_and_key_as_in_mpi(coll):
+async def test_g1_split_by_color_and_key_as_in_mpi(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     half = await coll.split(rank % 2, key=-rank)  # the ranks of one color, backwards
     mine = [r for r in range(n) if r % 2 == rank % 2][::-1]
@@ -28,7 +28,7 @@ async def test_g1_split_by_color_and_key_as_in_mpi(coll):
 
 @some
 @processes
-async def test_g1_color_none_is_outside(coll):
+async def test_g1_color_none_is_outside(coll: Communicator) -> None:
     part = await coll.split(None if coll.rank == 0 else 7)
     if coll.rank:
         assert part.size == coll.size - 1
@@ -44,7 +44,7 @@ async def test_g1_color_none_is_outside(coll):
 
 @pytest.mark.ranks(4)
 @pytest.mark.ranks(4, checked=False)
-async def test_g1_a_group_of_some_ranks(coll):
+async def test_g1_a_group_of_some_ranks(coll: Communicator) -> None:
     group = await coll.group([1, 2])
     if coll.rank in (1, 2):
         assert (group.size, group.rank) == (2, coll.rank - 1)
@@ -60,7 +60,7 @@ async def test_g1_a_group_of_some_ranks(coll):
 
 
 @some
-async def test_g1_two_groups_in_turn_are_made_once_each(coll):
+async def test_g1_two_groups_in_turn_are_made_once_each(coll: Communicator) -> None:
     n = coll.size
     low, high = range(n // 2), range(n // 2, n)
     seen = []
@@ -75,7 +75,7 @@ async def test_g1_two_groups_in_turn_are_made_once_each(coll):
 
 @some
 @processes
-async def test_g1_closed_ones_are_made_anew(coll):
+async def test_g1_closed_ones_are_made_anew(coll: Communicator) -> None:
     first = await coll.group(range(coll.size))
     assert await first.allreduce(1) == coll.size
     await first.aclose()
@@ -88,7 +88,7 @@ async def test_g1_closed_ones_are_made_anew(coll):
 
 @some
 @processes
-async def test_g1_traffic_of_a_duplicate_never_meets_the_parents(coll):
+async def test_g1_traffic_of_a_duplicate_never_meets_the_parents(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     other = await coll.dup()
     assert other is not coll
@@ -107,7 +107,7 @@ async def test_g1_traffic_of_a_duplicate_never_meets_the_parents(coll):
 
 @some
 @processes
-async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll):
+async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll: Communicator) -> None:
     after, before = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
     ts = [torch.full((50,), float(i)) for i in range(100)]
     handles = [coll.allreduce(t) if i % 3 else coll.recv(t, before, i) for i, t in enumerate(ts)]
@@ -124,7 +124,7 @@ async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll):
 
 
 @some
-async def test_g1_children_have_names_and_go_with_their_parent(coll):
+async def test_g1_children_have_names_and_go_with_their_parent(coll: Communicator) -> None:
     child = await coll.dup()
     grandchild = await child.group([0, 1])
     assert coll.name == "world"
@@ -138,7 +138,7 @@ async def test_g1_children_have_names_and_go_with_their_parent(coll):
 
 
 @pytest.mark.ranks(3)
-async def test_g1_ranks_must_agree_on_the_group(coll):
+async def test_g1_ranks_must_agree_on_the_group(coll: Communicator) -> None:
     with pytest.raises(aiodist.MismatchError, match=r"rank 0: group of \[0, 1\]; rank 1: group of \[0, 2\]"):
         await coll.group([0, 1] if coll.rank == 0 else [0, 2])
     assert await coll.allreduce(1) == 3
@@ -146,10 +146,10 @@ async def test_g1_ranks_must_agree_on_the_group(coll):
 
 @pytest.mark.ranks(2)
 @processes
-async def test_g1_groups_made_from_two_tasks_at_once(coll):
+async def test_g1_groups_made_from_two_tasks_at_once(coll: Communicator) -> None:
     first, second = await coll.dup(), await coll.dup()
 
-    async def work(comm):
+    async def work(comm: Communicator) -> None:
         for _ in range(3):
             other = await comm.dup()
             assert await other.allreduce(1) == 2
@@ -162,17 +162,17 @@ async def test_g1_groups_made_from_two_tasks_at_once(coll):
 
 
 @pytest.mark.ranks(2)
-async def test_h7_a_barrier_covers_what_nobody_awaited(coll):
+async def test_h7_a_barrier_covers_what_nobody_awaited(coll: Communicator) -> None:
     for _ in range(5):
         coll.allreduce(torch.ones(2))
     await coll.barrier()
 
 
-def _world(main, n=2):
+def _world(main: Any, n: int = 2) -> Any:
     """Run ranks and return the warnings of their close and what their loop was told."""
     told = []
 
-    async def rank():
+    async def rank() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
         async with aiodist.init() as coll:
             await main(coll)
@@ -183,8 +183,8 @@ def _world(main, n=2):
     return [str(w.message) for w in caught if w.category is ResourceWarning], told
 
 
-def test_h7_a_dropped_handle_is_reported_at_close():
-    async def main(coll):
+def test_h7_a_dropped_handle_is_reported_at_close() -> None:
+    async def main(coll: Communicator) -> None:
         coll.allreduce(torch.ones(2))
 
     warned, told = _world(main)
@@ -193,8 +193,8 @@ def test_h7_a_dropped_handle_is_reported_at_close():
     assert told == []
 
 
-def test_h7_an_error_that_nobody_saw_is_reported_once():
-    async def main(coll):
+def test_h7_an_error_that_nobody_saw_is_reported_once() -> None:
+    async def main(coll: Communicator) -> None:
         coll.send(torch.ones(4), 1 - coll.rank)
         coll.recv(torch.ones(2), 1 - coll.rank)  # too short
         await coll.barrier()
@@ -205,8 +205,8 @@ def test_h7_an_error_that_nobody_saw_is_reported_once():
     assert warned == []
 
 
-def test_h7_a_receive_that_nothing_matched_is_withdrawn_and_reported_at_close():
-    async def main(coll):
+def test_h7_a_receive_that_nothing_matched_is_withdrawn_and_reported_at_close() -> None:
+    async def main(coll: Communicator) -> None:
         await coll.barrier()
         main.kept.append(coll.recv(None, 1 - coll.rank, tag=5))
 
@@ -218,7 +218,7 @@ def test_h7_a_receive_that_nothing_matched_is_withdrawn_and_reported_at_close():
 
 
 @pytest.mark.ranks(2)
-async def test_h7_errors_say_where(coll):
+async def test_h7_errors_say_where(coll: Communicator) -> None:
     receive = coll.recv(torch.ones(1), 1 - coll.rank)
     await coll.send(torch.ones(3), 1 - coll.rank)
     with pytest.raises(aiodist.BackendError) as caught:
@@ -262,7 +262,7 @@ _LOCAL = {"statistics", "abort", "aclose"}
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
-async def test_h1_every_communicating_method_returns_a_handle(coll):
+async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator) -> None:
     methods = {
         name
         for name in dir(type(coll))
@@ -281,7 +281,7 @@ async def test_h1_every_communicating_method_returns_a_handle(coll):
 
 
 @pytest.mark.ranks(3)
-async def test_c11_statistics_count_what_is_pending(coll):
+async def test_c11_statistics_count_what_is_pending(coll: Communicator) -> None:
     await coll.barrier()
     before = coll.statistics()
     receive = coll.recv(None, (coll.rank - 1) % 3)
@@ -297,7 +297,7 @@ async def test_c11_statistics_count_what_is_pending(coll):
 
 @some
 @processes
-async def test_g5_all_ranks_share_this_host(coll):
+async def test_g5_all_ranks_share_this_host(coll: Communicator) -> None:
     assert (coll.local_rank, coll.local_size, coll.node, coll.nodes) == (coll.rank, coll.size, 0, 1)
     assert len(coll.hosts) == 1
     assert coll.topology.ranks_on(coll.hosts[0]) == tuple(range(coll.size))
@@ -306,7 +306,7 @@ async def test_g5_all_ranks_share_this_host(coll):
     assert half.topology.local_size == half.size
 
 
-def test_g5_hosts_when_ranks_are_dealt_in_turn():
+def test_g5_hosts_when_ranks_are_dealt_in_turn() -> None:
     dealt = [Topology(("b", "a", "b", "a", "c"), rank) for rank in range(5)]
     assert dealt[0].hosts == ("b", "a", "c")
     assert [t.node for t in dealt] == [0, 1, 0, 1, 2]
@@ -317,6 +317,6 @@ def test_g5_hosts_when_ranks_are_dealt_in_turn():
     assert (part.hosts, part.rank, part.local_size) == (("a", "c"), 0, 1)
 
 
-def test_g5_readable_text():
+def test_g5_readable_text() -> None:
     text = str(Topology(("one", "two", "one"), 0))
     assert text.splitlines() == ["3 ranks on 2 hosts", "  one: ranks 0, 2", "  two: ranks 1"]

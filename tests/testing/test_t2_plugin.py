@@ -15,20 +15,20 @@ PLUGIN = aiodist.testing.plugin.__name__
 
 
 @pytest.fixture
-def run(request, pytester):
+def run(request: pytest.FixtureRequest, pytester: pytest.Pytester) -> Any:
     """Run pytest on a file in this process and return what it says."""
     manager = request.config.pluginmanager
     plugin = [] if manager.get_name(sys.modules[PLUGIN]) != PLUGIN else ["-p", PLUGIN]
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
 
-    def run_pytest(source, *arguments):
+    def run_pytest(source: str, *arguments: Any) -> Any:
         pytester.makepyfile(test_it=source)
         return pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider", "-v", *arguments)
 
     return run_pytest
 
 
-def test_t2_a_test_runs_once_per_rank(run):
+def test_t2_a_test_runs_once_per_rank(run: Run) -> None:
     result = run("""
         import pytest
         seen = []
@@ -46,7 +46,7 @@ def test_t2_a_test_runs_once_per_rank(run):
 
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
-def test_t2_it_lives_beside_pytest_asyncio(run, pytester, mode):
+def test_t2_it_lives_beside_pytest_asyncio(run: Run, pytester: pytest.Pytester, mode: str) -> None:
     pytester.makeconftest("""
         import asyncio
 
@@ -77,7 +77,7 @@ def test_t2_it_lives_beside_pytest_asyncio(run, pytester, mode):
     result.stdout.fnmatch_lines(["*::test_ranks?2? PASSED*", "*::test_method?2? PASSED*"])
 
 
-def test_t2_fixtures_and_parameters_go_with_it(run):
+def test_t2_fixtures_and_parameters_go_with_it(run: Run) -> None:
     result = run("""
         import pytest
 
@@ -109,7 +109,7 @@ def test_t2_fixtures_and_parameters_go_with_it(run):
     result.stdout.fnmatch_lines(["*test_two_marks?2? PASSED*", "*test_two_marks?3-unchecked? PASSED*"])
 
 
-def test_t2_a_failure_shows_the_rank_and_its_line(run):
+def test_t2_a_failure_shows_the_rank_and_its_line(run: Run) -> None:
     result = run("""
         import pytest
 
@@ -128,7 +128,7 @@ def test_t2_a_failure_shows_the_rank_and_its_line(run):
     )
 
 
-def test_t2_the_seed_is_an_option(run):
+def test_t2_the_seed_is_an_option(run: Run) -> None:
     source = """
         import pytest, torch
         order = []
@@ -161,19 +161,19 @@ def test_t2_the_seed_is_an_option(run):
         ("def test_it(coll): pass", "goes with @pytest.mark.ranks"),
     ],
 )
-def test_t2_a_wrong_marker_says_so(run, source, complaint):
+def test_t2_a_wrong_marker_says_so(run: Run, source: str, complaint: str) -> None:
     result = run(f"import pytest\n{source}\n")
     assert result.parseoutcomes().get("errors")
     result.stdout.fnmatch_lines([f"*{complaint}*"])
 
 
-def test_t2_the_plugin_loads_no_torch():
+def test_t2_the_plugin_loads_no_torch() -> None:
     code = f"import sys, {PLUGIN}; print(sorted({{'torch', 'numpy', 'mpi4py'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert answer.stdout == "[]\n"
 
 
-def test_t2_processes_tell_how_each_test_went(run, pytester, record_property):
+def test_t2_processes_tell_how_each_test_went(run: Run, pytester: pytest.Pytester, record_property: Callable[[str, object], None]) -> None:
     result = run(
         """
         import os, pytest, sys
@@ -211,7 +211,7 @@ def test_t2_processes_tell_how_each_test_went(run, pytester, record_property):
     record_property("mpi", "Open MPI" if "Open MPI" in report else "MPICH")
 
 
-def test_t2_a_rank_that_dies_fails_its_test_alone(run):
+def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
     result = run(
         """
         import os, pytest, signal

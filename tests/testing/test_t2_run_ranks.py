@@ -13,8 +13,8 @@ import aiodist
 from aiodist.testing import Deadlock, gather_ranks, run_ranks
 
 
-def test_t2_results_come_by_rank():
-    async def main():
+def test_t2_results_come_by_rank() -> None:
+    async def main() -> Any:
         async with aiodist.init() as coll:
             t = torch.full((4,), float(coll.rank))
             await coll.allreduce(t)
@@ -23,23 +23,23 @@ def test_t2_results_come_by_rank():
     assert run_ranks(3, main) == [(rank, 3, [3.0] * 4) for rank in range(3)]
 
 
-def test_t2_main_may_take_the_rank():
-    async def main(rank):
+def test_t2_main_may_take_the_rank() -> None:
+    async def main(rank: int) -> Any:
         async with aiodist.init() as coll:
             return rank == coll.rank
 
-    async def defaulted(rank=-1):
+    async def defaulted(rank: int = -1) -> Any:
         return rank
 
     assert run_ranks(2, main) == [True, True]
     assert run_ranks(2, defaulted) == [-1, -1]
 
 
-def _order(seed):
+def _order(seed: int) -> Any:
     """Return in which order four ranks get on, and in which their messages come."""
     log = []
 
-    async def main():
+    async def main() -> None:
         async with aiodist.init() as coll:
             for _ in range(3):
                 await coll.barrier()
@@ -54,16 +54,16 @@ def _order(seed):
     return log
 
 
-def test_t2_the_same_seed_gives_the_same_order():
+def test_t2_the_same_seed_gives_the_same_order() -> None:
     assert [_order(7) for _ in range(5)] == [_order(7)] * 5
 
 
-def test_t2_different_seeds_give_different_orders():
+def test_t2_different_seeds_give_different_orders() -> None:
     assert len({tuple(_order(seed)) for seed in range(10)}) > 5
 
 
-def test_t2_a_race_is_found_by_some_seed_and_found_again():
-    async def main():
+def test_t2_a_race_is_found_by_some_seed_and_found_again() -> None:
+    async def main() -> Any:
         async with aiodist.init() as coll:
             if coll.rank == 0:  # wrong: it takes for granted that rank 1 is faster than rank 2
                 return [int(await coll.recv()) for _ in range(2)] == [1, 2]
@@ -75,8 +75,8 @@ def test_t2_a_race_is_found_by_some_seed_and_found_again():
     assert failing == {seed for seed in range(20) if not run_ranks(3, main, seed)[0]}
 
 
-def test_t2_sleeping_takes_no_time():
-    async def main(rank):
+def test_t2_sleeping_takes_no_time() -> None:
+    async def main(rank: int) -> Any:
         loop = asyncio.get_running_loop()
         async with aiodist.init() as coll:
             await asyncio.sleep(3600 * (rank + 1))
@@ -88,8 +88,8 @@ def test_t2_sleeping_takes_no_time():
     assert time.monotonic() - began < 5
 
 
-def test_t2_deadlines_are_of_the_same_clock():
-    async def main(rank):
+def test_t2_deadlines_are_of_the_same_clock() -> None:
+    async def main(rank: int) -> Any:
         loop = asyncio.get_running_loop()
         async with aiodist.init() as coll:
             if rank == 1:
@@ -116,10 +116,10 @@ def test_t2_deadlines_are_of_the_same_clock():
     assert run_ranks(2, main)[0] == pytest.approx([10, 50, 55], abs=0.01)
 
 
-def test_t2_work_in_an_executor_is_waited_for_in_real_time():
+def test_t2_work_in_an_executor_is_waited_for_in_real_time() -> None:
     go = threading.Event()
 
-    async def main(rank):
+    async def main(rank: int) -> Any:
         async with aiodist.init() as coll:
             if rank == 0:
                 threading.Timer(0.05, go.set).start()
@@ -131,8 +131,8 @@ def test_t2_work_in_an_executor_is_waited_for_in_real_time():
     assert max(run_ranks(2, main)) < 30
 
 
-def test_t2_a_deadlock_names_what_every_rank_waits_for():
-    async def main(rank):
+def test_t2_a_deadlock_names_what_every_rank_waits_for() -> None:
+    async def main(rank: int) -> None:
         async with aiodist.init() as coll:
             if rank == 0:
                 await coll.barrier()
@@ -154,8 +154,8 @@ def test_t2_a_deadlock_names_what_every_rank_waits_for():
     assert "pending: nothing" in lines[2]
 
 
-def test_t2_a_deadlock_beside_a_ticker_ends_with_the_limit():
-    async def main(rank):
+def test_t2_a_deadlock_beside_a_ticker_ends_with_the_limit() -> None:
+    async def main(rank: int) -> None:
         async with aiodist.init() as coll:
             if rank == 0:
                 await coll.recv(src=1)
@@ -166,10 +166,10 @@ def test_t2_a_deadlock_beside_a_ticker_ends_with_the_limit():
         run_ranks(2, main, timeout=100)
 
 
-def test_t2_an_exception_ends_the_other_ranks_and_names_its_own():
+def test_t2_an_exception_ends_the_other_ranks_and_names_its_own() -> None:
     ended = []
 
-    async def main(rank):
+    async def main(rank: int) -> None:
         try:
             async with aiodist.init() as coll:
                 if rank == 1:
@@ -184,8 +184,8 @@ def test_t2_an_exception_ends_the_other_ranks_and_names_its_own():
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_t2_a_rank_that_exits_says_so():
-    async def main(rank):
+def test_t2_a_rank_that_exits_says_so() -> None:
+    async def main(rank: int) -> None:
         async with aiodist.init() as coll:
             if rank == 1:
                 raise SystemExit(3)
@@ -196,8 +196,8 @@ def test_t2_a_rank_that_exits_says_so():
     assert caught.value.code == 3
 
 
-def test_t2_a_rank_that_ends_early_is_an_error_for_the_others():
-    async def main(rank):
+def test_t2_a_rank_that_ends_early_is_an_error_for_the_others() -> None:
+    async def main(rank: int) -> None:
         async with aiodist.init() as coll:
             if rank == 1:
                 raise ValueError("rank 1 is gone")
@@ -209,8 +209,8 @@ def test_t2_a_rank_that_ends_early_is_an_error_for_the_others():
         run_ranks(2, main)
 
 
-def test_t2_the_world_can_be_opened_again():
-    async def main():
+def test_t2_the_world_can_be_opened_again() -> None:
+    async def main() -> Any:
         seen = []
         for i in range(3):
             async with aiodist.init() as coll:
@@ -220,8 +220,8 @@ def test_t2_the_world_can_be_opened_again():
     assert run_ranks(4, main) == [[6, 10, 14]] * 4
 
 
-def test_t2_checked_is_what_init_means_without_saying():
-    async def main():
+def test_t2_checked_is_what_init_means_without_saying() -> None:
+    async def main() -> Any:
         async with aiodist.init() as coll:
             with pytest.raises(aiodist.MismatchError, match=r"allreduce float32\[1\].*allreduce float32\[2\]"):
                 await coll.allreduce(torch.ones(1 + coll.rank))
@@ -230,8 +230,8 @@ def test_t2_checked_is_what_init_means_without_saying():
     assert run_ranks(2, main) == [2, 2]
 
 
-def test_t2_torch_modes_are_the_ranks_own():
-    async def main(rank):
+def test_t2_torch_modes_are_the_ranks_own() -> None:
+    async def main(rank: int) -> Any:
         async with aiodist.init() as coll:
             with torch.set_grad_enabled(rank == 0):
                 await coll.barrier()
@@ -240,8 +240,8 @@ def test_t2_torch_modes_are_the_ranks_own():
     assert run_ranks(2, main) == [True, False]
 
 
-def test_t2_large_tensors_and_the_order_stay_the_loops():
-    async def main():
+def test_t2_large_tensors_and_the_order_stay_the_loops() -> None:
+    async def main() -> Any:
         async with aiodist.init() as coll:
             t = torch.full((1 << 19,), float(coll.rank + 1))
             await coll.allreduce(t)
@@ -250,10 +250,10 @@ def test_t2_large_tensors_and_the_order_stay_the_loops():
     assert run_ranks(2, main) == [[3.0], [3.0]]
 
 
-def test_t2_nothing_stays_behind():
+def test_t2_nothing_stays_behind() -> None:
     loops = []
 
-    async def main():
+    async def main() -> None:
         loops.append(weakref.ref(asyncio.get_running_loop()))
         async with aiodist.init() as coll:
             await coll.barrier()
@@ -263,11 +263,11 @@ def test_t2_nothing_stays_behind():
     assert [loop() for loop in loops] == [None, None]
 
 
-def test_t2_sizes_and_loops_are_checked():
-    async def main():
+def test_t2_sizes_and_loops_are_checked() -> None:
+    async def main() -> None:
         return None
 
-    async def inside():
+    async def inside() -> None:
         with pytest.raises(RuntimeError, match="gather_ranks"):
             run_ranks(2, main)
 
@@ -276,10 +276,10 @@ def test_t2_sizes_and_loops_are_checked():
     asyncio.run(inside())
 
 
-async def test_t2_gather_ranks_uses_the_running_loop():
+async def test_t2_gather_ranks_uses_the_running_loop() -> None:
     loops = []
 
-    async def main(rank):
+    async def main(rank: int) -> Any:
         loops.append(asyncio.get_running_loop())
         async with aiodist.init() as coll:
             return await coll.allreduce(rank)
