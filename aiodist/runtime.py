@@ -279,8 +279,8 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
     if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop
         fd: int = backend()
         return fd
-    selector = getattr(loop, "_selector", None)
-    return selector.fileno() if isinstance(selector, getattr(selectors, "EpollSelector", ())) else None
+    selector: object = getattr(loop, "_selector", None)
+    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else None
 
 
 def _limit_spinning(world: Communicator) -> None:

@@ -124,6 +124,7 @@ class Progress:
 
         `call` runs with the transport lock held, must not raise, and runs in order with the other calls.
         """
+        self.polls += 1  # a loop that issues is alive: the thread need not take over yet
         if not self._inbox and transport_lock.acquire(False):
             try:
                 call()

@@ -11,6 +11,8 @@ No global state of `torch.distributed` is set: process groups of gloo's are made
 - A message longer than its receive ends the *process* (`std::terminate` in gloo's thread). So do collectives whose
   ranks disagree on a size.
 - A collective's future calls back from gloo's own thread, before `is_completed()` turns True.
+- A thread that returns from gloo while the interpreter ends, ends the process too (SIGABRT): `atexit` closes what is
+  open.
 
 So ranks tell each other everything in *frames*: a header, then the data if it is short. One thread per peer waits for
 frames, whose receives are always posted. Longer data is announced by a frame, received when its size is known and a
@@ -24,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import itertools
 import os
 import socket
 import struct
@@ -390,15 +393,17 @@ class _Disputes:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._open: dict[Done, AiodistError] = {}
+        self._open: dict[int, tuple[Done, AiodistError]] = {}
+        self._numbers = itertools.count()
 
     def add(self, done: Done, error: AiodistError) -> None:
         """Call `done(error)` a little later."""
-        self._open[done] = error
+        number = next(self._numbers)
+        self._open[number] = done, error
         progress = self._progress
 
         def settle() -> None:
-            if self._open.pop(done, None) is not None:
+            if self._open.pop(number, None) is not None:
                 done(error)
 
         def later() -> None:
@@ -409,7 +414,7 @@ class _Disputes:
     def settle(self) -> None:
         """Call them now."""
         disputed, self._open = self._open, {}
-        for done, error in disputed.items():
+        for done, error in disputed.values():
             done(error)
 
 
@@ -486,11 +491,12 @@ class _Group:
         pause = threading.Event()
         while self._running and monotonic() < until:
             pause.wait(2e-3)
-        if self._running:  # destroying it would wait for what runs, for ever
-            _abandoned.append(group)
+        if self._running:  # destroying it would wait for what runs, for ever: a thread keeps it instead
+            threading.Thread(target=_keep, args=(group,), daemon=True).start()
 
 
-_abandoned: list[_ProcessGroup] = []
+def _keep(_group: _ProcessGroup) -> None:
+    threading.Event().wait()
 
 
 @dataclass(eq=False)
@@ -498,7 +504,9 @@ class _Round:
     """One collective: what each rank brought to it so far."""
 
     signature: bytes
-    finish: Callable[[list[Tensor]], None]
+    finish: Callable[[list[Tensor]], None] | None
+    calls: Sequence[Callable[[_ProcessGroup], Work]]
+    """What gloo is to do where frames do not suffice."""
     done: Done
     signatures: dict[int, bytes] = field(default_factory=dict)
     parts: dict[int, Tensor] = field(default_factory=dict)
@@ -549,20 +557,19 @@ class GlooNative:
 
     def _allreduce(self, t: Tensor, done: Done, signature: bytes, op: ReduceOp) -> None:
         if t.nbytes > self._limit:
-            self._long(signature, done, _calls(t, partial(_gloo_allreduce, op)))
+            self._begin(_Round(signature, None, _calls(t, partial(_gloo_allreduce, op)), done), None)
             return
 
         def finish(parts: list[Tensor]) -> None:
             _combine(parts, t, op)
-            done(None)
 
-        self._begin(signature, t, finish, done)
+        self._begin(_Round(signature, finish, (), done), t)
 
     def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
         """Reduce into root's `t`; gloo uses the others' as scratch, so they give it copies."""
         given = t if self._rank == root else t.detach().clone()
         signature = _sign("reduce", t.dtype, t.numel(), op, root)
-        self._long(signature, done, _calls(given, partial(_gloo_reduce, op, root)))
+        self._begin(_Round(signature, None, _calls(given, partial(_gloo_reduce, op, root)), done), None)
 
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
         """Reduce short `t` and give rank r the `counts[r]` elements of block r in `out`."""
@@ -571,10 +578,9 @@ class GlooNative:
         def finish(parts: list[Tensor]) -> None:
             first = start * t.element_size()
             _combine([part[first : first + out.nbytes] for part in parts], out, op)
-            done(None)
 
         digest = zlib.crc32(repr(tuple(counts)).encode()) >> 1
-        self._begin(_sign("reduce_scatter", t.dtype, t.numel(), op, digest), t, finish, done)
+        self._begin(_Round(_sign("reduce_scatter", t.dtype, t.numel(), op, digest), finish, (), done), t)
 
     def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce short `t` in place over the ranks up to this one."""
@@ -582,9 +588,8 @@ class GlooNative:
         def finish(parts: list[Tensor]) -> None:
             if self._rank:
                 _combine(parts[: self._rank + 1], t, op)
-            done(None)
 
-        self._begin(_sign("scan", t.dtype, t.numel(), op), t, finish, done)
+        self._begin(_Round(_sign("scan", t.dtype, t.numel(), op), finish, (), done), t)
 
     def broadcast(self, t: Tensor, root: int, done: Done) -> None:
         """Not offered: direct sends spare the ranks the wait for one another."""
@@ -596,28 +601,20 @@ class GlooNative:
 
     # The exchange.
 
-    def _long(self, signature: bytes, done: Done, calls: Sequence[Callable[[_ProcessGroup], Work]]) -> None:
-        """Agree, then have gloo do it. All ranks come to this point in the same order, as gloo demands:
-
-        every peer's frames arrive in the order of its calls, so an earlier round is over before a later one.
-        """
-        self._begin(signature, None, lambda _: self.group.run(calls, done), done)
-
-    def _begin(self, signature: bytes, data: Tensor | None, finish: Callable[[list[Tensor]], None], done: Done) -> None:
+    def _begin(self, round: _Round, data: Tensor | None) -> None:
         number = self._seq
         self._seq += 1
         nbytes = 0 if data is None else data.nbytes
         error = next((peer.error for peer in self._others if peer.error is not None), None)
         for peer in self._others:
             error = error or peer.send(
-                _ROUND, comm=self._comm, number=number, nbytes=nbytes, signature=signature, data=data
+                _ROUND, comm=self._comm, number=number, nbytes=nbytes, signature=round.signature, data=data
             )
         early = self._early.pop(number, ())
         if error is not None:
-            done(_again(error))
+            round.done(_again(error))
             return
-        round = _Round(signature, finish, done)
-        self._add(round, self._rank, signature, _nothing if data is None else _bytes(data))
+        self._add(round, self._rank, round.signature, _nothing if data is None else _bytes(data))
         self._rounds[number] = round
         for src, frame in early:
             self._add(round, src, frame.signature, frame.data)
@@ -638,6 +635,11 @@ class GlooNative:
         round.parts[src] = data
 
     def _conclude(self, number: int, round: _Round) -> None:
+        """Go on with `round` when all have come.
+
+        All ranks come to this point in the same order, as gloo demands of its collectives: each peer's frames arrive
+        in the order of its calls, so an earlier round is complete before a later one.
+        """
         if len(round.parts) < self._size:
             return
         del self._rounds[number]
@@ -645,10 +647,15 @@ class GlooNative:
             brought = "; ".join(f"rank {rank}: {_read(text)}" for rank, text in sorted(round.signatures.items()))
             self._disputes.add(round.done, MismatchError(f"the ranks disagree: {brought}"))
             return
+        if round.finish is None:
+            self.group.run(round.calls, round.done)
+            return
+        error: BackendError | None = None
         try:
             round.finish([round.parts[rank] for rank in range(self._size)])
-        except RuntimeError as error:
-            round.done(_backend_error(error))
+        except RuntimeError as raised:
+            error = _backend_error(raised)
+        round.done(error)
 
     def give_up(self, error: BackendError) -> None:
         """What is under way never ends."""
@@ -849,10 +856,12 @@ class GlooTransport:
         rank = self._local.get(world_rank)
         if rank is None:
             return
-        failed = [wanted for wanted in self._wanted if wanted.src in (rank, ANY)]
-        self._wanted = [wanted for wanted in self._wanted if wanted not in failed]
-        for wanted in failed:
-            wanted.done(_again(error))
+        waiting, self._wanted = self._wanted, []
+        for wanted in waiting:
+            if wanted.src in (rank, ANY):
+                wanted.done(_again(error))
+            else:
+                self._wanted.append(wanted)
         if self._native is not None:
             self._native.give_up(error)
 
@@ -881,21 +890,26 @@ class GlooTransport:
             return
         self._closed = True
         owner = self._path == _WORLD
-        if drained and owner and self.size > 1:
-            await self._meeting.part()
-        error = BackendError("gloo: the transport was closed")
-        with transport_lock:
-            wanted, self._wanted = self._wanted, []
-            for receive in wanted:
-                receive.done(_again(error))
-            self._disputes.settle()
-            if self._native is not None:
-                self._native.give_up(error)
-            if self._wire is not None:
-                self._wire.leave(self._comm)
-                if owner:
-                    self._wire.give_up(error)
-        await _in_thread(partial(self._close, owner))
+        try:
+            if drained and owner and self.size > 1:
+                await self._meeting.part()
+        finally:  # also when this call is cancelled
+            with transport_lock:
+                self._give_up(BackendError("gloo: the transport was closed"), owner)
+            closing = _started(partial(self._close, owner))
+        await asyncio.wrap_future(closing)
+
+    def _give_up(self, error: BackendError, owner: bool) -> None:
+        wanted, self._wanted = self._wanted, []
+        for receive in wanted:
+            receive.done(_again(error))
+        self._disputes.settle()
+        if self._native is not None:
+            self._native.give_up(error)
+        if self._wire is not None:
+            self._wire.leave(self._comm)
+            if owner:
+                self._wire.give_up(error)
 
     def _close(self, owner: bool) -> None:
         if self._wire is not None and self._native is not None:
@@ -1018,7 +1032,7 @@ def _host() -> str:
 
 
 async def open_world(channel: Channel) -> GlooTransport:
-    """Return a transport over all ranks of `channel`, whose ranks and size it takes; every rank must call it.
+    """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
 
     gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
     Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
@@ -1050,10 +1064,14 @@ def work_handle(work: Work) -> Handle[None]:
 
     gloo's sends and receives can only be waited for: each takes a thread until it is over.
     """
+
+    def wait() -> None:
+        work.wait()
+
     try:
         work.get_future()
     except RuntimeError:
-        return from_future(_started(work.wait), "work")  # type: ignore[arg-type]
+        return from_future(_started(wait), "work")
     return from_source(_WorkSource(work), "work", origin=Origin.here())
 
 

@@ -64,4 +64,3 @@ def _let_go() -> None:
         own = select.epoll()
         os.dup2(own.fileno(), fd, inheritable=False)
         own.close()
-    _polling.clear()

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from aiodist.handles.handle import Handle
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Timers
 from aiodist.issuer import Issuer
+
+if TYPE_CHECKING:
+    from aiodist.handles.handle import Handle
 
 __all__ = ["FakeClockLoop", "Limit"]
 
@@ -38,6 +40,7 @@ class Limit:
         self._call = call
 
     def __call__(self) -> None:
+        """Do so."""
         self._call()
 
 
@@ -57,7 +60,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     ) -> None:
         self.now = 0.0
         self._executing = 0
-        self._random = Random(seed)  # noqa: S311
+        self._random = Random(seed)
         self._group_of = group_of
         self._on_deadlock = on_deadlock
         super().__init__(_JumpingSelector(self))
@@ -69,7 +72,12 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         """Return the seconds that have passed, jumps included."""
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # noqa: ANN401
+    def run_in_executor(  # type: ignore[override]  # the checker knows a variadic form
+        self,
+        executor: Any,  # noqa: ANN401
+        func: Callable[..., Any],
+        *args: Any,  # noqa: ANN401
+    ) -> asyncio.Future[Any]:
         """As always, and the clock does not jump meanwhile."""
         future = super().run_in_executor(executor, func, *args)
         self._executing += 1
@@ -218,7 +226,7 @@ class _OneThread(Progress):
                 polled = any(map(len, self._pollers))
         finally:
             self._starting = False
-        if polled and not self._armed:
+        if polled and not self.armed:
             self._arm()
 
     start_in_thread = start
@@ -241,4 +249,3 @@ def _tell(late: ref[Handle[Any]]) -> None:
     if handle is not None and not handle.done():
         handle._expires = 0.0  # whoever waits for it only later is told then
         handle.tell_late()
-

@@ -105,7 +105,7 @@ def cases(operation: str, size: int, *, limit: int, seed: int, large: int = 70_0
 
     What is drawn has each dtype with each of its operators, each size, root and place for the result.
     """
-    draw = random.Random(f"{operation} {size} {seed}")  # noqa: S311
+    draw = random.Random(f"{operation} {size} {seed}")
     kinds = [(kind, op) for kind in DTYPES for op in (operators(kind) if operation in REDUCTIONS else ("",))]
     # None, one, fewer than ranks, even, odd, large
     large //= size if operation in ("scatter", "alltoall") else 1
@@ -118,9 +118,7 @@ def cases(operation: str, size: int, *, limit: int, seed: int, large: int = 70_0
     if count <= limit:
         chosen = iter(product(kinds, numels, roots, outs, uneven))
     else:
-        columns = [
-            _dealt(draw, values, max(limit, len(kinds))) for values in (kinds, numels, roots, outs, uneven)
-        ]
+        columns = [_dealt(draw, values, max(limit, len(kinds))) for values in (kinds, numels, roots, outs, uneven)]
         chosen = zip(*columns, strict=True)
     for (kind, op), numel, root, out, differ in chosen:
         yield Case(operation, kind, op, numel, root, out, differ, draw.randrange(1 << 30))
@@ -153,7 +151,7 @@ def _random(shape: tuple[int, ...], kind: torch.dtype, op: str, generator: torch
     if kind in _INTEGERS:
         info = torch.iinfo(kind)
         low, high = max(info.min, -(1 << 62)), min(info.max, 1 << 62)
-        return torch.randint(low, high, shape, generator=generator, dtype=kind if kind is torch.int64 else None).to(kind)
+        return torch.randint(low, high, shape, generator=generator).to(kind)
     if kind in _COMPLEX:
         if op == "prod":
             turns = torch.randint(0, 4, shape, generator=generator)
@@ -188,7 +186,7 @@ def _same(seen: object, expected: Tensor, what: str = "result") -> None:
     assert seen.dtype is expected.dtype, f"{what} holds {seen.dtype}: expected {expected.dtype}"
     assert seen.shape == expected.shape, f"{what} has shape {list(seen.shape)}: expected {list(expected.shape)}"
     if not torch.equal(seen, expected):
-        wrong = (seen != expected).view(-1).nonzero()[0, 0].item()
+        wrong = int((seen != expected).view(-1).nonzero()[0, 0])
         raise AssertionError(
             f"{what} differs from element {wrong} on: {seen.view(-1)[wrong]}, expected {expected.view(-1)[wrong]}"
         )
@@ -253,13 +251,13 @@ async def _reduce_scatter(coll: Communicator, case: Case) -> None:
     total = _reduced(inputs, case.dtype, case.op)
     sizes = None
     if case.uneven:
-        draw = random.Random(case.seed)  # noqa: S311
+        draw = random.Random(case.seed)
         cuts = sorted(draw.randint(0, t.numel()) for _ in range(coll.size - 1))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, t.numel()], strict=True)]
-        expected = total.view(-1).split(sizes)[coll.rank]
+        expected = torch.split(total.view(-1), sizes)[coll.rank]
     else:
         rows, more = divmod(t.shape[0], coll.size)
-        expected = total.split([rows + (rank < more) for rank in range(coll.size)])[coll.rank]
+        expected = torch.split(total, [rows + (rank < more) for rank in range(coll.size)])[coll.rank]
     before = t.clone()
     out = _out(case, expected)
     result = await coll.reduce_scatter(t, case.op, sizes, out=out)
@@ -294,7 +292,7 @@ async def _gathered(coll: Communicator, case: Case, call: Callable[..., Any], ro
     joined = torch.cat(inputs)
     out = torch.zeros_like(joined) if case.out == "block" else _out(case, joined)
     if case.out == "block" and out is not None:
-        block = out.split([x.shape[0] for x in inputs])[coll.rank]
+        block = torch.split(out, [x.shape[0] for x in inputs])[coll.rank]
         block.copy_(t)
         t = block
     result = await (call(t, *arguments) if out is None else call(t, *arguments, out=out))
@@ -345,7 +343,7 @@ async def _send_recv(coll: Communicator, case: Case) -> None:
         receive = coll.recv(into, before, tag)
     sent = coll.send(t, after, tag)
     result = await receive
-    assert await sent is None
+    await sent
     assert (receive.source, receive.tag, receive.nbytes) == (before, tag, expected.nbytes)
     assert into is None or result is into
     if case.out == "larger":

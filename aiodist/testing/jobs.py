@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Jobs", "Reporter"]
 
 _POLL_SECONDS = 0.01
-_OTHERS_SECONDS = 10.0  # how long ranks may take to fail too, once one has
+_OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
 _LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
 _MPICH = "AIODIST_TEST_MPICH"
 """The prefix of an MPICH that is not on the path."""
@@ -125,13 +125,13 @@ class _Job:
         ]
         folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
         (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *_paths(config, nodeids)]))
-        command = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice, "--kill-after", "2"]
-        worker = ["-m", "aiodist.testing.worker", str(folder)]
+        launcher = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice]
+        worker = ["--kill-after", "2", "-m", "aiodist.testing.worker", str(folder)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [*command, *worker],
+                [*launcher, *worker],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

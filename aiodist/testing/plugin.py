@@ -154,7 +154,7 @@ class _RanksFunction(pytest.Function):
 
     @classmethod
     def like(cls, item: pytest.Function) -> _RanksFunction:
-        return cls.from_parent(  # type: ignore[no-any-return]
+        return cls.from_parent(
             item.parent,
             name=item.name,
             callspec=item.callspec,
@@ -173,7 +173,7 @@ class _RanksFunction(pytest.Function):
         return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
 
     def _getobj(self) -> object:
-        return _one_per_rank(super()._getobj(), self)
+        return _one_per_rank(super()._getobj(), self)  # type: ignore[no-untyped-call]
 
     def setup(self) -> None:
         if not self.on_processes:

@@ -32,9 +32,7 @@ class Deadlock(AiodistError):
     """No rank can ever go on; the message says what each waits for."""
 
 
-def run_ranks(
-    n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, checked: bool = True
-) -> list[T]:
+def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, checked: bool = True) -> list[T]:
     """Run `main` on `n` ranks in this process and return the results by rank.
 
     `main` is the unmodified program, a coroutine function without arguments or with one, the rank. It calls
@@ -141,7 +139,8 @@ class _Job(Generic[T]):
         self._tasks = [self._start(rank) for rank in range(self.size)]
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            await asyncio.wait([ended, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [ended, self._failed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if limit is not None:
                 limit.cancel()
@@ -204,10 +203,7 @@ class _Job(Generic[T]):
         loop = task.get_loop()
         issuers = [i for i in Issuer._alive if i.progress.loop is loop and i.ranks[i.transport.rank] == rank]
         pending = [f"{handle} on {issuer.name!r}" for issuer in issuers for handle in issuer.pending()]
-        if task.done():
-            where = "has ended"
-        else:
-            where = f"waits at {_place_in(task)}"
+        where = "has ended" if task.done() else f"waits at {_place_in(task)}"
         return f"{where}; pending: {', '.join(pending) or 'nothing'}"
 
 

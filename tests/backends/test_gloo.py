@@ -243,6 +243,20 @@ async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkey
         assert into.tolist() == [1, 1, 1, 1]
 
 
+async def test_several_parts_of_one_operation_may_disagree(
+    until: Callable[[Callable[[], object]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_MISMATCH_SECONDS", 0.01)
+    async with worlds(3) as (zero, one, two):
+        errors: list[BaseException | None] = []
+        done = errors.append  # one callback for both, as a program's step has
+        for src in (1, 2):
+            Progress.current().start(partial(zero.irecv, torch.zeros(4), src, 5, done))
+        await over(send(one, torch.zeros(3), 0), send(two, torch.zeros(3), 0))
+        await until(lambda: len(errors) == 2)
+        assert all(isinstance(error, BackendError) for error in errors)
+
+
 async def test_a_message_to_oneself() -> None:
     async with worlds(2) as (zero, _):
         into = torch.zeros(4)
@@ -430,59 +444,47 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
         3,
         """
         sub = await world.split([0, 1, 2], "s")
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
         big = torch.zeros(1 << 20)
-        pending = {
-            "short": allreduce(torch.zeros(4)),
-            "long": allreduce(big),
-            "split": start(partial(sub.native.allreduce, torch.zeros(4), ReduceOp.SUM)),
-            "recv": start(partial(world.irecv, torch.zeros(4), 2, 7)),
-            "any": start(partial(world.irecv, torch.zeros(4), ANY, 7)),
-            "send": start(partial(world.isend, big, 2, 8)),
-        }
-        began = time.perf_counter()
+        if rank == 1:
+            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
+        else:
+            pending = {
+                "short": start(partial(sub.native.allreduce, torch.zeros(4), ReduceOp.SUM)),
+                "long": start(partial(sub.native.allreduce, big.clone(), ReduceOp.SUM)),
+                "recv": start(partial(world.irecv, torch.zeros(4), 1, 7)),
+                "any": start(partial(world.irecv, torch.zeros(4), ANY, 7)),
+                "same": start(partial(world.irecv, torch.zeros(4), 1, 7)),
+                "send": start(partial(world.isend, big, 1, 8)),
+            }
+        try:  # it dies in the midst of these
+            while True:
+                two = [allreduce(torch.zeros(1 << 20)) for _ in range(2)]
+                await asyncio.wait_for(asyncio.gather(*two), 5)
+        except BackendError as error:
+            began = time.perf_counter()
+            print("midst", str(error).startswith("gloo: "))
         for name, handle in pending.items():
             try:
                 await asyncio.wait_for(handle, 5)
                 print(name, "went well")
             except BackendError as error:
                 assert "gloo: " in str(error) and "pair.cc" in str(error), error
-        (later,) = (start(partial(world.isend, torch.zeros(1), 2, 9)),)
-        assert isinstance(await asyncio.wait({later}) and later.exception(), BackendError)
+        try:
+            await asyncio.wait_for(start(partial(world.isend, torch.zeros(1), 1, 9)), 5)
+            print("later went well")
+        except BackendError:
+            pass
         # What does not need the dead rank goes on.
-        t = torch.full((1 << 18,), float(rank))
-        into = torch.zeros(1 << 18)
-        both = start(partial(world.isend, t, 1 - rank, 3)), start(partial(world.irecv, into, 1 - rank, 3))
-        for handle in both:
+        t, into, other = torch.full((1 << 18,), float(rank)), torch.zeros(1 << 18), 2 - rank
+        for handle in start(partial(world.isend, t, other, 3)), start(partial(world.irecv, into, other, 3)):
             await asyncio.wait_for(handle, 5)
-        assert into[5] == 1 - rank
-        await asyncio.sleep(0.2)
+        assert into[5] == other
+        await asyncio.sleep(0.3)  # a connection that is closed takes the other's last frames with it
         await sub.aclose(drained=False)
         await world.aclose(drained=False)
-        print("within", time.perf_counter() - began < 5)
-        """,
-        tmp_path,
-        expect=[0, 0, -9],
-    )
-    assert said[:2] == ["within True\n"] * 2
-
-
-def test_a_rank_that_dies_in_the_midst_of_long_collectives(tmp_path: Path) -> None:
-    said = run_ranks(
-        3,
-        """
-        if rank == 1:
-            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
-        try:
-            while True:
-                two = [allreduce(torch.zeros(1 << 20)) for _ in range(2)]
-                await asyncio.wait_for(asyncio.gather(*two), 5)
-        except BackendError as error:
-            print("failed")
-        await world.aclose(drained=False)
+        print("within", time.perf_counter() - began < 4)
         """,
         tmp_path,
         expect=[0, -9, 0],
     )
-    assert said[0] == said[2] == "failed\n"
+    assert said[0] == said[2] == "midst True\nwithin True\n"

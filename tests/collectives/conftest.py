@@ -1,5 +1,7 @@
 """Many small tensors and ranks that share two cores: torch's own threads would only wait for one another."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from aiodist import Communicator
 from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
 
 # How many cases of an operation each backend is given; 65 pairs of dtype and operator are always among them.

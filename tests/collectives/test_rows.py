@@ -1,18 +1,20 @@
 """C2 to C7, C11, C13: what the rows of features.md say, on the values that they name."""
 
 import math
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
 import aiodist
-from aiodist import ANY
+from aiodist import ANY, Communicator
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
 processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
 
 
-# --- C2: operators --------------------------------------------------------------------------------------------------
+# --- C2: operators -------------------------------------------------------------------------------------------------
 
 
 @every
@@ -28,7 +30,7 @@ async def test_c2_the_values_that_others_test_with(coll: Communicator, kind: tor
     ):
         t = torch.full((3, 2), first if rank == 0 else others, dtype=kind)
         await coll.allreduce(t, op)
-        assert t.unique().tolist() == [expected]
+        assert t.tolist() == [[expected] * 2] * 3
 
 
 @every
@@ -56,10 +58,10 @@ async def test_c2_integers_wrap(coll: Communicator) -> None:
         top = torch.iinfo(kind).max
         t = torch.full((70,), top, dtype=kind)
         await coll.allreduce(t)
-        assert t.unique().tolist() == [torch.full((coll.size,), top, dtype=kind).sum(dtype=kind).item()]
+        assert t.tolist() == [torch.full((coll.size,), top, dtype=kind).sum(dtype=kind).item()] * 70
 
 
-# --- C3: in place and out ----------------------------------------------------------------------------------------------
+# --- C3: in place and out ------------------------------------------------------------------------------------------
 
 
 @every
@@ -91,7 +93,7 @@ async def test_c3_in_place_returns_the_same_object(coll: Communicator) -> None:
     assert parameter.grad_fn is None
 
 
-# --- C4: numbers ------------------------------------------------------------------------------------------------------
+# --- C4: numbers ---------------------------------------------------------------------------------------------------
 
 
 @every
@@ -121,11 +123,11 @@ async def test_c4_what_is_no_number(coll: Communicator) -> None:
     with pytest.raises(OverflowError, match="64 bits"):
         coll.allreduce(1 << 63)
     with pytest.raises(TypeError, match=r"str.*expected"):
-        coll.allreduce("7")
+        coll.allreduce("7")  # type: ignore[type-var]
     assert await coll.allreduce(1) == coll.size
 
 
-# --- C5: different sizes ------------------------------------------------------------------------------------------------
+# --- C5: different sizes -------------------------------------------------------------------------------------------
 
 
 def ramp(rank: int, numel: int) -> Any:
@@ -142,7 +144,7 @@ async def test_c5_sizes_differ_and_rank_order_is_kept(coll: Communicator) -> Non
     assert [x.tolist() for x in await coll.allgather(t)] == expected
     out = torch.empty(0, dtype=torch.int64)
     assert (await coll.allgather(t, out=out)) is out
-    assert out.tolist() == sum(expected, [])
+    assert out.tolist() == list(chain(*expected))
     for root in range(n):
         parts = await coll.gather(t, root)
         assert (parts is None) if rank != root else ([x.tolist() for x in parts] == expected)
@@ -152,7 +154,7 @@ async def test_c5_sizes_differ_and_rank_order_is_kept(coll: Communicator) -> Non
     assert mine.tolist() == ramp(rank, rank).tolist()
 
 
-# --- C6: objects ------------------------------------------------------------------------------------------------------
+# --- C6: objects ---------------------------------------------------------------------------------------------------
 
 
 def payload(rank: int) -> Any:
@@ -196,7 +198,7 @@ async def test_c6_sizes_jump_between_calls_and_ranks(coll: Communicator) -> None
 @every
 @processes
 async def test_c6_kinds_survive(coll: Communicator) -> None:
-    given = (
+    given: Any = (
         (1, 2.5, 3 + 4j, None, True),
         {1, 2},
         frozenset("ab"),
@@ -218,7 +220,7 @@ async def test_c6_kinds_survive(coll: Communicator) -> None:
 
 @every
 async def test_c6_an_object_is_pickled_at_the_call(coll: Communicator) -> None:
-    mine = [coll.rank]
+    mine: list[object] = [coll.rank]
     handle = coll.allgather_object(mine)
     mine.append("later")
     assert await handle == [[r] for r in range(coll.size)]
@@ -236,7 +238,7 @@ async def test_c6_what_was_received_is_ones_own(coll: Communicator) -> None:
         assert array.tolist() == [0, 1, 2, 3]
 
 
-# --- C7: coalesced -----------------------------------------------------------------------------------------------------
+# --- C7: coalesced -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -292,7 +294,7 @@ async def test_c7_allgather_across_is_one_flat_list(coll: Communicator) -> None:
     assert [t.tolist() for t in flat] == [[rank, i] for rank in range(coll.size) for i in range(3)]
 
 
-# --- C11: many in flight -----------------------------------------------------------------------------------------------
+# --- C11: many in flight -------------------------------------------------------------------------------------------
 
 
 @every
@@ -300,8 +302,8 @@ async def test_c7_allgather_across_is_one_flat_list(coll: Communicator) -> None:
 async def test_c11_a_thousand_handles_on_several_communicators(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
     comms = [coll, await coll.dup(), await coll.dup()]
-    handles = []
-    expected = []
+    handles: list[aiodist.Handle[Any]] = []
+    expected: list[Any] = []
     for i in range(334):
         for k, comm in enumerate(comms):
             kind = (i + k) % 4
@@ -331,10 +333,10 @@ async def test_c11_a_thousand_handles_on_several_communicators(coll: Communicato
 async def test_c11_ten_tensors_all_in_flight(coll: Communicator) -> None:
     ts = [torch.ones(1000, 16 * (i + 1)) for i in range(10)]
     await aiodist.gather(*[coll.allreduce(t) for t in ts])
-    assert all(t.unique().tolist() == [coll.size] for t in ts)
+    assert all(bool((t == coll.size).all()) for t in ts)
 
 
-# --- C13 ------------------------------------------------------------------------------------------------------------
+# --- C13 -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -353,7 +355,7 @@ async def test_c13_gathered_and_broadcast(coll: Communicator) -> None:
     assert gathered.tolist() == [0.0] * 3 + [1.0] * 3
 
 
-# --- the fine print of messages ------------------------------------------------------------------------------------------
+# --- the fine print of messages ------------------------------------------------------------------------------------
 
 
 @every
@@ -439,7 +441,7 @@ async def test_c1_tensors_and_objects_never_match(coll: Communicator) -> None:
 async def test_c1_a_send_to_oneself_returns_at_once(coll: Communicator) -> None:
     big = torch.arange(300_000)
     sent = coll.send(big, coll.rank)
-    assert await sent is None
+    await sent
     big.zero_()
     assert torch.equal(await coll.recv(None, coll.rank), torch.arange(300_000))
     t = torch.tensor([coll.rank])
@@ -484,11 +486,11 @@ async def test_c1_broadcast_counts_elements_only(coll: Communicator) -> None:
 async def test_c1_slices_of_one_tensor_are_in_flight_together(coll: Communicator) -> None:
     t = torch.full((5, 4), float(coll.rank))
     await aiodist.gather(*[coll.allreduce(row) for row in t])
-    assert t.unique().tolist() == [sum(range(coll.size))]
+    assert t.tolist() == [[sum(range(coll.size))] * 4] * 5
 
 
 @every
 async def test_c1_several_root_broadcasts_and_barriers(coll: Communicator) -> None:
     for root in range(coll.size):
         assert await coll.broadcast(torch.tensor([coll.rank]), root) == root
-        assert await coll.barrier() is None
+        await coll.barrier()

@@ -3,18 +3,20 @@
 import asyncio
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
 
 import aiodist
+from aiodist import Communicator
 
 both_modes = pytest.mark.ranks(2, 3)
 unchecked = pytest.mark.ranks(2, 3, checked=False)
 processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
 processes_checked = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 
-DISAGREEMENTS = {
+DISAGREEMENTS: dict[str, tuple[Any, Any, str, str]] = {
     "kind": (lambda c: c.allreduce(torch.ones(4)), lambda c: c.broadcast(torch.ones(4)), "allreduce", "broadcast"),
     "count": (lambda c: c.allreduce(torch.ones(4)), lambda c: c.allreduce(torch.ones(5)), r"\[4\]", r"\[5\]"),
     "dtype": (
@@ -35,9 +37,13 @@ async def disagree(coll: Communicator, what: str) -> Any:
     """Have rank 0 issue one thing and the others another, and return the error that each gets."""
     first, second, ours, theirs = DISAGREEMENTS[what]
     began = asyncio.get_running_loop().time()
-    with pytest.raises(aiodist.MismatchError) as caught:
+
+    async def both() -> None:
         await (first if coll.rank == 0 else second)(coll)
         await coll.barrier()  # what did not need the others is found out here
+
+    with pytest.raises(aiodist.MismatchError) as caught:
+        await both()
     assert asyncio.get_running_loop().time() - began < 1.5
     text = str(caught.value)
     assert re.search(ours, text)
@@ -181,7 +187,8 @@ async def test_h8_a_plain_timeout_gets_a_note(coll: Communicator) -> None:
         with pytest.raises(TimeoutError) as caught:
             async with asyncio.timeout(3):
                 await coll.barrier()
-        assert any("while awaiting barrier #0" in note for note in caught.value.__cause__.__notes__)
+        cancelled: Any = caught.value.__cause__
+        assert any("while awaiting barrier #0" in note for note in cancelled.__notes__)
     else:
         await asyncio.sleep(10)
         await coll.barrier()

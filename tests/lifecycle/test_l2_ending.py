@@ -43,7 +43,6 @@ def test_l2_body_raised_and_the_others_are_told(run: Run) -> None:
         "then dup: refused",
         "released: yes",
     ]
-    assert "released: yes" in ended.said(1)
     assert ended.gone_after(1, "mark") < 2.0
     assert all_gone(ended)
     assert "rank 1: exit code 1" in ended.errors.splitlines()
@@ -93,7 +92,7 @@ def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     refused = "in the child: communicator 'world' was opened before os.fork: a child cannot use it"
     for rank in range(2):
-        assert ended.said(rank) == [*[refused] * 4, "child: 7", "sums: 2.0 2", "child: 0", "sums: 2.0 2", "end: 8"] or loop == "x"
+        assert ended.said(rank) == [*[refused] * 4, "child: 7", "sums: 2.0 2", "child: 0", "sums: 2.0 2", "end: 8"]
 
 
 def test_l2_what_is_not_drained_in_time_is_named(run: Run) -> None:

