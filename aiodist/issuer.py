@@ -20,7 +20,15 @@ from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, run
 from aiodist.control import Channel, Exit
-from aiodist.errors import AiodistError, BackendError, CommunicatorAborted, CommunicatorClosed, CommunicatorError, MismatchError, OperationTimeout
+from aiodist.errors import (
+    AiodistError,
+    BackendError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    CommunicatorError,
+    MismatchError,
+    OperationTimeout,
+)
 from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
@@ -42,7 +50,7 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-class _Differ(Exception):  # noqa: N818
+class _Differ(Exception):
     """The ranks brought different digests to a barrier."""
 
 

@@ -42,7 +42,7 @@ class LocalHub:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)  # noqa: S311
+        self._random = None if seed is None else random.Random(seed)
         self._sent: dict[Address, list[_Message]] = {}
         self._wanted: dict[Address, list[_Receive]] = {}
         self._ready: deque[Callable[[], None]] = deque()

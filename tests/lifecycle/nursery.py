@@ -68,6 +68,9 @@ class Nursery:
 
     def _start(self, connection: socket.socket, selector: selectors.BaseSelector) -> dict[str, Any] | None:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 16)
+        if not data:  # it was killed as soon as it was started
+            connection.close()
+            return None
         length, _, text = data.partition(b"\n")
         while len(text) < int(length):
             text += connection.recv(1 << 20)

@@ -1,0 +1,77 @@
+"""`Communicator`: the collectives and messages of a group of ranks, each call an awaitable handle.
+
+A call checks its arguments and issues the operation; awaiting the handle completes it. Every rank must issue the
+same collectives in the same order. This package owns no algorithm: see `aiodist.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiodist.arguments import check_rank
+from aiodist.communicator.movement import Movement
+from aiodist.communicator.objects import Objects
+from aiodist.communicator.reductions import Reductions
+from aiodist.errors import CommunicatorAborted
+from aiodist.handles import Handle
+
+__all__ = ["Communicator"]
+
+
+class Communicator(Reductions, Movement, Objects):
+    """A group of ranks that communicate; get the first from `aiodist.init`.
+
+    It belongs to the event loop it was opened on and is called from that loop's thread alone. Every operation
+    takes `timeout=` (seconds from issue, then `OperationTimeout` is raised where it is awaited; None is none) and
+    `impl=` (the name of an implementation, or "auto"). Mistakes of the caller raise TypeError, ValueError or
+    RuntimeError at the call, before a byte moves, and leave the communicator usable; failures of the world raise on
+    await. Tensors are dense, contiguous and on the CPU. In the costs below p is the number of ranks.
+    """
+
+    # --- other communicators --------------------------------------------------------------------------------
+
+    def dup(self) -> Handle[Communicator]:
+        """Return a communicator of the same ranks whose traffic never meets this one's.
+
+        Whatever issues from a task of its own needs one: two tasks that issue on the same communicator would
+        interleave differently on each rank. Collective; begins once all that is in flight here is over.
+        """
+        return self._family.derive(self, "dup", range(self.size))
+
+    def group(self, ranks: Sequence[int]) -> Handle[Communicator]:
+        """Return a communicator of `ranks`, in that order; elsewhere one of which every call raises.
+
+        Collective over this communicator, with the same list on every rank. Made once: asking again for the same
+        ranks returns the same communicator until it is closed.
+        """
+        wanted = [check_rank(rank, self.size, "ranks") for rank in ranks]
+        if len(set(wanted)) != len(wanted) or not wanted:
+            raise ValueError(f"ranks={wanted}: expected at least one rank, each once")
+        return self._family.derive(self, "group", wanted)
+
+    def split(self, color: int | None = 0, key: int | None = None) -> Handle[Communicator]:
+        """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+
+        `color=None` gives one of which every call raises. `key` is the rank unless given. Collective; made once for
+        the same ranks, as `group`.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
+        return self._family.split(self, color, self.rank if key is None else key)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""
+        error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
+        self._issuer.abort(error)
+        self._issuer.ledger.tell_abort(str(error))
+
+    async def aclose(self) -> None:
+        """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.
+
+        Receives that nothing matched are withdrawn and reported as `ResourceWarning`. Raises `OperationTimeout`
+        naming what is still pending after that, and gives it up.
+        """
+        await self._family.close(self)

@@ -1,0 +1,170 @@
+"""Calls that move tensors among all ranks, and the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from aiodist.arguments import check_apart, check_list, check_out, check_rank, check_tensor
+from aiodist.collectives import operations
+from aiodist.collectives.program import lockstep
+from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
+from aiodist.communicator.base import (
+    Base,
+    check_alike,
+    check_single,
+    dtype_names,
+    fingerprint_of,
+    joined,
+    lift,
+    tensors_of,
+)
+from aiodist.handles import Handle
+from aiodist.issuer import claims_of, reading, writing
+from aiodist.ledger import Fingerprint
+
+__all__ = ["Movement"]
+
+Data = TypeVar("Data", Tensor, int, float, list[Tensor])
+
+
+class Movement(Base):
+    """`broadcast`, `allgather`, `gather`, `scatter`, `alltoall` and `barrier`."""
+
+    def broadcast(
+        self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: str = "auto"
+    ) -> Handle[Data]:
+        """Return root's elements, in place: `t` keeps its shape, only the number of elements counts.
+
+        A list is one operation; with `across=True` root's first tensor goes into every tensor of every list. A
+        Python number gives root's number.
+        """
+        root = check_rank(root, self.size)
+        lifted, convert = lift(t, None)
+        ts = tensors_of(lifted)
+        parts = check_alike(ts)[:1] if across else ts
+        program = joined([operations.broadcast(self._primitives(impl), x, root) for x in parts], lifted)
+        if across:
+            program = copied_to_all(program, ts)
+        elif isinstance(t, list):
+            program = returning(program, t)
+        claims = reading(*ts) if self.rank == root and not across else writing(*ts)
+        return self._issue(fingerprint_of("broadcast", ts, None, root), mapped(program, convert), claims, ts, timeout)
+
+    def allgather(
+        self,
+        t: Tensor | list[Tensor],
+        *,
+        out: Tensor | None = None,
+        across: bool = False,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Any]:
+        """Return every rank's tensor: a list by rank, or with `out` all of them concatenated along dim 0.
+
+        Sizes may differ between ranks, dtypes may not. `out` grows when it is too small and owns its memory, and
+        `t` may be this rank's own block of it. A list of tensors gives a list of such results; with `across=True`
+        one flat list in the order rank * len + i.
+        """
+        ts = tensors_of(t)
+        if out is not None:
+            check_single(t, "out")
+            check_out(out, ts[0], numel=None, own_block=True)
+        programs = [operations.allgather(self._primitives(impl), x, out) for x in ts]
+        program = joined(programs, t)
+        if across:
+            program = interleaved(program)
+        return self._issue(
+            Fingerprint("allgather", dtype_names(ts)), program, claims_of(ts, out), ts, timeout, outs=(out,)
+        )
+
+    def gather(
+        self,
+        t: Tensor | list[Tensor],
+        root: int = 0,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Any]:
+        """Return on `root` what `allgather` returns, and None elsewhere. Cost: one message per rank, to root."""
+        root = check_rank(root, self.size)
+        ts = tensors_of(t)
+        out = out if self.rank == root else None
+        if out is not None:
+            check_single(t, "out")
+            check_out(out, ts[0], numel=None)
+        programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
+        program = joined(programs, t)
+        what = Fingerprint("gather", dtype_names(ts), root=root)
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
+
+    def scatter(
+        self,
+        ts: Sequence[Tensor] | Sequence[Sequence[Tensor]] | None,
+        root: int = 0,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Any]:
+        """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
+
+        Sizes may differ. On root `ts` may be a list of such lists; the result is then a list, on every rank.
+        """
+        root = check_rank(root, self.size)
+        if out is not None:
+            check_tensor(out, "out")
+        what = Fingerprint("scatter", root=root)
+        if self.rank != root:
+            program = operations.scatter(self._primitives(impl), None, False, out, root)
+            return self._issue(what, program, [] if out is None else writing(out), [], timeout, outs=(out,))
+        if ts is None:
+            raise TypeError("ts is None: root gives a list of tensors, one for each rank")
+        lists, nested = self._lists(ts, out)
+        if out is not None:
+            check_out(out, lists[0][root], numel=lists[0][root].numel())
+            check_apart(out, lists[0], lists[0][root])
+        sent = [t for one in lists for t in one]
+        program = operations.scatter(self._primitives(impl), lists, nested, out, root)
+        return self._issue(what, program, claims_of(sent, out), sent, timeout, outs=(out,))
+
+    def alltoall(
+        self,
+        ts: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+        *,
+        out: Sequence[Tensor] | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[list[Any]]:
+        """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
+
+        `out` is a list of tensors, one for each source. A list of lists gives a list of results. Cost: p-1
+        messages out and in.
+        """
+        lists, nested = self._lists(ts, out)
+        outs = None if out is None else check_list(out, self.size, "out")
+        for t, into in zip(lists[0], outs or (), strict=False):
+            check_out(into, t, numel=0)
+            check_apart(into, lists[0], t)
+        programs = [operations.alltoall(self._primitives(impl), one, outs) for one in lists]
+        program = lockstep(programs) if nested else programs[0]
+        sent = [t for one in lists for t in one]
+        claims = claims_of(sent, *(outs or ()))
+        return self._issue(Fingerprint("alltoall"), program, claims, sent, timeout, outs=outs or ())
+
+    def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
+        """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
+        nested = bool(ts) and not isinstance(ts[0], Tensor)
+        if nested and out is not None:
+            raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
+        return ([check_list(x, self.size) for x in ts] if nested else [check_list(ts, self.size)]), nested
+
+    def barrier(self, *, timeout: float | None = None) -> Handle[None]:
+        """Return None once every rank has called it. Covers the handles before it that nobody awaited.
+
+        Ranks that issued different operations before it get `MismatchError`. Cost: an allreduce of 16 bytes.
+        """
+        return self._issuer.barrier(self._primitives("auto"), timeout)

@@ -1,0 +1,90 @@
+"""Calls that carry Python objects instead of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from aiodist import objects
+from aiodist.arguments import check_rank, check_tag
+from aiodist.collectives import operations
+from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.wrappers import returning
+from aiodist.communicator.messages import Messages
+from aiodist.handles import Handle
+from aiodist.ledger import Fingerprint
+from aiodist.types import ANY
+
+__all__ = ["Objects"]
+
+T = TypeVar("T")
+
+
+class Objects(Messages):
+    """The collectives and messages of any picklable object, pickled at the call."""
+
+    def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> Handle[T]:
+        """Return root's object on every rank. Pickled at the call: later changes are not seen.
+
+        Unpickling runs code of the sender's choice: all object calls trust their peers.
+        """
+        root = check_rank(root, self.size)
+        packed = objects.pack(obj) if self.rank == root else None
+        program = operations.broadcast_bytes(self._primitives("auto"), packed, root)
+        what = Fingerprint("broadcast_object", root=root)
+        if packed is not None:
+            return self._issue(what, returning(program, obj), [], [packed], timeout)
+        return self._issue(what, program, [], [], timeout, objects.unpack)
+
+    def allgather_object(self, obj: object, *, timeout: float | None = None) -> Handle[list[Any]]:
+        """Return every rank's object, by rank."""
+        packed = objects.pack(obj)
+        program = operations.allgather(self._primitives("auto"), packed, None)
+        return self._issue(Fingerprint("allgather_object"), program, [], [packed], timeout, objects.unpack_each)
+
+    def gather_object(self, obj: object, root: int = 0, *, timeout: float | None = None) -> Handle[list[Any] | None]:
+        """Return every rank's object on `root`, by rank, and None elsewhere."""
+        root = check_rank(root, self.size)
+        packed = objects.pack(obj)
+        program = operations.gather(self._primitives("auto"), packed, None, root)
+        convert = objects.unpack_each if self.rank == root else None
+        return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], timeout, convert)
+
+    def scatter_object(self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Handle[Any]:
+        """Return object number `rank` of root's list; `objs` is ignored elsewhere."""
+        root = check_rank(root, self.size)
+        packed = [self._pack_each(objs)] if self.rank == root else None
+        program = operations.scatter(self._primitives("auto"), packed, False, None, root)
+        what = Fingerprint("scatter_object", root=root)
+        return self._issue(what, program, [], packed[0] if packed else [], timeout, objects.unpack)
+
+    def alltoall_object(self, objs: Sequence[Any], *, timeout: float | None = None) -> Handle[list[Any]]:
+        """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r."""
+        packed = self._pack_each(objs)
+        program = operations.alltoall(self._primitives("auto"), packed, None)
+        return self._issue(Fingerprint("alltoall_object"), program, [], packed, timeout, objects.unpack_each)
+
+    def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
+        """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it."""
+        dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
+        return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout)
+
+    def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
+        """Return the next object from `src` with `tag`; matching as in `recv`."""
+        src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
+        handle, finish = self._issuer.message("recv_object", 0, [], timeout, convert=_unpacked)
+        self._issuer.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))
+        return handle
+
+    def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
+        if objs is None or len(objs) != self.size:
+            seen = "None" if objs is None else f"{len(objs)} objects"
+            raise ValueError(f"objs is {seen}: expected {self.size}, one for each rank")
+        return [objects.pack(obj) for obj in objs]
+
+
+def _unpacked(arrived: Arrived) -> Arrived:
+    return replace(arrived, data=objects.unpack(arrived.data))

@@ -1,0 +1,255 @@
+"""Calls that combine what the ranks bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from aiodist.arguments import check_list, check_out, check_rank, check_sizes
+from aiodist.collectives import operations
+from aiodist.collectives.arithmetic import check_op, wire_op
+from aiodist.collectives.program import Program
+from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, nothing, returning
+from aiodist.communicator.base import (
+    Base,
+    check_alike,
+    check_single,
+    dtype_name,
+    fingerprint_of,
+    joined,
+    lift,
+    tensors_of,
+)
+from aiodist.handles import Handle
+from aiodist.issuer import Plan, claims_of, reading, writing
+from aiodist.ledger import Fingerprint
+from aiodist.types import ReduceOp
+
+__all__ = ["Reductions"]
+
+Data = TypeVar("Data", Tensor, int, float, list[Tensor])
+
+_MOST_PLANS = 10_000
+_QUICK_OPS = frozenset(op.value for op in ReduceOp) - {"mean"}
+
+
+class Reductions(Base):
+    """Reductions: `allreduce`, `reduce`, `reduce_scatter`, `scan`, `exscan`."""
+
+    def allreduce(
+        self,
+        t: Data,
+        op: str = "sum",
+        *,
+        out: Tensor | None = None,
+        across: bool = False,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Data]:
+        """Return the elementwise sum (or other `op`) over all ranks, in place; sum unless said otherwise.
+
+        Every rank gives a tensor of the same dtype and number of elements; with `out` the input is left alone and
+        `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
+        reduces over the list too, and every tensor of it becomes the total. A Python number gives a number.
+
+        `mean` of integers raises TypeError; 16-bit floats are summed in float32 and rounded once. Cost: the native
+        library's, or 2(p-1) messages of the tensor's size through rank 0 (`impl="direct"`).
+        """
+        if self._can_be_quick and out is None and impl == "auto" and type(t) in (Tensor, Parameter):
+            one: Any = t
+            key = (one.dtype, one.numel(), op)
+            plan = self._plans.get(key) or self._plan(key)
+            if plan is not None and one.layout is torch.strided and one.is_cpu and one.is_contiguous():
+                return self._issuer.quick(plan, one, timeout)  # type: ignore[return-value]
+        if across:
+            return self._allreduce_across(t, op, timeout, impl)
+        return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
+
+    def scan(
+        self,
+        t: Data,
+        op: str = "sum",
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Data]:
+        """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
+
+        As `allreduce` otherwise. Cost without a native form: a chain of p-1 messages.
+        """
+        return self._reduction("scan", operations.scan, t, op, out, timeout, impl)
+
+    def exscan(
+        self,
+        t: Data,
+        op: str = "sum",
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Data]:
+        """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
+
+        As `scan` otherwise.
+        """
+        return self._reduction("exscan", operations.exscan, t, op, out, timeout, impl)
+
+    def reduce(
+        self,
+        t: Tensor | float | list[Tensor],
+        op: str = "sum",
+        root: int = 0,
+        *,
+        out: Tensor | None = None,
+        across: bool = False,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Any]:
+        """Return the reduction on `root`, in place there, and None elsewhere, where `t` is left alone.
+
+        Sum unless said otherwise. With `across=True` a list is reduced too, into root's first tensor.
+        """
+        root = check_rank(root, self.size)
+        mine = self.rank == root
+        lifted, convert = lift(t, op)
+        ts = tensors_of(lifted)
+        kinds = [check_op(op, x.dtype) for x in ts]
+        what = fingerprint_of("reduce", ts, op, root)
+        if across:
+            return self._reduce_across(what, check_alike(ts), kinds, root, timeout, impl)
+        if out is not None and mine:
+            check_single(lifted, "out")
+            check_out(out, ts[0], numel=ts[0].numel())
+        targets = [(x if out is None else out) if mine else None for x in ts]
+        programs = [
+            operations.reduce(self._primitives(impl), x, target, kind, root)
+            for x, target, kind in zip(ts, targets, kinds, strict=True)
+        ]
+        program = joined(programs, lifted)
+        if isinstance(t, list):
+            program = returning(program, t if mine else None)
+        claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
+        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
+
+    def _reduce_across(
+        self,
+        what: Fingerprint,
+        ts: list[Tensor],
+        kinds: list[ReduceOp],
+        root: int,
+        timeout: float | None,
+        impl: str,
+    ) -> Handle[Any]:
+        if not ts:
+            return self._issue(what, nothing(), [], ts, timeout)
+        p = self._primitives(impl)
+
+        def over_ranks(total: Tensor) -> Program[int]:
+            yield from p.reduce(total, wire_op(kinds[0]), root)
+            return self.size if self.rank == root else 0
+
+        program: Program[Any] = local_first(ts, kinds[0], over_ranks)
+        if self.rank != root:
+            program = returning(program, None)
+        return self._issue(what, program, writing(*ts), ts, timeout)
+
+    def reduce_scatter(
+        self,
+        t: Tensor | list[Tensor],
+        op: str = "sum",
+        sizes: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        impl: str = "auto",
+    ) -> Handle[Any]:
+        """Return this rank's block of the reduction, in new memory or in `out`; `t` is left alone.
+
+        `t` is cut along dim 0 into p blocks, the remainder going to the first ranks, or flat as `sizes` says (a
+        number of elements per rank, the same list on every rank). Sum unless said otherwise.
+        """
+        ts = tensors_of(t)
+        kinds = [check_op(op, x.dtype) for x in ts]
+        blocks = [_blocks(x, sizes, self.size) for x in ts]
+        if out is not None:
+            check_single(t, "out")
+            check_out(out, ts[0], numel=blocks[0][self.rank].numel())
+        programs = [
+            operations.reduce_scatter(self._primitives(impl), x, out, kind, cut)
+            for x, kind, cut in zip(ts, kinds, blocks, strict=True)
+        ]
+        program = joined(programs, t)
+        return self._issue(
+            fingerprint_of("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout, outs=(out,)
+        )
+
+    # --- building them --------------------------------------------------------------------------------------
+
+    def _plan(self, key: tuple[torch.dtype, int, str]) -> Plan | None:
+        """Remember how to reduce tensors like this one with a single native call, where that is possible."""
+        kind, numel, op = key
+        native = self._transport.native
+        if native is None or op not in _QUICK_OPS or not numel or len(self._plans) > _MOST_PLANS:
+            return None
+        known = ReduceOp(op)
+        if kind in (torch.bool, torch.float16, torch.bfloat16) or not native.supports("allreduce", kind, known, numel):
+            return None
+        check_op(op, kind)
+        what = Fingerprint("allreduce", dtype_name(kind), numel, known.value)
+        plan = self._plans[key] = Plan(what, native.plan_allreduce(kind, numel, known), numel * kind.itemsize)
+        return plan
+
+    def _reduction(
+        self,
+        name: str,
+        make: Callable[..., Program[Tensor]],
+        t: Data,
+        op: str,
+        out: Tensor | None,
+        timeout: float | None,
+        impl: str,
+    ) -> Handle[Data]:
+        lifted, convert = lift(t, op)
+        ts = tensors_of(lifted)
+        kinds = [check_op(op, x.dtype) for x in ts]
+        if out is not None:
+            check_single(lifted, "out")
+            check_out(out, ts[0], numel=ts[0].numel())
+        programs = [
+            make(self._primitives(impl), x, x if out is None else out, kind) for x, kind in zip(ts, kinds, strict=True)
+        ]
+        program = joined(programs, lifted)
+        if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
+            program = returning(program, t)
+        claims = writing(*ts) if out is None else claims_of(ts, out)
+        return self._issue(fingerprint_of(name, ts, op), mapped(program, convert), claims, ts, timeout, outs=(out,))
+
+    def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
+        ts = check_alike(check_list(t, None, "t"))
+        what = fingerprint_of("allreduce", ts, op)
+        if not ts:
+            return self._issue(what, returning(nothing(), ts), [], ts, timeout)
+        kind = check_op(op, ts[0].dtype)
+        p = self._primitives(impl)
+
+        def over_ranks(total: Tensor) -> Program[int]:
+            yield from p.allreduce(total, wire_op(kind))
+            return self.size
+
+        program = copied_to_all(local_first(ts, kind, over_ranks), ts)
+        return self._issue(what, program, writing(*ts), ts, timeout)
+
+
+def _blocks(t: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.Size]:
+    """Return the shapes of the blocks that reduce_scatter cuts `t` into."""
+    if sizes is not None:
+        return [torch.Size([size]) for size in check_sizes(sizes, t.numel(), ranks)]
+    if t.dim() == 0:
+        raise ValueError("t has no dimension to cut: expected at least one, or sizes=")
+    rows, more = divmod(t.shape[0], ranks)
+    return [torch.Size([rows + (rank < more), *t.shape[1:]]) for rank in range(ranks)]
