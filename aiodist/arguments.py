@@ -11,7 +11,16 @@ from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.collectives.metadata import overlaps
 from aiodist.types import ANY
 
-__all__ = ["check_apart", "check_list", "check_out", "check_rank", "check_sizes", "check_tag", "check_tensor", "is_number"]
+__all__ = [
+    "check_apart",
+    "check_list",
+    "check_out",
+    "check_rank",
+    "check_sizes",
+    "check_tag",
+    "check_tensor",
+    "is_number",
+]
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -72,7 +81,8 @@ def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = Fa
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:
         raise TypeError(f"out holds {checked.dtype}, the input {t.dtype}: expected the same")
-    if numel is not None and checked.numel() < numel and (checked._is_view() or not checked.untyped_storage().resizable()):
+    fixed = checked._is_view() or not checked.untyped_storage().resizable()
+    if numel is not None and checked.numel() < numel and fixed:
         raise ValueError(f"out has room for {checked.numel()} elements: expected {numel}, and it cannot grow")
     same = checked.data_ptr() == t.data_ptr() and checked.numel() == t.numel()
     if overlaps(checked, t) and not same and not (own_block and _inside(t, checked)):

@@ -78,7 +78,8 @@ class Family:
             wanted = {rank: row.tolist() for rank, row in enumerate(table)}
             other = next((rank for rank, row in wanted.items() if row != wanted[0]), 0)
             if other:
-                sides = "; ".join(f"rank {r}: {'dup' if wanted[r][0] else 'group'} of {wanted[r][1:]}" for r in (0, other))
+                kinds = {r: "dup" if wanted[r][0] else "group" for r in (0, other)}
+                sides = "; ".join(f"rank {r}: {kind} of {wanted[r][1:]}" for r, kind in kinds.items())
                 raise MismatchError(f"ranks disagree on {name!r}: {sides}")
             return self._join(parent, name, tuple(ranks), kind != "dup")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor
@@ -83,7 +83,7 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
 class Issuer:
     """Issues the operations of one communicator and answers for them until they are over."""
 
-    _alive: WeakSet[Issuer] = WeakSet()
+    _alive: ClassVar[WeakSet[Issuer]] = WeakSet()
 
     def __init__(
         self, name: str, transport: Transport, channel: Channel, ranks: Sequence[int], *, checked: bool

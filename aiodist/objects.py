@@ -29,7 +29,7 @@ def pack(obj: object) -> Tensor:
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     lengths = b"".join(_LENGTH.pack(n) for n in (len(parts), *(part.nbytes for part in parts)))
     packed = torch.empty(len(lengths) + sum(part.nbytes for part in parts), dtype=torch.uint8)
-    view = memoryview(packed.numpy())
+    view = packed.numpy().data
     view[: len(lengths)] = lengths
     at = len(lengths)
     for part in parts:
@@ -45,7 +45,7 @@ def unpack_each(parts: Sequence[Tensor]) -> list[Any]:
 
 def unpack(packed: Tensor) -> Any:  # noqa: ANN401
     """Return the object; its buffers share `packed`'s memory."""
-    view = memoryview(packed.numpy())
+    view = packed.numpy().data
     (count,) = _LENGTH.unpack_from(view)
     lengths = [_LENGTH.unpack_from(view, _LENGTH.size * (1 + i))[0] for i in range(count)]
     at = _LENGTH.size * (1 + count)

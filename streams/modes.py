@@ -211,5 +211,5 @@ _never_ended: list[Any] = []
 
 def _guard(inference: bool) -> Any:  # noqa: ANN401
     guard = _C._InferenceMode(inference)
-    guard.__enter__()  # type: ignore[no-untyped-call]
+    guard.__enter__()
     return guard

@@ -428,7 +428,8 @@ class MpiTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator, if it is idle; else MPI is left to the end of the process."""
         if drained:
-            await _in_thread(lambda: (self._conveyor.comm.Free(), self._comm.Free()))
+            await _in_thread(self._conveyor.comm.Free)
+            await _in_thread(self._comm.Free)
             if self._owns_requests:
                 self._progress.remove_poller(self._requests)
         else:

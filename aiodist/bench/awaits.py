@@ -248,14 +248,14 @@ def _count_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Have a hook called for each gradient, as data-parallel training does."""
     ready: list[torch.Tensor] = []
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(ready.append)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(ready.append)
     return ready
 
 
 def _backward(parameters: list[torch.Tensor]) -> float:
     loss = torch.stack([(p * 2.0).sum() for p in parameters]).sum()
     began = perf_counter()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return perf_counter() - began
 
 

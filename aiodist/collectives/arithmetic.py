@@ -63,7 +63,7 @@ def wire_op(op: ReduceOp) -> ReduceOp:
 
 
 def to_wire(t: Tensor) -> Tensor:
-    """Return `t` as partial results are kept: flat, bool as bytes, 16-bit floats widened to float32 so as to round once.
+    """Return `t` as partial results are kept: flat, bool as bytes, 16-bit floats in float32 to round once.
 
     A view of `t` where that is possible, else a copy.
     """

@@ -136,7 +136,7 @@ class Mailbox:
             for receive in wanted:
                 receive.finish(None, error)
             return
-        data = memoryview(frame.numpy())
+        data = frame.numpy().data
         kind, inline, source, tag, payload = _HEADER.unpack_from(data)
         meta = unpack_meta(data, _META_AT)
         inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if inline else None
@@ -155,10 +155,9 @@ class Mailbox:
     def _deliver(self, message: _Unexpected, wanted: Wanted) -> None:
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
-        if wanted.into is None or refusal is not None:
+        into = wanted.into if refusal is None else None
+        if into is None:
             into = torch.empty(meta.shape, dtype=meta.dtype)
-        else:
-            into = wanted.into
         flat = into.detach().view(-1).view(torch.uint8)[: meta.nbytes]
 
         def finish(error: BaseException | None) -> None:
@@ -211,5 +210,5 @@ def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:
     if into.dtype is not meta.dtype:
         return TypeError(f"a message of {meta} met a receive into {into.dtype}: dtypes must agree")
     if into.numel() < meta.numel:
-        return BackendError(f"a message of {meta} ({meta.nbytes} bytes) is longer than the tensor ({into.nbytes} bytes)")
+        return BackendError(f"a message of {meta} ({meta.nbytes} bytes) is longer than {into.nbytes} bytes")
     return None
