@@ -430,7 +430,7 @@ class MpiTransport:
         if drained:
             await _in_thread(self._conveyor.comm.Free)
             await _in_thread(self._comm.Free)
-            if self._owns_requests:
+            if self._owns_requests and not len(self._requests):  # those of a split may never end, and need their buffers
                 self._progress.remove_poller(self._requests)
         else:
             _World.doomed = True

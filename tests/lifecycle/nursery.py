@@ -1,6 +1,6 @@
-"""Starts Python programs without the seconds that importing torch takes: `nursery.py SOCKET` has imported it, and forks.
+"""Starts Python programs without the seconds that importing torch takes: it has done so once, and forks.
 
-Each program is a process of its own, which ends as any does. `stub.py` stands in for it where somebody expects to be
+`nursery.py SOCKET` listens there. Each program is a process of its own, which ends as any does. `stub.py` stands in for it where somebody expects to be
 its parent: it hands over its place (arguments, environment, folder, open files), passes signals on, and ends as the
 program did. A program is killed when its stub dies. It ends with its standard input.
 """
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,11 @@ class Nursery:
                     os.read(self._bell, 4096)
                     self._reap(selector)
                 elif key.fileobj is sys.stdin:
-                    for pid in self._children:
-                        _kill(pid)
+                    self._kill(lambda _: True)
                     return None
                 else:  # the stub is gone
-                    selector.unregister(key.fileobj)
-                    for pid, (connection, _) in self._children.items():
-                        if connection is key.fileobj:
-                            _kill(pid)
+                    gone = selector.unregister(key.fileobj).fileobj
+                    self._kill(lambda connection, gone=gone: connection is gone)  # type: ignore[misc]
 
     def _start(self, connection: socket.socket, selector: selectors.BaseSelector) -> dict[str, Any] | None:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 16)
@@ -98,6 +96,13 @@ class Nursery:
         selector.register(connection, selectors.EVENT_READ)
         return None
 
+    def _kill(self, whose: Callable[[socket.socket], bool]) -> None:
+        for pid, (connection, _) in self._children.items():
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    if whose(connection):
+                        kill(pid, signal.SIGKILL)
+
     def _reap(self, selector: selectors.BaseSelector) -> None:
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -113,12 +118,6 @@ class Nursery:
             with contextlib.suppress(OSError):
                 connection.sendall(b"%d\n" % code)
             connection.close()
-
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
 
 
 def become(request: dict[str, Any]) -> list[str]:
@@ -146,4 +145,4 @@ if __name__ == "__main__":
     else:
         sys.path[0] = str(Path(sys.argv[0]).parent)
         program = compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec")
-        exec(program, {"__name__": "__main__", "__file__": sys.argv[0], "__builtins__": __builtins__})  # noqa: S102
+        exec(program, {"__name__": "__main__", "__file__": sys.argv[0], "__builtins__": __builtins__})

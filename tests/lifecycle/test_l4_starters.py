@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,9 @@ from aiodist.launch.discover import find_mpi
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
+
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def lines(backend: str) -> set[str]:
@@ -50,7 +54,8 @@ def test_l4_plain_mpirun_of_a_program_that_fails(run: Run) -> None:
     with run.started(mpirun(run, "badly")) as process:
         ended = run.finish(process)
     assert ended.code != 0
-    assert ended.exits[1][0] == 3, ended
+    # MPICH's mpirun kills the rest as soon as one has ended, which may be the one that was told.
+    assert ended.exits[1][0] in ((3,) if run.backend == "openmpi" else (3, -9)), ended
     assert "released" in ended.text.splitlines(), ended  # the other had the time, before mpirun killed it
 
 
@@ -73,8 +78,8 @@ def test_l4_variables_of(jobs: Jobs, starter: str) -> None:
 
 
 def test_l4_torchrun_itself(jobs: Jobs) -> None:
-    arguments = ("--nproc-per-node", "2", "--master-port", free_port(), *jobs.stub("pair.py", "well"))
-    with jobs.started([sys.executable, *jobs.stub("-m", "torch.distributed.run", *arguments)]) as process:
+    arguments = ("--nproc-per-node", "2", "--master-port", free_port(), str(PROGRAMS / "pair.py"), "well")
+    with jobs.started([sys.executable, "-m", "torch.distributed.run", *arguments]) as process:
         ended = jobs.finish(process, limit=60)
     assert ended.code == 0, ended
     assert set(ended.text.splitlines()) == lines("gloo")

@@ -72,7 +72,7 @@ async def clean() -> None:
 
     threading.Thread(target=later).start()
     if coll.rank == 1:
-        time.sleep(1.0)  # the other waits for it in MPI_Finalize
+        time.sleep(1.0)  # noqa: ASYNC251  - the other waits for it in MPI_Finalize
 
 
 async def raised() -> None:
