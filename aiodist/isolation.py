@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from aiodist.streams.modes import Modes, ModeSwitch, plain
@@ -34,7 +35,8 @@ class _Factory:
         self._previous = previous
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        if type(coro) is not _Isolated and asyncio.iscoroutine(coro):
+        kind = type(coro)
+        if kind is CoroutineType or (kind is not _Isolated and asyncio.iscoroutine(coro)):
             coro = _Isolated(coro)
         if self._previous is None:
             return asyncio.Task(coro, loop=loop, **options)

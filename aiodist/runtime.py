@@ -260,9 +260,7 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
     program = broadcast_bytes(Primitives(Endpoint(mpi, 0), "auto"), told, 0)
     progress.start(partial(run_program, program, finish))
     address, token = as_bytes(await handle).decode().split()
-    return await connect(
-        address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub
-    )
+    return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
 
 
 async def _topology(channel: Channel, limits: Limits) -> Topology:

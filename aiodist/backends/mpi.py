@@ -293,9 +293,7 @@ class MpiNative:
         if _saturates(t.dtype, op):
             t, done = _widened(t, op, done, None)
             out, done = _widened(out, op, done, out)
-        self._start(
-            lambda: self._comm.Ireduce_scatter(_spec(t), _spec(out), list(counts), _OPS[op]), t.nbytes, done
-        )
+        self._start(lambda: self._comm.Ireduce_scatter(_spec(t), _spec(out), list(counts), _OPS[op]), t.nbytes, done)
 
     def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` over the ranks up to mine: Iscan."""
@@ -430,7 +428,9 @@ class MpiTransport:
         if drained:
             await _in_thread(self._conveyor.comm.Free)
             await _in_thread(self._comm.Free)
-            if self._owns_requests and not len(self._requests):  # those of a split may never end, and need their buffers
+            if self._owns_requests and not len(
+                self._requests
+            ):  # those of a split may never end, and need their buffers
                 self._progress.remove_poller(self._requests)
         else:
             _World.doomed = True

@@ -198,9 +198,7 @@ def _keeping(frame: Tensor, done: Done) -> Done:
 
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:
-    return (
-        wanted.kind == message.kind and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
-    )
+    return wanted.kind == message.kind and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
 
 
 def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:

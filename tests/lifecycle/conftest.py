@@ -199,9 +199,7 @@ def run(
 
 
 @pytest.fixture
-def singleton(
-    request: pytest.FixtureRequest, jobs: Jobs, record_property: Callable[[str, object], None]
-) -> Jobs:
+def singleton(request: pytest.FixtureRequest, jobs: Jobs, record_property: Callable[[str, object], None]) -> Jobs:
     """Single processes that find one MPI, which `request.param` names."""
     note_mpi(request.param, record_property)
     found = find_mpi(find(request.param), os.environ.get("PATH", os.defpath))

@@ -1,8 +1,9 @@
 """Starts Python programs without the seconds that importing torch takes: it has done so once, and forks.
 
-`nursery.py SOCKET` listens there. Each program is a process of its own, which ends as any does. `stub.py` stands in for it where somebody expects to be
-its parent: it hands over its place (arguments, environment, folder, open files), passes signals on, and ends as the
-program did. A program is killed when its stub dies. It ends with its standard input.
+`nursery.py SOCKET` listens there. Each program is a process of its own, which ends as any does. `stub.py` stands in for
+it where somebody expects to be its parent: it hands over its place (arguments, environment, folder, open files), passes
+signals on, and ends as the program did. A program is killed when its stub dies. The nursery ends with its standard
+input.
 """
 
 from __future__ import annotations

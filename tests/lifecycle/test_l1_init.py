@@ -16,21 +16,21 @@ def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
     assert "environment is as it was: True" in said
     assert "hooks are as they were: True" in said
     assert "torch.distributed: False" in said
-    (objects,) = [int(line.split()[1]) for line in said if line.startswith("objects:")]
-    (memory,) = [int(line.split()[1]) for line in said if line.startswith("memory:")]
-    assert objects < 2000
-    assert memory < 16 << 20
+    # After 10,000 tensors; the ledger keeps 4096 records.
+    assert all(int(line.split()[1]) < 5000 for line in said if line.startswith("objects:"))
+    assert all(int(line.split()[1]) < 16 << 20 for line in said if line.startswith("memory:"))
 
 
 def test_l1_world_opens_again_and_leaves_nothing(run: Run) -> None:
-    ended = run("opening.py", "world")
+    ended = run("opening.py", "world", *(["flat"] if run.backend == "openmpi" else []))
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert ("memory: " in ended.text) == (run.backend == "openmpi")
     for rank in range(2):
         nothing_stays(ended, ended.said(rank), progress=True)
 
 
 def test_l1_alone_it_is_one_rank_without_mpi(jobs: Jobs) -> None:
-    ended = jobs.alone("opening.py", "alone")
+    ended = jobs.alone("opening.py", "alone", "flat")
     assert ended.code == 0, ended
     said = ended.text.splitlines()
     assert said[0] == "ranks: 0 1 local"

@@ -254,8 +254,17 @@ async def killed() -> None:
 PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
     program.__name__: program
     for program in (
-        clean, raised, exit_in_task, exit_in_group, executor_in_native_code, user_thread, interrupted, caught, forked,
-        not_drained, killed,
+        clean,
+        raised,
+        exit_in_task,
+        exit_in_group,
+        executor_in_native_code,
+        user_thread,
+        interrupted,
+        caught,
+        forked,
+        not_drained,
+        killed,
     )
 }
 
