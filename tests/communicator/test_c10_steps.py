@@ -18,7 +18,7 @@ async def test_c10_operations_of_several_steps_keep_their_order(coll: Communicat
         y = torch.arange(5.0) + coll.rank
         gathered = coll.allgather(x)
         if coll.rank == round_ % coll.size:
-            time.sleep(0.003)
+            time.sleep(0.003)  # noqa: ASYNC251  - the loop must stand still
         reduced = coll.allreduce(y)
         told = coll.broadcast_object(list(range(500)) if coll.rank == 0 else None)
         large = coll.allreduce(torch.ones(1 << 20))
