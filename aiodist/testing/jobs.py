@@ -229,6 +229,8 @@ def _pytest_arguments(config: pytest.Config, folder: Path) -> list[str]:
     plugin = sys.modules["aiodist.testing.plugin"]
     manager = config.pluginmanager
     arguments = [f"--aiodist-worker={folder}", f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-q"]
+    # A rank has imported aiodist by the time pytest would rewrite the assertions of its plugin.
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if manager.get_name(plugin) == plugin.__name__:  # it was not found as an installed plugin
         arguments += ["-p", plugin.__name__]
     if config.inipath is not None:
