@@ -67,7 +67,7 @@ async def train(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labe
         pending.append(coll.allreduce(parameter.grad))
 
     for parameter in net.parameters():  # called in the middle of backward, last layer first, on every rank alike
-        parameter.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(reduce)
 
     def begin(step: int) -> asyncio.Task[tuple[Tensor, Tensor]]:
         return asyncio.create_task(asyncio.to_thread(prepare, images, labels, step, coll.rank, coll.size))
@@ -79,7 +79,7 @@ async def train(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labe
             batch = begin(step + 1)  # prepared while this one trains
             optimizer.zero_grad()
             loss = F.cross_entropy(net(x), y, reduction="sum") / BATCH  # this rank's share of the batch's mean
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             await aiodist.gather(*pending)  # now every gradient is the whole batch's
             pending.clear()
             optimizer.step()

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
+from aiodist.backends.gloo import disputes, meeting, memory, peer
+from aiodist.backends.gloo.group import allreduce_calls
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError, MismatchError
@@ -189,7 +191,7 @@ async def test_ranks_that_disagree_get_an_error_and_go_on(
     mine: int, yours: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left to itself gloo ends the process here: "Received data size doesn't match expected size".
-    monkeypatch.setattr(gloo, "_MISMATCH_SECONDS", 0.0)
+    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.0)
     async with worlds(2) as both:
         ts = [torch.zeros(mine), torch.zeros(yours)]
         errors = await outcome([natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(both, ts, strict=True)])
@@ -217,7 +219,7 @@ async def test_a_parked_wait_costs_next_to_no_cpu() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
 async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "_PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(memory, "_PIECE_BYTES", 1 << 18)
     async with worlds(3) as (zero, one, two):
         into = [torch.full((numel,), -1.0) for _ in range(5)]
         early = [receive(zero, into[0], ANY), receive(zero, into[1], 2), receive(zero, into[2], ANY, tag=9)]
@@ -232,7 +234,7 @@ async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("numel", [2, 10, LONG])
 async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "_MISMATCH_SECONDS", 0.0)
+    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.0)
     async with worlds(2) as (zero, one):
         into = torch.zeros(4)
         sent = send(one, torch.ones(numel), 0)
@@ -246,7 +248,7 @@ async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkey
 async def test_several_parts_of_one_operation_may_disagree(
     until: Callable[[Callable[[], object]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo, "_MISMATCH_SECONDS", 0.01)
+    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.01)
     async with worlds(3) as (zero, one, two):
         errors: list[BaseException | None] = []
         done = errors.append  # one callback for both, as a program's step has
@@ -271,7 +273,7 @@ async def test_thousands_of_frames_one_way_keep_no_memory() -> None:
             await over(send(one, torch.tensor([float(i)]), 0), receive(zero, into))
             assert into == i
         assert one._wire is not None
-        assert len(one._wire.peers[0]._sent) <= 2 * gloo._CREDIT
+        assert len(one._wire.peers[0]._sent) <= 2 * peer._CREDIT
 
 
 async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> None:
@@ -329,9 +331,7 @@ async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[
             pending.append(natively(opened[1], "allreduce", torch.zeros(LONG), ReduceOp.SUM))
             pending.append(send(opened[2], torch.zeros(LONG), 0, tag=6))
             group = opened[2].native.group  # type: ignore[union-attr]
-            pending.append(
-                start(partial(group.run, gloo._calls(torch.zeros(LONG), partial(gloo._gloo_allreduce, ReduceOp.SUM))))
-            )
+            pending.append(start(partial(group.run, allreduce_calls(torch.zeros(LONG), ReduceOp.SUM))))
         began = time.perf_counter()
         for transports in (split, opened):
             await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
@@ -361,9 +361,9 @@ async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
 
 
 async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "_SETUP_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_SETUP_SECONDS", 0.2)
     channels = in_process(2)
-    await channels[1].set("gloo/host/1", gloo._host().encode())
+    await channels[1].set("gloo/host/1", meeting._host().encode())
     with pytest.raises((BackendError, TimeoutError), match="was not set within"):
         await gloo.open_world(channels[0])
 

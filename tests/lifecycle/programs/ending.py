@@ -192,6 +192,8 @@ async def caught() -> None:
 async def forked() -> None:
     """A child that `os.fork` made leaves through the block and the loop, while a reduction is in flight."""
     async with aiodist.init() as coll:
+        # The first operation loads more of the MPI library; a fork meanwhile may copy a lock of the C library that is
+        # taken, which no fork is safe from.
         await coll.allreduce(torch.ones(1 << 20))
         await coll.allreduce(1)
         for issue in (True, False):
