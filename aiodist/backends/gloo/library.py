@@ -1,0 +1,92 @@
+"""What is used of torch's gloo, and its errors as ours.
+
+[Note: gloo] What was found out about torch 2.13's gloo, and what follows from it:
+
+- Of a send or receive only `Work.wait()` learns that it is over: `is_completed()` stays False, there is no future,
+  and `abort()` ends no wait. A wait that times out closes every connection of its group, so that all other waits
+  raise; this is how a group is given up here.
+- A receive from any source sees neither dead peers nor closed connections.
+- A message longer than its receive ends the *process* (`std::terminate` in gloo's thread). So do collectives whose
+  ranks disagree on a size.
+- A collective's future calls back from gloo's own thread, before `is_completed()` turns True.
+- A thread that returns from gloo while the interpreter ends, ends the process too (SIGABRT): `atexit` closes what is
+  open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from copy import copy
+from datetime import timedelta
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from aiodist.backends.gloo.memory import empty
+from aiodist.errors import BackendError, BackendUnavailable
+
+try:
+    from torch._C import _distributed_c10d as c10d
+    from torch._C._distributed_c10d import PrefixStore, Store, Work
+except ImportError as error:
+    raise BackendUnavailable(f"this torch was built without gloo: install one from pytorch.org ({error})") from error
+
+__all__ = [
+    "CLOSE_SECONDS",
+    "FOREVER",
+    "FRAMES",
+    "LAST_PAYLOAD",
+    "PAYLOADS",
+    "PrefixStore",
+    "ProcessGroup",
+    "Store",
+    "Work",
+    "again",
+    "backend_error",
+    "c10d",
+    "cut",
+]
+
+FOREVER: Final = timedelta(days=3000)
+"""Deadlines are the handles' business."""
+CLOSE_SECONDS: Final = 5.0
+
+FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
+
+
+class ProcessGroup(Protocol):
+    """What is used of `ProcessGroupGloo`."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work:
+        """Send one tensor."""
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work:
+        """Receive one tensor."""
+
+    def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions, /) -> Work:
+        """Reduce one tensor in place on every rank."""
+
+    def reduce(self, tensors: list[Tensor], options: c10d.ReduceOptions, /) -> Work:
+        """Reduce one tensor into root's."""
+
+
+def cut(group: ProcessGroup, others: Iterable[int]) -> None:
+    """Close the connections of `group`: a wait that times out does that. It blocks for milliseconds."""
+    for rank in others:
+        with suppress(RuntimeError):
+            group.recv([empty(1)], rank, _NEVER).wait(timedelta(milliseconds=1))
+
+
+def backend_error(error: Exception) -> BackendError:
+    """Return our error with gloo's text, less torch's own stack, raised from torch's."""
+    wrapped = BackendError(f"gloo: {str(error).partition(chr(10) + 'Exception raised from')[0]}")
+    wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
+    return wrapped
+
+
+def again(error: BackendError) -> BackendError:
+    """Return it anew: each operation writes its own place into its error."""
+    renewed = copy(error)
+    renewed.__cause__ = error.__cause__
+    return renewed

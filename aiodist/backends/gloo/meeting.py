@@ -1,0 +1,125 @@
+"""How process groups are made: over the control channel."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from aiodist.backends.gloo.library import CLOSE_SECONDS, PrefixStore, ProcessGroup, Store, backend_error, c10d
+from aiodist.backends.gloo.threads import in_thread
+from aiodist.errors import AiodistError
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
+
+__all__ = ["Meeting"]
+
+_SETUP_SECONDS = 60.0
+
+
+class _ChannelStore(Store):
+    """What gloo asks while its ranks connect, answered by the control channel; gloo calls it in a thread."""
+
+    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._channel = channel
+        self._loop = loop
+        self._asking: concurrent.futures.Future[Any] | None = None
+        self._given_up = False
+        self.error: BaseException | None = None
+
+    def set(self, key: str, value: Any) -> None:  # noqa: ANN401  - bytes, where the stub says str
+        """Store `value`."""
+        self._ask(self._channel.set(f"gloo/{key}", bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """Wait for `key`."""
+        value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=_SETUP_SECONDS))
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all of `keys`."""
+        for key in keys:
+            self.get(key)
+
+    def give_up(self) -> None:
+        """Have what waits raise, from the loop's thread."""
+        self._given_up = True
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def _ask(self, question: Any) -> Any:  # noqa: ANN401
+        try:
+            self._asking = asyncio.run_coroutine_threadsafe(question, self._loop)
+            if self._given_up:
+                self._asking.cancel()
+            return self._asking.result()
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class Meeting:
+    """How process groups are made: over the control channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.devices: list[Any] = []
+        self.rank = channel.rank
+
+    async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
+        """Return the process group `name`, which all its ranks make at the same time."""
+        if not self.devices:
+            one_host = await self._on_one_host()
+            self.devices = [await in_thread(partial(_device, one_host))]
+        store = _ChannelStore(self._channel, asyncio.get_running_loop())
+        try:
+            return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
+        except asyncio.CancelledError:
+            store.give_up()
+            raise
+        except Exception as error:
+            if isinstance(store.error, AiodistError):
+                raise store.error from error
+            raise backend_error(error) from error
+
+    def _connect(self, store: Store, rank: int, size: int) -> ProcessGroup:
+        make: Any = c10d.ProcessGroupGloo  # its stub lacks most of it
+        options = make._Options()
+        options._devices = self.devices
+        options._threads = 2
+        options._timeout = timedelta(seconds=_SETUP_SECONDS)
+        return cast(ProcessGroup, make(store, rank, size, options))
+
+    async def _on_one_host(self) -> bool:
+        """Return whether all ranks are, so that they can use the loopback interface."""
+        channel = self._channel
+        await channel.set(f"gloo/host/{channel.rank}", _host().encode())
+        hosts = [await channel.get(f"gloo/host/{rank}", timeout=_SETUP_SECONDS) for rank in range(channel.size)]
+        return len(set(hosts)) == 1
+
+    async def part(self) -> None:
+        """Wait until all ranks are about to close: a connection that is closed takes what is under way with it."""
+        with suppress(AiodistError, RuntimeError):
+            if await self._channel.add("gloo/parting") == self._channel.size:
+                await self._channel.set("gloo/parted", b"")
+            await self._channel.get("gloo/parted", timeout=CLOSE_SECONDS)
+
+
+def _device(one_host: bool) -> Any:  # noqa: ANN401
+    if one_host:
+        return c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return c10d.ProcessGroupGloo.create_default_device()
+
+
+def _host() -> str:
+    """Return what no two hosts share: containers may have the same name."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    return socket.gethostname()

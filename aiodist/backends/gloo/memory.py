@@ -1,0 +1,26 @@
+"""Tensors as the bytes that travel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_bytes", "empty", "pieces"]
+
+_PIECE_BYTES = 1 << 30
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Return a flat view of the memory of `t`."""
+    return t.detach().view(-1).view(torch.uint8)
+
+
+def empty(nbytes: int) -> Tensor:
+    """Return new memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def pieces(flat: Tensor) -> list[Tensor]:
+    """Return `flat` in pieces whose counts every library can hold."""
+    most = _PIECE_BYTES // flat.element_size()
+    return [flat[start : start + most] for start in range(0, max(1, flat.numel()), most)]

@@ -1,0 +1,189 @@
+"""The collectives of one communicator."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done
+from aiodist.backends.gloo.disputes import Disputes
+from aiodist.backends.gloo.frames import ROUND, Frame
+from aiodist.backends.gloo.group import Call, Group, allreduce_calls, reduce_calls
+from aiodist.backends.gloo.library import again, backend_error
+from aiodist.backends.gloo.memory import as_bytes, empty
+from aiodist.backends.gloo.reductions import combine, gloo_reduces, reducible
+from aiodist.backends.gloo.signatures import CODES, read, sign
+from aiodist.backends.gloo.wire import Wire
+from aiodist.errors import BackendError, MismatchError
+from aiodist.types import ReduceOp
+
+__all__ = ["GlooNative"]
+
+_nothing = empty(0)
+
+
+@dataclass(eq=False)
+class _Round:
+    """One collective: what each rank brought to it so far."""
+
+    signature: bytes
+    finish: Callable[[list[Tensor]], None] | None
+    calls: Sequence[Call]
+    """What gloo is to do where frames do not suffice."""
+    done: Done
+    signatures: dict[int, bytes] = field(default_factory=dict)
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+
+class GlooNative:
+    """Collectives: short ones in one exchange of frames, long ones by gloo once the ranks have shown that they agree.
+
+    p ranks, n bytes: a short one costs p-1 frames of n bytes in and out and one latency; its parts are combined in
+    rank order.
+    """
+
+    def __init__(
+        self, wire: Wire, comm: int, rank: int, world_ranks: Sequence[int], group: Group, disputes: Disputes
+    ) -> None:
+        self.group = group
+        self._disputes = disputes
+        self._comm = comm
+        self._rank = rank
+        self._size = len(world_ranks)
+        self._limit = wire.capacity
+        self._others = [wire.peers[other] for other in world_ranks if other in wire.peers]
+        self._seq = 0
+        self._rounds: dict[int, _Round] = {}
+        self._early: dict[int, list[tuple[int, Frame]]] = {}
+
+    # What it offers.
+
+    def supports(self, operation: str, kind: torch.dtype, op: ReduceOp | None, numel: int) -> bool:
+        """Return True for reductions, long ones where gloo has the dtype and the operator."""
+        if operation not in CODES or not reducible(kind, op):
+            return False
+        if numel * kind.itemsize <= self._limit:
+            return operation != "reduce"  # the others send to the root and need not wait
+        return operation in ("allreduce", "reduce") and gloo_reduces(kind, op)
+
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+        """Return `allreduce` for such tensors, with all that can be known ahead worked out."""
+        return partial(self._allreduce, signature=sign("allreduce", kind, numel, op), op=op)
+
+    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
+        """Reduce `t` in place on every rank."""
+        self._allreduce(t, done, sign("allreduce", t.dtype, t.numel(), op), op)
+
+    def _allreduce(self, t: Tensor, done: Done, signature: bytes, op: ReduceOp) -> None:
+        if t.nbytes > self._limit:
+            self._begin(_Round(signature, None, allreduce_calls(t, op), done), None)
+            return
+
+        def finish(parts: list[Tensor]) -> None:
+            combine(parts, t, op)
+
+        self._begin(_Round(signature, finish, (), done), t)
+
+    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
+        """Reduce into root's `t`; gloo uses the others' as scratch, so they give it copies."""
+        given = t if self._rank == root else t.detach().clone()
+        signature = sign("reduce", t.dtype, t.numel(), op, root)
+        self._begin(_Round(signature, None, reduce_calls(given, op, root), done), None)
+
+    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
+        """Reduce short `t` and give rank r the `counts[r]` elements of block r in `out`."""
+        start = sum(counts[: self._rank])
+
+        def finish(parts: list[Tensor]) -> None:
+            first = start * t.element_size()
+            combine([part[first : first + out.nbytes] for part in parts], out, op)
+
+        digest = zlib.crc32(repr(tuple(counts)).encode()) >> 1
+        self._begin(_Round(sign("reduce_scatter", t.dtype, t.numel(), op, digest), finish, (), done), t)
+
+    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
+        """Reduce short `t` in place over the ranks up to this one."""
+
+        def finish(parts: list[Tensor]) -> None:
+            if self._rank:
+                combine(parts[: self._rank + 1], t, op)
+
+        self._begin(_Round(sign("scan", t.dtype, t.numel(), op), finish, (), done), t)
+
+    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
+        """Not offered: direct sends spare the ranks the wait for one another."""
+        done(BackendError("gloo: broadcast is not native here"))
+
+    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
+        """Not offered: direct sends cost as many messages, and no exchange before."""
+        done(BackendError("gloo: allgather is not native here"))
+
+    # The exchange.
+
+    def _begin(self, round: _Round, data: Tensor | None) -> None:
+        number = self._seq
+        self._seq += 1
+        nbytes = 0 if data is None else data.nbytes
+        error = next((peer.error for peer in self._others if peer.error is not None), None)
+        for peer in self._others:
+            error = error or peer.send(
+                ROUND, comm=self._comm, number=number, nbytes=nbytes, signature=round.signature, data=data
+            )
+        early = self._early.pop(number, ())
+        if error is not None:
+            round.done(again(error))
+            return
+        self._add(round, self._rank, round.signature, _nothing if data is None else as_bytes(data))
+        self._rounds[number] = round
+        for src, frame in early:
+            self._add(round, src, frame.signature, frame.data)
+        self._conclude(number, round)
+
+    def came(self, src: int, frame: Frame) -> None:
+        """A rank of this communicator came to round `frame.number`."""
+        round = self._rounds.get(frame.number)
+        if round is not None:
+            last = len(round.parts) == self._size - 1
+            self._add(round, src, frame.signature, frame.data if last else frame.data.clone())
+            self._conclude(frame.number, round)
+        elif frame.number >= self._seq:
+            self._early.setdefault(frame.number, []).append((src, frame.kept()))
+
+    def _add(self, round: _Round, src: int, signature: bytes, data: Tensor) -> None:
+        round.signatures[src] = signature
+        round.parts[src] = data
+
+    def _conclude(self, number: int, round: _Round) -> None:
+        """Go on with `round` when all have come.
+
+        All ranks come to this point in the same order, as gloo demands of its collectives: each peer's frames arrive
+        in the order of its calls, so an earlier round is complete before a later one.
+        """
+        if len(round.parts) < self._size:
+            return
+        del self._rounds[number]
+        if any(signature != round.signature for signature in round.signatures.values()):
+            brought = "; ".join(f"rank {rank}: {read(text)}" for rank, text in sorted(round.signatures.items()))
+            self._disputes.add(round.done, MismatchError(f"the ranks disagree: {brought}"))
+            return
+        if round.finish is None:
+            self.group.run(round.calls, round.done)
+            return
+        error: BackendError | None = None
+        try:
+            round.finish([round.parts[rank] for rank in range(self._size)])
+        except RuntimeError as raised:
+            error = backend_error(raised)
+        round.done(error)
+
+    def give_up(self, error: BackendError) -> None:
+        """What is under way never ends."""
+        rounds, self._rounds = self._rounds, {}
+        for round in rounds.values():
+            round.done(again(error))
+        self.group.cut()

@@ -1,0 +1,192 @@
+"""One communicator over gloo, and how the first is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from aiodist.backends.base import Capabilities, Done, Native
+from aiodist.backends.gloo.disputes import Disputes
+from aiodist.backends.gloo.frames import MESSAGE, OFFER, ROUND, Frame
+from aiodist.backends.gloo.group import Group
+from aiodist.backends.gloo.library import ProcessGroup, again
+from aiodist.backends.gloo.meeting import Meeting
+from aiodist.backends.gloo.memory import as_bytes
+from aiodist.backends.gloo.native import GlooNative
+from aiodist.backends.gloo.peer import Peer
+from aiodist.backends.gloo.receiving import Message, Receiving, Wanted
+from aiodist.backends.gloo.threads import started
+from aiodist.backends.gloo.wire import Wire
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ANY
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
+
+__all__ = ["GlooTransport", "open_world"]
+
+_WORLD = "world"
+
+
+class GlooTransport:
+    """One communicator over gloo. That of the world owns the connections, the others borrow them."""
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        wire: Wire | None,
+        path: str,
+        world_ranks: Sequence[int],
+        group: ProcessGroup | None,
+    ) -> None:
+        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them.
+
+        A rank that is alone has neither `wire` nor `group`.
+        """
+        self._meeting = meeting
+        self._wire = wire
+        self._path = path
+        self._world_ranks = tuple(world_ranks)
+        self._local = {world: rank for rank, world in enumerate(world_ranks)}
+        self.rank = self._local[meeting.rank]
+        self.size = len(world_ranks)
+        self._comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
+        self._closed = False
+        self._peers: dict[int, Peer] = {}
+        if wire is not None:
+            self._peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
+        self._disputes = Disputes(Progress.current())
+        self._receiving = Receiving(self._peers, self._disputes)
+        self._native: GlooNative | None = None
+        if wire is not None and group is not None:
+            long = Group(group, [rank for rank in range(self.size) if rank != self.rank])
+            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long, self._disputes)
+            with transport_lock:
+                wire.groups.add(long)
+                wire.join(self._comm, self)
+        self.native: Native | None = self._native
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+        return Capabilities(short_receives=False)
+
+    # Messages.
+
+    def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Send `t`; done at once when it is short, else when it was received."""
+        if dst == self.rank or self._wire is None:
+            self._receiving.arrived(Message(self.rank, tag, t.nbytes, as_bytes(t).clone(), 0))
+            done(None)
+            return
+        peer = self._peers[dst]
+        if t.nbytes <= self._wire.capacity:
+            error = peer.send(MESSAGE, tag=tag, comm=self._comm, nbytes=t.nbytes, data=t)
+            done(error and again(error))
+        else:
+            peer.offer(t, tag, self._comm, done)
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t` a message of its size."""
+        wanted = Wanted(src, tag, t, done)
+        if self._receiving.take(wanted):
+            return
+        error = self.error_of(src)
+        if error is not None:
+            done(again(error))
+        else:
+            self._receiving.expect(wanted)
+
+    # What the wire tells.
+
+    def came(self, src: int, frame: Frame) -> None:
+        """A frame from rank `src` of the world."""
+        local = self._local[src]
+        if frame.kind == ROUND:
+            if self._native is not None:
+                self._native.came(local, frame)
+        else:
+            number = frame.number if frame.kind == OFFER else 0
+            self._receiving.arrived(Message(local, frame.tag, frame.nbytes, frame.data, number))
+
+    def lost(self, world_rank: int, error: BackendError) -> None:
+        """Rank `world_rank` of the world cannot be reached: what needs it fails."""
+        rank = self._local.get(world_rank)
+        if rank is None:
+            return
+        self._receiving.lost(rank, error)
+        if self._native is not None:
+            self._native.give_up(error)
+
+    def error_of(self, src: int) -> BackendError | None:
+        """Return why `src`, for `ANY` one of the others, cannot be reached."""
+        ranks = self._peers if src == ANY else (src,)
+        errors = (self._peers[rank].error for rank in ranks if rank in self._peers)
+        return next((error for error in errors if error is not None), None)
+
+    # Its life.
+
+    async def split(self, ranks: Sequence[int], name: str) -> GlooTransport:
+        """Return a transport among `ranks`, with a process group of its own; the connections take some milliseconds."""
+        path = f"{self._path}/{name}"
+        world_ranks = [self._world_ranks[rank] for rank in ranks]
+        if len(ranks) == 1:
+            return GlooTransport(self._meeting, None, path, world_ranks, None)
+        group = await self._meeting.group(path, list(ranks).index(self.rank), len(ranks))
+        return GlooTransport(self._meeting, self._wire, path, world_ranks, group)
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Close it; what is pending fails. The world's closes the connections, which all its splits use."""
+        if self._closed:
+            return
+        self._closed = True
+        owner = self._path == _WORLD
+        try:
+            if drained and owner and self.size > 1:
+                await self._meeting.part()
+        finally:  # also when this call is cancelled
+            with transport_lock:
+                self._give_up(BackendError("gloo: the transport was closed"), owner)
+            closing = started(partial(self._close, owner))
+        await asyncio.wrap_future(closing)
+
+    def _give_up(self, error: BackendError, owner: bool) -> None:
+        self._receiving.give_up(error)
+        self._disputes.settle()
+        if self._native is not None:
+            self._native.give_up(error)
+        if self._wire is not None:
+            self._wire.leave(self._comm)
+            if owner:
+                self._wire.give_up(error)
+
+    def _close(self, owner: bool) -> None:
+        if self._wire is not None and self._native is not None:
+            self._native.group.close()
+            self._wire.groups.discard(self._native.group)
+            if owner:
+                self._wire.close()
+                self._meeting.devices.clear()
+
+
+async def open_world(channel: Channel) -> GlooTransport:
+    """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
+
+    gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
+    Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
+    """
+    meeting = Meeting(channel)
+    if channel.size == 1:
+        return GlooTransport(meeting, None, _WORLD, (0,), None)
+    frames = await meeting.group("frames", channel.rank, channel.size)
+    group = await meeting.group(_WORLD, channel.rank, channel.size)
+    wire = Wire(frames, channel.rank, channel.size, Progress.current())
+    return GlooTransport(meeting, wire, _WORLD, range(channel.size), group)
