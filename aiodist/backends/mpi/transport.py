@@ -1,0 +1,169 @@
+"""Communicators of MPI's: the world, what is split from it, and MPI's own beginning and end."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.backends.mpi.library import MPI, PIECE_BYTES
+from aiodist.backends.mpi.native import Conveyor, MpiNative
+from aiodist.backends.mpi.requests import Requests, bytes_of, join, spec, start
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ANY
+
+__all__ = ["MpiTransport", "open_world"]
+
+T = TypeVar("T")
+
+
+class MpiTransport:
+    """One communicator of MPI's, a duplicate of our own."""
+
+    name = "mpi"
+
+    def __init__(self, comms: tuple[MPI.Intracomm, MPI.Intracomm], progress: Progress, requests: Requests) -> None:
+        """`comms` are two communicators of the same ranks, of which the second carries the pieces of large ones."""
+        comm, pieces = comms
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = comm
+        self._progress = progress
+        self._requests = requests
+        self._owns_requests = False
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._conveyor = Conveyor(pieces, requests)
+        self.native: Native | None = MpiNative(comm, requests, self._conveyor)
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+        return Capabilities(short_receives=True)
+
+    def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Isend of bytes, in pieces of at most 1 GiB."""
+        self._transfer(t, done, lambda piece: self._comm.Isend(piece, dst, tag))
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Irecv of bytes, in pieces of at most 1 GiB."""
+        source = MPI.ANY_SOURCE if src == ANY else src
+        self._transfer(t, done, lambda piece: self._comm.Irecv(piece, source, tag))
+
+    def _transfer(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
+        flat = bytes_of(t)
+        pieces = flat.split(PIECE_BYTES) if flat.nbytes > PIECE_BYTES else (flat,)
+        joined = join(len(pieces), done) if len(pieces) > 1 else done
+        for piece in pieces:
+            start(self._requests, lambda piece=piece: call(spec(piece)), piece.nbytes, joined)  # type: ignore[misc]
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        """Create a communicator among `ranks`.
+
+        MPI has no non-blocking form, and two tasks may create communicators in different order on different
+        ranks: each call therefore blocks in a thread of its own, outside the transport lock.
+        """
+        # The same on these ranks, however many communicators each of them has made with others.
+        tag = zlib.crc32(name.encode()) & 0x7FFF
+        group = self._comm.Get_group().Incl(list(ranks))
+
+        def create() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+            created = self._comm.Create_group(group, tag)
+            group.Free()
+            return created, created.Dup()
+
+        return MpiTransport(await _in_thread(create), self._progress, self._requests)
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Free the communicator, if it is idle; else MPI is left to the end of the process."""
+        if drained:
+            await _in_thread(self._conveyor.comm.Free)
+            await _in_thread(self._comm.Free)
+            if self._owns_requests and not len(
+                self._requests
+            ):  # those of a split may never end, and need their buffers
+                self._progress.remove_poller(self._requests)
+        else:
+            World.doomed = True
+
+
+class World:
+    """MPI is initialised once per process, by us or by the user, and finalised by whoever initialised it."""
+
+    pid: int | None = None
+    doomed = False
+    """Transfers were given up: MPI_Finalize could wait for them for ever."""
+
+    @classmethod
+    def initialize(cls) -> None:
+        """Initialise MPI with THREAD_MULTIPLE, or check that whoever did so asked for it."""
+        if MPI.Is_finalized():
+            raise BackendError("MPI was finalized in this process and cannot be initialised again")
+        if MPI.Is_initialized():
+            level = MPI.Query_thread()
+        else:
+            level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            cls.pid = os.getpid()
+            atexit.register(cls.finalize)
+        if level < MPI.THREAD_MULTIPLE:
+            names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+            raise BackendError(f"MPI offers {names[level]}; aiodist needs THREAD_MULTIPLE")
+
+    @classmethod
+    def finalize(cls) -> None:
+        """At exit: finalise what we initialised, unless this is a forked child or something never ended."""
+        if cls.pid != os.getpid() or MPI.Is_finalized() or cls.doomed:
+            return
+        # The progress thread must not call MPI while it goes away, nor afterwards: the lock is kept. MPI waits here
+        # for the other ranks, as long as they may still work after the world was closed.
+        if transport_lock.acquire(timeout=5):
+            with suppress(MPI.Exception):
+                MPI.Finalize()
+
+
+async def open_world() -> MpiTransport:
+    """Initialise MPI if nobody has, and return a transport over all of its ranks; every rank must call it.
+
+    MPI starts in a thread, so the loop goes on. Raises `BackendError` when MPI has no THREAD_MULTIPLE.
+    """
+    progress = Progress.current()
+    requests = Requests(progress)
+
+    def start() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+        World.initialize()
+        return MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+
+    try:
+        world = MpiTransport(await _in_thread(start), progress, requests)
+    except BaseException:
+        World.doomed = True  # the thread may still wait for the other ranks
+        raise
+    world._owns_requests = True
+    progress.add_poller(requests)
+    return world
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Make a call that may block for ever, in a daemon thread: nobody must wait for it at exit."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001  - it belongs to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, name="aiodist-mpi-call", daemon=True).start()
+    return await asyncio.wrap_future(future)
