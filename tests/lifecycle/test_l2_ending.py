@@ -47,6 +47,7 @@ def test_l2_body_raised_and_the_others_are_told(run: Run) -> None:
     assert "rank 1: exit code 1" in ended.errors.splitlines()
 
 
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 def test_l2_sys_exit_in_a_task(run: Run) -> None:
     ended = run("ending.py", "exit_in_task")
     assert (ended.code, ended.codes()) == (3, [1, 3]), ended
@@ -61,12 +62,14 @@ def test_l2_sys_exit_in_a_task_under_asyncios_own_loop(run: Run) -> None:
     assert ended.value(0, "told") == "rank 1 failed: SystemExit: 3"
 
 
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 def test_l2_sys_exit_in_a_task_group(run: Run) -> None:
     ended = run("ending.py", "exit_in_group")
     assert (ended.code, ended.codes()) == (4, [1, 4]), ended
     assert all_gone(ended)
 
 
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 @pytest.mark.parametrize(("program", "code"), [("executor_in_native_code", 5), ("user_thread", 6)])
 def test_l2_threads_that_do_not_end(run: Run, program: str, code: int) -> None:
     ended = run("ending.py", program, options=("--kill-after", "20"))
@@ -74,6 +77,7 @@ def test_l2_threads_that_do_not_end(run: Run, program: str, code: int) -> None:
     assert all_gone(ended)
 
 
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 def test_l2_ctrl_c(run: Run) -> None:
     with run.started(run.command("ending.py", "interrupted", n=2)) as process:
         assert process.stdout is not None
@@ -95,6 +99,7 @@ def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
         assert ended.said(rank) == [*[refused] * 4, "child: 7", "sums: 2.0 2", "child: 0", "sums: 2.0 2", "end: 8"]
 
 
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 def test_l2_what_is_not_drained_in_time_is_named(run: Run) -> None:
     ended = run("ending.py", "not_drained")
     assert (ended.code, ended.codes()) == (1, [1, 1]), ended
