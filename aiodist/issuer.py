@@ -15,6 +15,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
+from aiodist.claims import Claim
 from aiodist.collectives import operations
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
@@ -34,7 +35,7 @@ from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ledger import Fingerprint, Ledger
 
-__all__ = ["Claim", "Issuer", "Plan", "all_over", "claims_of", "reading", "writing"]
+__all__ = ["Issuer", "Plan", "all_over"]
 
 T = TypeVar("T")
 
@@ -53,32 +54,6 @@ class Plan(NamedTuple):
 
 class _Differ(Exception):
     """The ranks brought different digests to a barrier."""
-
-
-class Claim(NamedTuple):
-    """Bytes that an operation reads or writes until it is over."""
-
-    start: int
-    nbytes: int
-    writes: bool
-
-
-def reading(*tensors: Tensor) -> list[Claim]:
-    """Return the claims of an operation that reads `tensors`."""
-    return [Claim(t.data_ptr(), t.nbytes, False) for t in tensors]
-
-
-def writing(*tensors: Tensor) -> list[Claim]:
-    """Return the claims of an operation that writes `tensors`."""
-    return [Claim(t.data_ptr(), t.nbytes, True) for t in tensors]
-
-
-def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
-    """Return the claims of an operation that reads `inputs` and writes `outs`; an input inside an out is its own."""
-    written = writing(*(out for out in outs if out is not None))
-    inside = [(w.start, w.start + w.nbytes) for w in written]
-    read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
-    return written + read
 
 
 class Issuer:

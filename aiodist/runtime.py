@@ -246,7 +246,7 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
     if mpi.rank == 0:
         token = secrets.token_hex(16)
         one_host = environment.local_size == mpi.size
-        hub = await host(mpi.size, host="127.0.0.1" if one_host else socket.gethostname(), token=token)
+        hub = await host(mpi.size, host="127.0.0.1" if one_host else "", token=token)
         told = as_tensor(f"{hub.address} {token}".encode())
     progress = Progress.current()
     handle: Handle[torch.Tensor] = Handle(progress, "rendezvous")

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from aiodist.arguments import check_list, check_tensor, is_number
+from aiodist.claims import Claim
 from aiodist.collectives.primitives import Primitives, implementations
 from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.errors import BackendUnavailable
 from aiodist.handles import Handle
-from aiodist.issuer import Claim, Issuer, Plan
+from aiodist.issuer import Issuer, Plan
 from aiodist.ledger import Fingerprint
 from aiodist.topology import Topology
 from aiodist.types import ReduceOp

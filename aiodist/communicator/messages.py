@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from aiodist.arguments import check_list, check_out, check_rank, check_tag, check_tensor
+from aiodist.claims import reading, writing
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.program import Program
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.handles import Handle, gather
-from aiodist.issuer import reading, writing
 from aiodist.types import ANY
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aiodist.arguments import check_apart, check_list, check_out, check_rank, check_tensor
+from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
 from aiodist.collectives.program import lockstep
 from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
@@ -22,7 +23,6 @@ from aiodist.communicator.base import (
     tensors_of,
 )
 from aiodist.handles import Handle
-from aiodist.issuer import claims_of, reading, writing
 from aiodist.ledger import Fingerprint
 
 __all__ = ["Movement"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist.arguments import check_list, check_out, check_rank, check_sizes
+from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import check_op, wire_op
 from aiodist.collectives.program import Program
@@ -25,7 +26,7 @@ from aiodist.communicator.base import (
     tensors_of,
 )
 from aiodist.handles import Handle
-from aiodist.issuer import Plan, claims_of, reading, writing
+from aiodist.issuer import Plan
 from aiodist.ledger import Fingerprint
 from aiodist.types import ReduceOp
 
