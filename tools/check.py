@@ -1,7 +1,8 @@
 """Run every check and then the tests, go on after a failure, and end with a summary; `make test` calls this.
 
-Arguments are handed to pytest. The summary counts the tests that ran under each MPI: those that recorded a
-property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+Most tests wait for processes, so they run in two halves side by side; what the second prints comes after the first.
+Arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those that
+recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "build" / "tests.xml"
+BUILD = ROOT / "build"
+_SECOND_HALF = ("tests/bench", "tests/control", "tests/launch", "tests/lifecycle", "tests/testing")
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -25,10 +27,11 @@ _MPI_IN_ID = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the run."""
+    """One command of the run, and the JUnit report that it writes if it runs tests."""
 
     name: str
     command: list[str]
+    report: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Tally:
         return f"tests: {ended or 'none'}\n       of those that ran: {under or 'none'}"
 
 
-def steps(pytest_args: list[str]) -> list[Step]:
-    """Return the commands in order, each from the folder of the running interpreter."""
+def steps() -> list[Step]:
+    """Return the checks in order, each from the folder of the running interpreter."""
     bin_dir = Path(sys.executable).parent
     python = [sys.executable, "-m"]
     return [
@@ -54,15 +57,27 @@ def steps(pytest_args: list[str]) -> list[Step]:
         Step("mypy", [*python, "mypy"]),
         Step("import contracts", [str(bin_dir / "lint-imports")]),
         Step("rows", [sys.executable, "tools/rows.py"]),
-        Step("pytest", [*python, "pytest", f"--junit-xml={REPORT}", *pytest_args]),
     ]
 
 
-def tally(report: ElementTree.Element) -> Tally:
-    """Return the counts of a JUnit report."""
+def tests(pytest_args: list[str]) -> list[Step]:
+    """Return what runs the tests: two halves, or one run with the arguments that were given."""
+    if pytest_args:
+        return [_pytest("pytest", pytest_args)]
+    first = [f"--ignore={folder}" for folder in _SECOND_HALF]
+    return [_pytest("pytest 1", first), _pytest("pytest 2", list(_SECOND_HALF))]
+
+
+def _pytest(name: str, arguments: list[str]) -> Step:
+    report = BUILD / f"{name.replace(' ', '-')}.xml"
+    return Step(name, [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments], report)
+
+
+def tally(*reports: ElementTree.Element) -> Tally:
+    """Return the counts of JUnit reports."""
     outcomes: Counter[str] = Counter()
     mpis: Counter[str] = Counter()
-    for case in report.iter("testcase"):
+    for case in (case for report in reports for case in report.iter("testcase")):
         outcome = _outcome(case)
         outcomes[outcome] += 1
         if outcome != "skipped":
@@ -83,24 +98,48 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
+class Run:
+    """A step that was started; with a `log`, what it prints goes there and is shown in the end."""
+
+    def __init__(self, step: Step, log: Path | None = None) -> None:
+        self.step = step
+        self._log = log
+        self._start = time.monotonic()
+        output = log.open("wb") if log is not None else None
+        self._process = subprocess.Popen(
+            step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT if log else None
+        )
+        if output is not None:
+            output.close()
+
+    def wait(self) -> tuple[bool, str]:
+        """Return whether it went well, and its line of the summary."""
+        code = self._process.wait()
+        seconds = time.monotonic() - self._start
+        if self._log is not None:
+            print(f"\n=== {self.step.name}", self._log.read_text(errors="replace"), sep="\n", flush=True)
+        return code == 0, f"{self.step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
+
+
 def main(pytest_args: list[str]) -> int:
     """Run all steps, print the summary, return 1 when one of them failed."""
-    REPORT.parent.mkdir(exist_ok=True)
-    REPORT.unlink(missing_ok=True)
-    lines: list[str] = []
-    failed = False
-    for step in steps(pytest_args):
+    BUILD.mkdir(exist_ok=True)
+    ended: list[tuple[bool, str]] = []
+    for step in steps():
         print(f"\n=== {step.name}", flush=True)
-        start = time.monotonic()
-        code = subprocess.run(step.command, cwd=ROOT, check=False).returncode
-        failed = failed or code != 0
-        verdict = "ok" if code == 0 else f"FAILED ({code})"
-        lines.append(f"{step.name:<18} {verdict:<12} {time.monotonic() - start:6.1f} s")
+        ended.append(Run(step).wait())
+    first, *others = tests(pytest_args)
+    for step in (first, *others):
+        if step.report is not None:
+            step.report.unlink(missing_ok=True)
+    beside = [Run(step, BUILD / f"{step.name.replace(' ', '-')}.log") for step in others]
+    print(f"\n=== {first.name}", flush=True)
+    ended += [run.wait() for run in (Run(first), *beside)]
+    reports = [step.report for step in (first, *others) if step.report is not None and step.report.exists()]
     print("\n=== summary")
-    print("\n".join(lines))
-    if REPORT.exists():
-        print(tally(ElementTree.parse(REPORT).getroot()))
-    return int(failed)
+    print("\n".join(line for _, line in ended))
+    print(tally(*(ElementTree.parse(report).getroot() for report in reports)))
+    return int(not all(fine for fine, _ in ended))
 
 
 if __name__ == "__main__":
