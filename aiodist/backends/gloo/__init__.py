@@ -18,7 +18,7 @@ Each module imports only from lines below its own:
     frames | disputes             the format; operations that fail because ranks disagree
     signatures | reductions       what a collective is; what can be reduced, and combining it
     library                       what is used of gloo, and its errors as ours
-    memory | threads              tensors as bytes; calls that block
+    memory                        tensors as bytes
 """
 
 from aiodist.backends.gloo.native import GlooNative

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodist.backends.gloo.library import CLOSE_SECONDS, PrefixStore, ProcessGroup, Store, backend_error, c10d
-from aiodist.backends.gloo.threads import in_thread
+from aiodist.backends.threads import in_thread
 from aiodist.errors import AiodistError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from aiodist.backends.gloo.memory import as_bytes
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.peer import Peer
 from aiodist.backends.gloo.receiving import Message, Receiving, Wanted
-from aiodist.backends.gloo.threads import started
 from aiodist.backends.gloo.wire import Wire
+from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock

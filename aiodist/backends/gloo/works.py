@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodist.backends.gloo.library import Work
-from aiodist.backends.gloo.threads import started
+from aiodist.backends.threads import started
 from aiodist.handles import Handle, Origin, from_future, from_source
 
 __all__ = ["work_handle"]

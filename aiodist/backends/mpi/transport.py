@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import concurrent.futures
 import os
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +15,7 @@ from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.backends.mpi.library import MPI, PIECE_BYTES
 from aiodist.backends.mpi.native import Conveyor, MpiNative
 from aiodist.backends.mpi.requests import Requests, bytes_of, join, spec, start
+from aiodist.backends.threads import in_thread
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
@@ -81,13 +79,13 @@ class MpiTransport:
             group.Free()
             return created, created.Dup()
 
-        return MpiTransport(await _in_thread(create), self._progress, self._requests)
+        return MpiTransport(await in_thread(create), self._progress, self._requests)
 
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator, if it is idle; else MPI is left to the end of the process."""
         if drained:
-            await _in_thread(self._conveyor.comm.Free)
-            await _in_thread(self._comm.Free)
+            await in_thread(self._conveyor.comm.Free)
+            await in_thread(self._comm.Free)
             if self._owns_requests and not len(
                 self._requests
             ):  # those of a split may never end, and need their buffers
@@ -143,27 +141,10 @@ async def open_world() -> MpiTransport:
         return MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
 
     try:
-        world = MpiTransport(await _in_thread(start), progress, requests)
+        world = MpiTransport(await in_thread(start), progress, requests)
     except BaseException:
         World.doomed = True  # the thread may still wait for the other ranks
         raise
     world._owns_requests = True
     progress.add_poller(requests)
     return world
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Make a call that may block for ever, in a daemon thread: nobody must wait for it at exit."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as error:  # noqa: BLE001  - it belongs to whoever waits
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-
-    threading.Thread(target=run, name="aiodist-mpi-call", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -1,4 +1,4 @@
-"""Calls that block, in threads."""
+"""Calls into native libraries that block, in threads of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
         else:
             future.set_result(value)
 
-    threading.Thread(target=run, name="aiodist-gloo-call", daemon=True).start()
+    threading.Thread(target=run, name="aiodist-native-call", daemon=True).start()
     return future
 
 
