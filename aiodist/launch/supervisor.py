@@ -21,7 +21,7 @@ __all__ = ["Event", "Signalled", "Supervisor", "report"]
 
 _START_TIMEOUT = 60.0
 _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
-_TOLD = 1.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
+_TOLD = 2.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
 _MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
 _TIMED_OUT = 124  # as timeout(1) has it
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -170,11 +170,13 @@ class Supervisor:
     def _stop(self, signum: int, patience: float = 0.0) -> None:
         if not self.stopping:
             self.stopping = True
+            now = self._loop.time()
             if patience:
-                self._stop_at = self._loop.time() + patience
+                self._stop_at = now + patience
+                self._kill_at = now + max(patience + _AFTER_KILL, self._job.kill_after)
             else:
                 self._ranks.signal(signum)
-            self._kill_at = self._loop.time() + patience + self._job.kill_after
+                self._kill_at = now + self._job.kill_after
 
 
 def _over(time: float | None, now: float) -> bool:

@@ -581,8 +581,9 @@ def test_l5_the_version_is_printed(plain: Launcher) -> None:
 def test_l5_ctrl_c_typed_at_a_terminal(launcher: Launcher) -> None:
     """A terminal interrupts all of its foreground group: the ranks are outside, and hear it from the launcher alone."""
     script = launcher.script("""
-        say(input())
+        typed = input()
         try:
+            say(typed)
             time.sleep(600)
         except KeyboardInterrupt:
             say()  # the terminal shows ^C

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,8 +64,9 @@ class Ended:
         return found.removeprefix(f"{name}: ")
 
     def codes(self) -> list[int]:
-        """Return the exit codes by rank."""
-        return [self.exits[rank][0] for rank in sorted(self.exits)]
+        """Return the exit codes by rank; 1 too for one that the launcher ended because, told of a failure, it was slow."""
+        codes = [self.exits[rank][0] for rank in sorted(self.exits)]
+        return [1 if code == -signal.SIGTERM else code for code in codes]
 
     def gone_after(self, rank: int, mark: str) -> float:
         """Return the seconds from when some rank said `mark: TIME` until this one had ended."""
