@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,10 +19,20 @@ if TYPE_CHECKING:
     from aiodist.control import Channel, Exit
     from aiodist.topology import Topology
 
-__all__ = ["DRAIN_SECONDS", "Family"]
+__all__ = ["DRAIN_SECONDS", "Family", "Guest"]
 
 DRAIN_SECONDS = 30.0
 """How long closing waits for what is in flight."""
+
+
+class Guest(Protocol):
+    """What lives on a communicator and must end before it: a training net, a parameter server."""
+
+    async def release(self) -> None:
+        """End in order; all ranks do so at the same time."""
+
+    def give_up(self) -> None:
+        """The program failed, or this rank was told so: end without waiting for anything."""
 
 
 class Family:
@@ -46,6 +56,7 @@ class Family:
         self._shared: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._guests: dict[Communicator, list[Guest]] = {}
 
     def world(self, transport: Transport, topology: Topology) -> Communicator:
         """Return the first communicator, over all ranks."""
@@ -66,6 +77,13 @@ class Family:
         for communicator in self._open:
             if exit.rank < 0 or exit.rank in communicator._issuer.ranks:
                 communicator._issuer.peer_lost(exit)
+
+    # --- guests ----------------------------------------------------------------------------------------------
+
+    def admit(self, communicator: Communicator, guest: Guest) -> None:
+        """Release `guest` before `communicator` is closed, or have it give up when that is given up."""
+        communicator._issuer.check_usable()
+        self._guests.setdefault(communicator, []).append(guest)
 
     # --- making ----------------------------------------------------------------------------------------------
 
@@ -174,6 +192,8 @@ class Family:
         issuer = communicator._issuer
         drained = False
         try:
+            for guest in reversed(self._guests.pop(communicator, [])):
+                await guest.release()
             issuer.withdraw_receives()
             if issuer.refusal is None:
                 await issuer.drain(self._left(until))
@@ -201,6 +221,8 @@ class Family:
         for communicator in given_up:
             communicator._issuer.abort(error)
             communicator._issuer.ledger.close()
+            for guest in reversed(self._guests.pop(communicator, [])):
+                guest.give_up()
         for communicator in given_up:
             with suppress(OSError):
                 await communicator._transport.aclose(drained=False)

@@ -7,16 +7,20 @@ from aiodist.handles.deadline import timeout
 from aiodist.handles.handle import Handle, Orderable
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
+from aiodist.handles.scheduler import Lane, Permit, Scheduler
 from aiodist.handles.sources import Source, from_future, from_source
 
 __all__ = [
     "LARGE_BYTES",
     "Account",
     "Handle",
+    "Lane",
     "Orderable",
     "Origin",
+    "Permit",
     "Poller",
     "Progress",
+    "Scheduler",
     "Source",
     "as_completed",
     "from_future",

@@ -31,6 +31,7 @@ from aiodist.handles.timers import Timers
 
 if TYPE_CHECKING:
     from aiodist.handles.handle import Handle
+    from aiodist.handles.scheduler import Scheduler
 
 __all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
@@ -79,6 +80,8 @@ class Progress:
         self.large = 0
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
+        self.scheduler: Scheduler | None = None
+        """Made by `Scheduler.current()` when somebody first asks."""
         self.watched = False
         """The progress thread knows of it."""
         self._thread_id = threading.get_ident()

@@ -87,6 +87,13 @@ class HostStream:
         self._account.cover(self._synced)
         self._account.judge()
 
+    def abandon(self) -> None:
+        """End the thread after what runs now, and withdraw what is queued: the program failed. Waits for nothing."""
+        if self._refuses is None:
+            self._refuses = "was given up"
+            self._finalizer()
+            _open.discard(self)
+
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs on the thread after all that was submitted before.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from aiodist.backends.mean import divide
 from aiodist.types import ReduceOp
 
 __all__ = ["SUPPORTED", "check_op", "combine", "from_wire", "to_wire", "wire_op"]
@@ -76,7 +77,6 @@ def to_wire(t: Tensor) -> Tensor:
 def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
     """Write the reduced `wire` into `t`, unless it is a view of it; a mean is divided first."""
     if op is ReduceOp.MEAN:
-        # Complex division multiplies by a reciprocal, which rounds twice.
-        (torch.view_as_real(wire) if wire.is_complex() else wire).div_(ranks)
+        divide(wire, ranks)
     if wire.data_ptr() != t.data_ptr():
         t.detach().view(-1).copy_(wire)

@@ -13,6 +13,7 @@ from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
 from aiodist.errors import CommunicatorAborted
+from aiodist.family import Guest
 from aiodist.handles import Handle
 
 __all__ = ["Communicator"]
@@ -61,6 +62,10 @@ class Communicator(Reductions, Movement, Objects):
         return self._family.split(self, color, self.rank if key is None else key)
 
     # --- the end --------------------------------------------------------------------------------------------
+
+    def admit(self, guest: Guest) -> None:
+        """Have `guest` end before this communicator does, however it ends: for what is built on communicators."""
+        self._family.admit(self, guest)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""

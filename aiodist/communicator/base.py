@@ -67,6 +67,11 @@ class Base:
         return self._issuer.name
 
     @property
+    def timeout(self) -> float | None:
+        """The time-out of operations that are given none, in seconds; None is none."""
+        return self._issuer.timeout
+
+    @property
     def seq(self) -> int:
         """How many collectives were issued."""
         return self._issuer.ledger.seq

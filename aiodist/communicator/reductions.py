@@ -35,7 +35,7 @@ __all__ = ["Reductions"]
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
 _MOST_PLANS = 10_000
-_QUICK_OPS = frozenset(op.value for op in ReduceOp) - {"mean"}
+_OPS = frozenset(op.value for op in ReduceOp)
 
 
 class Reductions(Base):
@@ -195,7 +195,7 @@ class Reductions(Base):
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
         kind, numel, op = key
         native = self._transport.native
-        if native is None or op not in _QUICK_OPS or not numel or len(self._plans) > _MOST_PLANS:
+        if native is None or op not in _OPS or not numel or len(self._plans) > _MOST_PLANS:
             return None
         known = ReduceOp(op)
         if kind in (torch.bool, torch.float16, torch.bfloat16) or not native.supports("allreduce", kind, known, numel):

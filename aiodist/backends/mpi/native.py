@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
+from aiodist.backends.mean import divide
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, bytes_of, join, spec, start
 from aiodist.handles import LARGE_BYTES
@@ -19,6 +20,7 @@ from aiodist.types import ReduceOp
 __all__ = ["Conveyor", "MpiNative"]
 
 _REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "scan"})
+_SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
 _CONVEYED_BYTES = 1 << 20
 _CONVEYED_AT_ONCE = 2
 _SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
@@ -36,26 +38,28 @@ class Conveyor:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
         self._requests = requests
-        self._waiting: deque[tuple[Tensor, MPI.Op, Done]] = deque()
+        self._waiting: deque[tuple[Tensor, ReduceOp, Done]] = deque()
         self._moving = 0
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place; behind what was given earlier."""
+        """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
         pieces = t.view(-1).split(_CONVEYED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.counted(done))
-        self._waiting.extend((piece, OPS[op], joined) for piece in pieces)
+        self._waiting.extend((piece, op, joined) for piece in pieces)
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and self._moving < _CONVEYED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
-            call = partial(self.comm.Iallreduce, MPI.IN_PLACE, spec(piece), op)
-            start(self._requests, call, piece.nbytes, partial(self._ended, joined))
+            call = partial(self.comm.Iallreduce, MPI.IN_PLACE, spec(piece), _SUMS[op])
+            start(self._requests, call, piece.nbytes, partial(self._ended, piece, op, joined))
 
-    def _ended(self, joined: Done, error: BaseException | None) -> None:
+    def _ended(self, piece: Tensor, op: ReduceOp, joined: Done, error: BaseException | None) -> None:
         self._moving -= 1
         self._fill()
+        if op is ReduceOp.MEAN and error is None:
+            divide(piece, self.comm.size)
         joined(error)
 
 
@@ -71,6 +75,8 @@ class MpiNative:
         """Return True for what MPI has a type and an operator for; large counts go piecewise elsewhere."""
         if numel * kind.itemsize > PIECE_BYTES:
             return operation in ("allreduce", "broadcast", "reduce")
+        if op is ReduceOp.MEAN:
+            return operation == "allreduce" and kind in DTYPES
         return operation not in _REDUCTIONS or (kind in DTYPES and (op is None or op in OPS))
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
@@ -79,11 +85,14 @@ class MpiNative:
         if t.nbytes >= LARGE_BYTES:
             self._conveyor.allreduce(t, op, done)
         else:
-            start(self._requests, lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), OPS[op]), t.nbytes, done)
+            if op is ReduceOp.MEAN:
+                done = _divided(t, self._comm.size, done)
+            start(self._requests, lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
         """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
-        call, mpi_type, mpi_op, nbytes = self._comm.Iallreduce, DTYPES[kind], OPS[op], numel * kind.itemsize
+        call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
+        mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, track = MPI.IN_PLACE, self._requests.track
         if nbytes >= LARGE_BYTES or _saturates(kind, op):
             return lambda t, done: self.allreduce(t, op, done)
@@ -97,6 +106,8 @@ class MpiNative:
 
         def begin(t: Tensor, done: Done) -> None:
             at = t.data_ptr()
+            if mean:
+                done = _divided(t, ranks, done)
             try:
                 request = call(in_place, specs.get(at) or described(at), mpi_op)
             except MPI.Exception as error:
@@ -153,6 +164,17 @@ class MpiNative:
 
     def _start(self, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
         start(self._requests, call, nbytes, done)
+
+
+def _divided(t: Tensor, ranks: int, done: Done) -> Done:
+    """Return a `done` that first makes a mean of the sum."""
+
+    def divided(error: BaseException | None) -> None:
+        if error is None:
+            divide(t, ranks)
+        done(error)
+
+    return divided
 
 
 def _saturates(kind: torch.dtype, op: ReduceOp) -> bool:

@@ -1,0 +1,168 @@
+"""One limit on the bytes that a loop has in flight: reductions, prefetched batches, copies and files share it (N6).
+
+Who moves bytes asks a `Lane` for leave and gives it back when they have arrived. Lanes are served by priority, each
+in its own order. The first request of a lane that has nothing in flight is always granted: so nobody starves, and
+collectives cannot wait for one another in a circle, since what all ranks issue in the same order is one lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from aiodist.handles.progress import Progress
+
+__all__ = ["Lane", "Permit", "Scheduler"]
+
+_LIMIT = 256 << 20
+
+
+class Scheduler:
+    """Grants bytes in flight to the lanes of one loop; get it with `Scheduler.current()`.
+
+    `in_flight` are the bytes granted now. They exceed `limit` only by the first request of each lane.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._limit = _LIMIT
+        self._lanes: list[Lane] = []
+        """Those with requests that wait, the most urgent first; equals by who came first."""
+        self._granting = False
+
+    @classmethod
+    def current(cls) -> Scheduler:
+        """Return the running loop's, made at first use; raise `RuntimeError` where no loop runs."""
+        progress = Progress.current()
+        if progress.scheduler is None:
+            progress.scheduler = cls()
+        return progress.scheduler
+
+    @property
+    def limit(self) -> int:
+        """How many bytes may be in flight; may be set at any time (268,435,456)."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ValueError(f"limit={nbytes}: expected a number of bytes, at least 1")
+        self._limit = nbytes
+        self._grant()
+
+    def lane(self, name: str, priority: int = 0) -> Lane:
+        """Return a lane of its own; those of higher `priority` are served first."""
+        return Lane(self, name, priority)
+
+    def _wait(self, lane: Lane) -> None:
+        self._lanes.append(lane)
+        self._lanes.sort(key=lambda waiting: -waiting.priority)
+
+    def _grant(self) -> None:
+        """Grant what may go now; what a granted request starts may ask or give back in turn."""
+        if self._granting:
+            return
+        self._granting = True
+        try:
+            while (lane := self._next()) is not None:
+                permit = lane.waiting.popleft()
+                if not lane.waiting:
+                    self._lanes.remove(lane)
+                permit.grant()
+        finally:
+            self._granting = False
+
+    def _next(self) -> Lane | None:
+        room = self._limit - self.in_flight
+        for lane in self._lanes:
+            if lane.granted == 0 or lane.waiting[0].nbytes <= room:
+                return lane
+            room = 0  # it is kept for the more urgent
+        return None
+
+
+class Lane:
+    """Requests that are granted in the order in which they were made."""
+
+    def __init__(self, scheduler: Scheduler, name: str, priority: int) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.priority = priority
+        self.granted = 0
+        """Permits that were granted and not given back."""
+        self.waiting: deque[Permit] = deque()
+
+    def request(self, nbytes: int, start: Callable[[], None]) -> Permit:
+        """Call `start` when `nbytes` may go, at once where they may; `release()` the permit when they have arrived."""
+        if nbytes < 0:
+            raise ValueError(f"nbytes={nbytes}: expected a number of bytes, at least 0")
+        permit = Permit(self, nbytes, start)
+        if not self.waiting:
+            self.scheduler._wait(self)
+        self.waiting.append(permit)
+        self.scheduler._grant()
+        return permit
+
+    async def acquire(self, nbytes: int) -> Permit:
+        """Return a permit once `nbytes` may go; cancelled, it asks for nothing any more."""
+        granted = asyncio.get_running_loop().create_future()
+        permit = self.request(nbytes, lambda: None if granted.done() else granted.set_result(None))
+        try:
+            await granted
+        except BaseException:
+            permit.release()
+            raise
+        return permit
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.name!r}: {self.granted} in flight, {len(self.waiting)} waiting>"
+
+
+class Permit:
+    """Leave to have some bytes in flight; a context manager that gives it back."""
+
+    __slots__ = ("_held", "lane", "nbytes", "start")
+
+    def __init__(self, lane: Lane, nbytes: int, start: Callable[[], None]) -> None:
+        self.lane = lane
+        self.nbytes = nbytes
+        self.start = start
+        self._held = False
+
+    def grant(self) -> None:
+        """The scheduler's part: count it, and begin."""
+        self._held = True
+        self.lane.granted += 1
+        self.lane.scheduler.in_flight += self.nbytes
+        self.start()
+
+    def release(self) -> None:
+        """Give it back, or withdraw the request; a second time does nothing."""
+        scheduler = self.lane.scheduler
+        if self._held:
+            self._held = False
+            self.lane.granted -= 1
+            scheduler.in_flight -= self.nbytes
+        elif self in self.lane.waiting:
+            self.lane.waiting.remove(self)
+            if not self.lane.waiting:
+                scheduler._lanes.remove(self.lane)
+        scheduler._grant()
+
+    def resize(self, nbytes: int) -> None:
+        """Hold `nbytes` from now on: what was asked for was an estimate."""
+        if self._held:
+            self.lane.scheduler.in_flight += nbytes - self.nbytes
+        self.nbytes = nbytes
+        self.lane.scheduler._grant()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,420 @@
+"""`DataParallel`: a module whose gradients are reduced over all ranks while backward goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from aiodist.communicator import Communicator
+from aiodist.errors import OperationTimeout
+from aiodist.handles import Handle
+from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.join import Stateful, share_longest
+from aiodist.nn.layout import check_same_structure, named_state
+from aiodist.nn.reducer import Reducer, Sizes, Statistics
+from aiodist.nn.reduction import Reduction
+from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
+from aiodist.streams import HostStream
+
+__all__ = ["DataParallel", "Driver"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BUCKET_BYTES = 4 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+_LOOK_SECONDS = 0.5  # how soon the compute thread notices that its loop is gone
+
+
+@runtime_checkable
+class Driver(Stateful, Protocol):
+    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`."""
+
+    def train(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Do one step on the compute thread and return the loss."""
+
+    async def flush(self) -> None:
+        """Return when all updates are made."""
+
+
+class DataParallel:
+    """A module that every rank trains on data of its own, with the gradients averaged over all of them.
+
+    ```python
+    net = await aiodist.nn.DataParallel.create(Net(), coll)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in batches:
+        loss = await net.step(lambda: loss_fn(net(x), y), opt)
+    ```
+    Forward, backward and the optimizer run on one thread, the compute thread, in the order of the calls; the loop is
+    free meanwhile. Every rank must make the same calls in the same order. It ends with `aclose()`, at the latest
+    with the communicator that it was made on.
+    """
+
+    def __init__(self, module: nn.Module, coll: Communicator, reducer: Reducer, compute: HostStream) -> None:
+        """Use `create`. `reducer`, `compute`, `reduce` and `block` are for what drives a step: a `Driver`."""
+        self._module = module
+        self._coll = coll
+        self.reducer = reducer
+        self.compute = compute
+        self._optimizer: Optimizer | Driver | None = None
+        self._refuses: str | None = None
+
+    @classmethod
+    async def create(
+        cls,
+        module: nn.Module,
+        coll: Communicator,
+        *,
+        op: str = "mean",
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> Self:
+        """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
+
+        Every rank calls it with a module of the same names, shapes and dtypes, else all raise `MismatchError` naming
+        the first that differs. `op` is "mean" or "sum" of the ranks' gradients. Gradients travel in buckets of
+        `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which the first backward had them.
+        Parameters that are frozen (`requires_grad=False`) stay out; to train one later make a new `DataParallel`.
+
+        Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
+        parameter belongs to a `DataParallel` already. Costs two duplicates of `coll`, one small collective, and one
+        broadcast of all parameters and buffers; later memory for one more copy of the small gradients.
+        """
+        if op not in ("mean", "sum"):
+            raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
+        sizes = Sizes(bucket_bytes, first_bucket_bytes)
+        own = await coll.dup()
+        marks = await own.dup()
+        compute = HostStream(f"compute {own.name}")
+        try:
+            await check_same_structure(named_state(module), own)
+            await synchronize_parameters(module, own)
+            reducer = Reducer(own, marks, module.named_parameters(), op=op, sizes=sizes)
+        except BaseException:
+            await own.aclose()
+            raise
+        await compute.__aenter__()
+        net = cls(module, own, reducer, compute)
+        marks.admit(_Guest(net))  # the first to be closed
+        return net
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was given, the very object."""
+        return self._module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return what the module does with these arguments, computed here, on the calling thread."""
+        return self._module(*args, **kwargs)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the module's parameters."""
+        return self._module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters with their names, which have no prefix."""
+        return self._module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's own: no prefix, so that it loads into the plain module."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load `state` into the module, on this rank; every rank must load the same."""
+        self._module.load_state_dict(state, strict=strict)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout, batch norm and their like to training, or with False to evaluation."""
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Switch dropout, batch norm and their like to evaluation."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; an optimizer's `zero_grad` does as well."""
+        self._module.zero_grad(set_to_none)
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    async def step(self, forward: Callable[[], Tensor], opt: Optimizer | Driver) -> Tensor:
+        """Return the loss of one step, this rank's own, detached.
+
+        `forward()` returns it, a tensor of one element. The compute thread forgets the gradients, calls `forward`,
+        runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the reduced
+        gradients. A step that has begun ends on every rank alike: cancelling the await does not stop it.
+
+        Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
+        backward raised, and then no rank has made the step; what the communicator raises. The next step works,
+        unless the communicator does not.
+        """
+        self._check()
+        self._optimizer = opt
+        if isinstance(opt, Optimizer):
+            return await self._timely(self.compute.submit(self._train, forward, opt))
+        return await self._timely(self.compute.submit(opt.train, forward))
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier."""
+        self._check()
+        return self.compute.submit(fn, *args, **kwargs)
+
+    async def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Run backward on the compute thread; when it returns, every `.grad` is the reduction over all ranks.
+
+        Arguments as those of `torch.Tensor.backward`. Inside `no_sync()` nothing is sent and gradients add up
+        here. A parameter that no rank used keeps the `.grad` that it had, None mostly; one that some used counts as
+        zeros on the others. Cancelling the await stops neither backward nor a transfer. Raises as `step` does.
+        """
+        self._check()
+        how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
+        if self.reducer.local:
+            await self.compute.submit(self._locally, loss, how)
+            return
+        await self._timely(self.compute.submit(self._reduced, lambda: loss, **how))
+
+    async def gradients(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
+        """Yield each parameter with its reduced gradient as they arrive, while `backward` of `loss` goes on (N8).
+
+        Parameters that this rank did not use come last. Leaving early does not stop the reductions.
+        """
+        self._check()
+        arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
+        work = self.compute.submit(self.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
+        late: list[Slot] = []
+        ended = asyncio.ensure_future(_ended(work, arrivals))
+        try:
+            while (bucket := await arrivals.get()) is not None:
+                late += bucket.unused
+                for pair in _pairs([slot for slot in bucket.slots if slot not in bucket.unused]):
+                    yield pair
+            await ended
+            for pair in _pairs(late):
+                yield pair
+        finally:
+            ended.cancel()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum."""
+        self.reducer.share()
+        self.reducer.local += 1
+        try:
+            yield
+        finally:
+            self.reducer.local -= 1
+
+    @asynccontextmanager
+    async def join(self, *optimizers: Stateful) -> AsyncIterator[None]:
+        """Let ranks whose data end early wait at the end of the block for those that go on (N11).
+
+        ```python
+        async with net.join():
+            for x, y in batches:                      # uneven numbers of them
+                await net.step(lambda: loss_fn(net(x), y), opt)
+        ```
+        A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
+        the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
+        `step`), of a rank that went on longest; buffers stay each rank's own. In the block only `step` and `backward`
+        may communicate. When the block raises, this rank does not wait.
+        """
+        self._check()
+        before = self.reducer.statistics.passes
+        self.reducer.joining += 1
+        try:
+            yield
+            drivers = optimizers or ((self._optimizer,) if self._optimizer is not None else ())
+            for driver in drivers:
+                if isinstance(driver, Driver):
+                    await driver.flush()
+            mine = self.reducer.statistics.passes - before
+            while (await self._empty_pass()).participants:
+                pass
+        finally:
+            self.reducer.joining -= 1
+        await share_longest(self._coll, mine, self._module, drivers)
+
+    async def _empty_pass(self) -> Reduction:
+        reduction = await self.compute.submit(self._bring_nothing)
+        await reduction.finished
+        return reduction
+
+    def synchronize_buffers(self, how: str = "root", root: int = 0) -> Handle[None]:
+        """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean."""
+        self._check()
+        return synchronize_buffers(self._module, self._coll, how=how, root=root)
+
+    def statistics(self) -> Statistics:
+        """Return what the reductions have cost so far: bytes, seconds, the share hidden behind backward."""
+        return self.reducer.statistics
+
+    # --- on the compute thread ----------------------------------------------------------------------------------
+
+    async def _timely(self, work: Handle[T]) -> T:
+        """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
+        if self._coll.timeout is None:
+            return await work
+        over = _Over(self.reducer.progress.loop.create_future())
+        self.reducer.waiting.append(over.future)
+        work.add_waiter(over)
+        try:
+            await over.future
+            return work.result()
+        finally:
+            work.remove_waiter(over)
+            self.reducer.waiting.remove(over.future)
+
+    def _reduced(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
+        _, reduction = self.reduce(forward, **how)
+        self.wait(reduction.finished)
+
+    def _train(self, forward: Callable[[], Tensor], opt: Optimizer) -> Tensor:
+        def prepare() -> Tensor:
+            opt.zero_grad()
+            return forward()
+
+        loss, reduction = self.reduce(prepare)
+        self.wait(reduction.finished)
+        opt.step()
+        return loss
+
+    def reduce(
+        self,
+        forward: Callable[[], Tensor],
+        *,
+        on_arrival: Callable[[Bucket], None] | None = None,
+        check: Callable[[], None] | None = None,
+        **how: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Reduction]:
+        """Run forward and backward; return the loss, and the pass, whose reductions go on.
+
+        `check` may raise after backward, and so fail the step on all ranks. On the compute thread. Whatever goes wrong,
+        this rank sends what the others wait for.
+        """
+        reduction: Reduction | None = None
+        try:
+            loss = forward()
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element")
+            reduction = self.reducer.begin()
+            reduction.on_arrival = on_arrival
+            loss.backward(**how)
+            if check is not None:
+                check()
+        except BaseException as error:
+            self.reducer.close(reduction or self.reducer.begin(), error)
+            raise
+        self.reducer.close(reduction)
+        return loss.detach(), reduction
+
+    def wait(self, handle: Handle[T]) -> T:
+        """Return the result of `handle`, on the compute thread."""
+        self.block(handle)
+        return handle.wait()
+
+    def block(self, handle: Handle[Any]) -> None:
+        """Block the compute thread until `handle` is over, however it ends; give up when the loop is gone."""
+        while not handle.block(_LOOK_SECONDS):
+            if self.reducer.progress.loop.is_closed():
+                raise RuntimeError(f"the event loop was closed while {handle} was under way")
+
+    @property
+    def open(self) -> bool:
+        """It was not closed."""
+        return self._refuses is None
+
+    def _locally(self, loss: Tensor, how: dict[str, Any]) -> None:
+        self.reducer.local += 1
+        try:
+            loss.backward(**how)
+        finally:
+            self.reducer.local -= 1
+
+    def _bring_nothing(self) -> Reduction:
+        reduction = self.reducer.begin(active=False)
+        self.reducer.close(reduction)
+        return reduction
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Take the hooks off, end the compute thread, once what was asked is done, and close its communicators.
+
+        Collective; idempotent. `.grad` and parameters stay as they are, and the module may be wrapped anew.
+        """
+        await self._coll.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if error[0] is None:
+            await self.aclose()
+
+    def _check(self) -> None:
+        if self._refuses is not None:
+            raise RuntimeError(f"this DataParallel {self._refuses}")
+
+    def __repr__(self) -> str:
+        return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
+
+
+class _Over:
+    """Waits for a handle on behalf of a future that others may fail earlier."""
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self.future = future
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+class _Guest:
+    """A net as its communicator sees it: it ends before that does."""
+
+    def __init__(self, net: DataParallel) -> None:
+        self._net = net
+
+    async def release(self) -> None:
+        net = self._net
+        net._refuses = "is closed"
+        await net.compute.aclose()
+        net.reducer.detach()
+
+    def give_up(self) -> None:
+        net = self._net
+        net._refuses = "was given up"
+        net.compute.abandon()
+        net.reducer.detach()
+
+
+def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for slot in slots:
+        if slot.parameter.grad is not None:
+            yield cast(nn.Parameter, slot.parameter), slot.parameter.grad
+
+
+async def _ended(work: Handle[tuple[Tensor, Reduction]], arrivals: asyncio.Queue[Bucket | None]) -> None:
+    """Wait for the end of a pass, and put it behind the last bucket."""
+    try:
+        _, reduction = await work
+        await reduction.finished
+    finally:
+        arrivals.put_nowait(None)

@@ -1,0 +1,258 @@
+"""How tensors lie in memory, and whether all ranks hold the same ones.
+
+What travels is flat memory. A dense tensor is that already, whatever the order of its dimensions (channels_last,
+transposed), so it is sent where it lies; the ranks must then have the same order, which is compared with names,
+shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
+
+from aiodist.communicator import Communicator
+from aiodist.errors import MismatchError
+
+__all__ = [
+    "Parcel",
+    "agree",
+    "check_memory",
+    "check_same_structure",
+    "describe",
+    "describe_order",
+    "flat_view",
+    "in_words",
+    "memory_order",
+    "named_state",
+    "state_digest",
+    "view_like",
+]
+
+WHOLE_BYTES = 1 << 16
+"""From here on a tensor travels from where it lies; copying smaller ones together costs less than a message for each."""
+
+_DIGEST_BITS = (1 << 62) - 1
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_order(t: Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions that are not 1, from the outermost in memory to the innermost; None where `t` has gaps.
+
+    >>> memory_order(torch.empty(2, 3, 4)), memory_order(torch.empty(2, 3).t()), memory_order(torch.empty(4, 4)[:, :2])
+    ((0, 1, 2), (1, 0), None)
+    """
+    if t.layout is not torch.strided or t.is_conj() or t.is_neg():
+        return None
+    shape, strides = t.shape, t.stride()
+    dims = [d for d in range(t.dim()) if shape[d] != 1]
+    if t.is_contiguous():
+        return tuple(dims)
+    dims.sort(key=strides.__getitem__, reverse=True)
+    expected = 1
+    for d in reversed(dims):
+        if strides[d] != expected:
+            return None
+        expected *= shape[d]
+    return tuple(dims)
+
+
+def flat_view(t: Tensor) -> Tensor | None:
+    """Return the memory of `t` as a detached tensor of one dimension, None where `t` does not fill it without gaps."""
+    return None if memory_order(t) is None else t.detach().as_strided((t.numel(),), (1,))
+
+
+def view_like(flat: Tensor, t: Tensor) -> Tensor:
+    """Return `flat` as a view with the shape of `t` and, where `t` is dense, its strides; else it is contiguous."""
+    if memory_order(t) is None:
+        return flat.view(t.shape)
+    return flat.as_strided(t.shape, t.stride())
+
+
+@dataclass
+class Parcel:
+    """Tensors as they travel: large ones from where they lie, the others side by side, one buffer for each dtype.
+
+    What is in `flat`, and in which order, depends on shapes and dtypes alone, so it is the same on every rank.
+    """
+
+    flat: list[Tensor] = field(default_factory=list)
+    in_place: list[Tensor] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    """Views of buffers in `flat`, one for each of `targets`."""
+    targets: list[Tensor] = field(default_factory=list)
+    written: bool = True
+    """Whether what arrives is written to the tensors, or they are only read."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], likes: Sequence[Tensor] | None, *, fill: bool = True) -> Parcel:
+        """Return `tensors`, each in the memory order of its like, or of its dimensions; copied in only with `fill`."""
+        parcel = cls()
+        small: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        for i, t in enumerate(tensors):
+            like = torch.empty(t.shape, device="meta") if likes is None else likes[i]
+            if t.nbytes < WHOLE_BYTES:
+                small.setdefault((t.dtype, t.device), []).append((t, like))
+            elif memory_order(t) == memory_order(like) and (flat := flat_view(t)) is not None:
+                parcel.flat.append(flat)
+                parcel.in_place.append(t)
+            else:
+                parcel._copied([(t, like)])
+        for group in small.values():
+            parcel._copied(group)
+        if fill and parcel.pieces:
+            torch._foreach_copy_(parcel.pieces, parcel.targets)
+        return parcel
+
+    def _copied(self, group: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make a buffer for the tensors of `group`, of one dtype."""
+        first = group[0][0]
+        sizes = [t.numel() for t, _ in group]
+        buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat.append(buffer)
+        self.pieces += [view_like(piece, like) for piece, (_, like) in zip(buffer.split(sizes), group, strict=True)]
+        self.targets += [t for t, _ in group]
+
+    def unpack(self) -> None:
+        """Write what arrived to where it belongs."""
+        if not self.written:
+            return
+        if self.pieces:
+            torch._foreach_copy_(self.targets, self.pieces)
+        # No operation of torch wrote to them: graphs that saved them must find out.
+        increment_version([t for t in self.in_place if not t.is_inference()])
+
+
+# --- names and kinds -------------------------------------------------------------------------------------------------
+
+
+def named_state(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[tuple[str, Tensor]]:
+    """Return the parameters and then the buffers of `module` with their names; what is shared comes once."""
+    found = chain(
+        module.named_parameters() if parameters else (),
+        module.named_buffers() if buffers else (),
+    )
+    seen: dict[object, tuple[str, Tensor]] = {}
+    for name, t in found:
+        seen.setdefault(_place(t), (name, t))
+    return list(seen.values())
+
+
+def _place(t: Tensor) -> object:
+    """Return what is equal for two names of the same memory."""
+    if is_lazy(t) or t.layout is not torch.strided or t.is_meta or not t.numel():
+        return id(t)
+    return (t.data_ptr(), t.device, t.dtype, t.shape, t.stride())
+
+
+def describe(name: str, t: Tensor) -> str:
+    """Return a line such as `weight float32[3, 4]`.
+
+    >>> describe("weight", torch.ones(3, 4))
+    'weight float32[3, 4]'
+    """
+    return f"{name} not initialised" if is_lazy(t) else f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def describe_order(name: str, t: Tensor) -> str:
+    """Return a line such as `weight with dimensions (0, 2, 3, 1) from outermost to innermost`."""
+    order = memory_order(t)
+    if order is None:  # such a tensor travels in the order of its dimensions
+        order = tuple(d for d in range(t.dim()) if t.shape[d] != 1)
+    return f"{name} with dimensions {order} from outermost to innermost"
+
+
+def state_digest(named: Iterable[tuple[str, Tensor]]) -> int:
+    """Return a number of 62 bits that stands for names, shapes and dtypes, the same in every process; not for values.
+
+    >>> state_digest([("weight", torch.zeros(3))]) == state_digest([("weight", torch.ones(3))])
+    True
+    """
+    return _digest(describe(name, t) for name, t in named)
+
+
+def _digest(lines: Iterable[str]) -> int:
+    text = "\n".join(lines).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & _DIGEST_BITS
+
+
+def check_memory(named: Named) -> None:
+    """Raise ValueError for the first tensor that has no memory yet: a lazy one, or one on the meta device."""
+    for name, t in named:
+        if is_lazy(t):
+            raise ValueError(f"{name!r} is not initialised yet: run a forward pass on every rank first")
+        if t.is_meta:
+            raise ValueError(f"{name!r} lives on the meta device: give it memory first, see torch.nn.Module.to_empty")
+
+
+# --- on all ranks ----------------------------------------------------------------------------------------------------
+
+
+async def check_same_structure(named: Named, coll: Communicator, *also: str, any_order: bool = False) -> bool:
+    """Return once every rank has brought the same names, shapes and dtypes, in the same order in memory.
+
+    Collective. With `any_order` tensors may lie in memory in another order on each rank; returns False where they
+    do. `also` are lines of whatever else must agree. Raises `ValueError` before anything is sent where a tensor has
+    no memory yet; where ranks differ, `MismatchError` on every one of them, naming the first difference and what each
+    rank has. Cost: an allreduce of 32 bytes; on a difference every rank's descriptions to every rank.
+    """
+    check_memory(named)
+    orders = [describe_order(name, t) for name, t in named]
+    lines = [*also, *(describe(name, t) for name, t in named)]
+    same_order = await agree(lines, coll, orders)
+    if not same_order and not any_order:
+        await agree(orders, coll)
+    return same_order
+
+
+async def agree(lines: Sequence[str], coll: Communicator, loose: Sequence[str] = ()) -> bool:
+    """Return whether all ranks brought the same lines `loose`; raise where they did not bring the same `lines`.
+
+    Collective. The `MismatchError` is raised on every rank; it names the first line that differs, with the ranks that
+    have the one or the other. Only digests travel unless there is a difference.
+    """
+    strict, other = _digest(lines), _digest(loose)
+    both = torch.tensor([strict, -strict, other, -other], dtype=torch.int64, device="cpu")
+    await coll.allreduce(both, "max")
+    highest, lowest, loose_highest, loose_lowest = both.tolist()
+    if highest != -lowest:
+        by_rank = await coll.allgather_object(list(lines))
+        raise MismatchError(_first_difference(by_rank), rank=coll.rank, comm=coll.name)
+    return bool(loose_highest == -loose_lowest)
+
+
+def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
+    """Return a sentence about the first line that is not the same for all ranks.
+
+    >>> _first_difference([["a float32[3]"], ["a float32[4]", "b int64[]"], ["a float32[3]"]])
+    'ranks disagree: a float32[3] on ranks 0 and 2; a float32[4] on rank 1'
+    """
+    for lines in zip_longest(*by_rank):
+        if len(set(lines)) > 1:
+            return f"ranks disagree: {in_words([line or 'nothing more' for line in lines])}"
+    return "ranks disagree, but not in what they describe"  # their digests did: another version of aiodist
+
+
+def in_words(texts: Sequence[str]) -> str:
+    """Return what each rank has as words, each text once.
+
+    >>> in_words(["1.0", "2.0", "1.0", "1.0"])
+    '1.0 on ranks 0, 2 and 3; 2.0 on rank 1'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(str(rank))
+    return "; ".join(
+        f"{text} on rank {who[0]}" if len(who) == 1 else f"{text} on ranks {', '.join(who[:-1])} and {who[-1]}"
+        for text, who in ranks.items()
+    )

@@ -1,0 +1,305 @@
+"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way (N7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from aiodist.handles import Handle
+from aiodist.nn.buckets import Bucket
+from aiodist.nn.data_parallel import DataParallel
+
+__all__ = ["PipelinedOptimizer"]
+
+
+class PipelinedOptimizer:
+    """An optimizer for each bucket of gradients, which steps when that bucket is reduced.
+
+    ```python
+    opt = nn.PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    for x, y in batches:
+        loss = await net.step(lambda: loss_fn(net(x), y), opt)
+    await opt.flush()
+    ```
+    `net.step` returns after backward. In the next forward each layer waits for its own parameters only; what has not
+    been sent when backward ends goes in the order in which forward wants it. Results equal those of a plain loop, the
+    last step once `flush` was awaited.
+
+    `make_optimizer(params)` is called once for each bucket, with a list of its parameters: it may sort them into
+    groups by their identity. `clip_norm` clips the gradients' global norm, which takes all of them: then the next
+    forward waits for everything. Learning rates are set in `param_groups`; a scheduler of torch goes with each of
+    `optimizers`. The buckets are those of the moment when it is made.
+
+    The first step waits for all; from it is learnt which modules run, and so where each parameter is used. A
+    parameter that is used elsewhere later, before its update, raises `RuntimeError` after that backward.
+    """
+
+    def __init__(
+        self,
+        net: DataParallel,
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        *,
+        clip_norm: float | None = None,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")
+        net.reducer.keep_buckets()
+        self._net = net
+        self._clip_norm = clip_norm
+        self._parts = [_Part(bucket, make_optimizer) for bucket in net.reducer.buckets]
+        self._left: dict[_Part, Handle[None]] = {}
+        """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
+        self._failed: BaseException | None = None
+        self._guards = Guards(net.module, self._parts, self._before)
+
+    # --- for the user -------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that were made, one for each bucket."""
+        return [part.optimizer for part in self._parts]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all of them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of each; `flush` first."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
+        """Take what `state_dict` gave, of the same buckets."""
+        if len(state) != len(self._parts):
+            raise ValueError(f"state of {len(state)} buckets: expected {len(self._parts)}")
+        for optimizer, one in zip(self.optimizers, state, strict=True):
+            optimizer.load_state_dict(dict(one))
+
+    async def flush(self) -> None:
+        """Return when every update is made: the correct last step. Raises what the last reduction raised."""
+        await self._net.run(self._flush)
+
+    def close(self) -> None:
+        """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
+        self._guards.remove()
+
+    # --- on the compute thread ----------------------------------------------------------------------------------
+
+    def train(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Do one step, and leave its reductions under way; `net.step` calls it."""
+        late: list[_Part] = []
+
+        def prepare() -> Tensor:
+            if self._clip_norm is not None or not self._guards.learnt:
+                self._finish()
+            self._update(self._guards.early)
+            with self._guards.forward():
+                loss = forward()
+            late.extend(self._left)
+            self._finish()
+            return loss
+
+        loss, reduction = self._net.reduce(prepare, check=partial(self._check, late))
+        self._left = {part: reduction.settled[reduction.buckets.index(part.bucket)] for part in self._parts}
+        for part in self._parts:
+            part.keep_settings()
+        self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
+        self._tell()
+        return loss
+
+    def _check(self, late: list[_Part]) -> None:
+        """After backward: whoever was updated behind this forward must not have been used in it."""
+        fired = self._net.reducer.fired
+        wrong = [part for part in late if any(fired[slot.index] for slot in part.bucket.slots)]
+        for part in wrong:
+            self._guards.early.append(part)
+        if names := [slot.name for part in wrong for slot in part.bucket.slots if fired[slot.index]]:
+            raise RuntimeError(
+                f"{', '.join(names)}: used in this forward before the last update was made, by another module than in "
+                "the first step; from now on forward waits for them before it begins"
+            )
+
+    def _before(self, parts: Sequence[_Part], training: bool) -> None:
+        """A module that needs `parts` is about to run."""
+        if not self._left:
+            return
+        if not self._net.compute.is_current():
+            raise RuntimeError(
+                "updates of this module are still on their way: call it on the compute thread, "
+                "`await net.run(net, x)`, or `await opt.flush()` first"
+            )
+        if training:
+            self._update(parts)
+        else:
+            self._finish()
+
+    def _update(self, parts: Sequence[_Part]) -> None:
+        """Make the updates of `parts`; while they are on their way, those of others that have come."""
+        for part in parts:
+            while (handle := self._left.get(part)) is not None:
+                if not handle.done():
+                    ready = next((other for other, come in self._left.items() if come.done()), None)
+                    if ready is None:
+                        self._net.block(handle)
+                        continue
+                    part_now = ready
+                else:
+                    part_now = part
+                self._make(part_now)
+
+    def _make(self, part: _Part) -> None:
+        error = self._left.pop(part).outcome_error()
+        if error is None:
+            part.step()
+        elif self._failed is None:
+            self._failed = error
+        part.forget()
+
+    def _finish(self) -> None:
+        """Make every update that is left."""
+        if self._clip_norm is not None:
+            for handle in self._left.values():
+                self._net.block(handle)
+            grads = [slot.parameter for part in self._left for slot in part.bucket.slots]
+            if all(handle.outcome_error() is None for handle in self._left.values()):
+                torch.nn.utils.clip_grad_norm_(grads, self._clip_norm)
+        self._update(list(self._left))
+
+    def _flush(self) -> None:
+        self._finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _catch_up(self, finished: Handle[None]) -> None:
+        """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
+        if finished.outcome_error() is None and self._net.open:
+            self._net.run(self._finish).add_done_callback(_told_by_the_next_step)
+
+
+def _told_by_the_next_step(handle: Handle[None]) -> None:
+    """An error of an update stays with it: it is raised by the next wait for its reduction."""
+
+
+class _Part:
+    """A bucket and its optimizer."""
+
+    def __init__(self, bucket: Bucket, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self.bucket = bucket
+        self.optimizer = make_optimizer([cast(nn.Parameter, slot.parameter) for slot in bucket.slots])
+        self._settings: list[dict[str, Any]] = []
+
+    def keep_settings(self) -> None:
+        """Remember learning rate and the like: the update that is due is made with those of now."""
+        groups = self.optimizer.param_groups
+        self._settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def step(self) -> None:
+        """Make the update with the settings that were kept; put back what was changed since."""
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group, kept in zip(self.optimizer.param_groups, self._settings, strict=True):
+            newer = {name: group[name] for name, value in kept.items() if group[name] is not value}
+            changed.append((group, newer))
+            group.update({name: kept[name] for name in newer})
+        self.optimizer.step()
+        for group, newer in changed:
+            group.update(newer)
+
+    def forget(self) -> None:
+        """The gradients have served."""
+        for slot in self.bucket.slots:
+            slot.parameter.grad = None
+
+
+class Guards:
+    """Hooks before the forward of each module, which say whose updates it needs.
+
+    Where a parameter is used is learnt from the first forward: by the module that owns it, or, where that does not
+    run by itself (`MultiheadAttention` reads its `out_proj`), by the nearest one around it that does. What no module
+    around it accounts for is `early`: needed before forward begins.
+    """
+
+    def __init__(
+        self, module: nn.Module, parts: Sequence[_Part], before: Callable[[Sequence[_Part], bool], None]
+    ) -> None:
+        self.learnt = False
+        self.early: list[_Part] = []
+        self._module = module
+        self._parts = parts
+        self._before = before
+        self._training = False
+        self._seen: set[nn.Module] = set()
+        self._needs: dict[nn.Module, list[_Part]] = {}
+        self._hooks = [m.register_forward_pre_hook(_Hook(self._hook)) for m in module.modules()]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """What runs in this block is the forward of a step."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+        if not self.learnt:
+            self._learn()
+            self.learnt = True
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, module: nn.Module, args: object) -> None:
+        if self._training and not self.learnt:
+            self._seen.add(module)
+        self._before(self._needs.get(module, ()), self._training)
+
+    def _learn(self) -> None:
+        users: dict[nn.Parameter, list[nn.Module | None]] = {}
+        for name, module in self._module.named_modules(remove_duplicate=False):
+            for parameter in module.parameters(recurse=False):
+                users.setdefault(parameter, []).append(self._user(name))
+        for part in self._parts:
+            needed_by = {user for slot in part.bucket.slots for user in users[cast(nn.Parameter, slot.parameter)]}
+            if None in needed_by:
+                self.early.append(part)
+            for user in needed_by - {None}:
+                self._needs.setdefault(cast(nn.Module, user), []).append(part)
+
+    def _user(self, name: str) -> nn.Module | None:
+        """Return the module of that name, or the nearest around it, that ran."""
+        while (module := self._module.get_submodule(name)) not in self._seen:
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+        return module
+
+
+class _Hook:
+    """What a module calls before its forward; a copy of the module, or a pickle, has one that does nothing."""
+
+    def __init__(self, call: Callable[[nn.Module, object], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._call(module, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[[nn.Module, object], None]:
+    return _pass
+
+
+def _pass(module: nn.Module, args: object) -> None:
+    pass

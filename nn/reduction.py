@@ -1,0 +1,321 @@
+"""One pass: the gradients of one backward on their way through the buckets.
+
+The compute thread says which buckets are full, the loop issues their reductions in an order that is the same on every
+rank, and awaits them. What is more to know travels as *marks*, a small sum on a communicator of its own: which
+parameters had a gradient, which ranks failed or have no data left, how far each had come when its backward ended.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aiodist.communicator import Communicator
+from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout, PeerError, RemoteError
+from aiodist.handles import Handle, Lane, Permit, Progress
+from aiodist.nn.buckets import Bucket
+
+__all__ = ["Observer", "Paths", "Reduction"]
+
+WINDOW_BYTES = 8 << 20
+"""What is in flight where the order may still change; two buckets are, however large."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What the passes of one net share: where they send, and who is asked for leave."""
+
+    data: Communicator
+    marks: Communicator
+    progress: Progress
+    lane: Lane
+    op: str
+    parameters: int
+    """How many there are."""
+    urgent: bool
+    """What is left when backward ends goes in the order of the next forward (N7)."""
+
+
+class Observer(Protocol):
+    """Whoever is told of the end of a pass; on the loop."""
+
+    def late(self, error: OperationTimeout) -> None:
+        """An operation of it has passed its deadline, and goes on."""
+
+    def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
+        """Nothing of it is in flight any more; call `over` when the next may begin."""
+
+
+class Reduction:
+    """One pass over all buckets; every rank makes the same passes in the same order.
+
+    `settled[i]` is done when bucket i may be used; `finished` when all may, or with the error of the pass: this
+    rank's, a `RemoteError` where another rank failed, or the communicator's. `over` when nothing is in flight any
+    more, however it ended.
+    """
+
+    def __init__(self, paths: Paths, buckets: Sequence[Bucket], observer: Observer, *, active: bool = True) -> None:
+        self.paths = paths
+        self.buckets = tuple(buckets)
+        self.active = active
+        self.on_arrival: Callable[[Bucket], None] | None = None
+        """Called on the loop when a bucket is reduced."""
+        self.prompt = True
+        """Not only when the marks are known, which may change it."""
+        self.failures: tuple[int, ...] = ()
+        """The ranks that failed in this pass."""
+        self.began = perf_counter()
+        self.closed: float | None = None
+        """When backward ended, seconds of `perf_counter`."""
+        self.spans: list[tuple[float, float]] = []
+        """From when to when each bucket was on its way."""
+        self.finished: Handle[None] = self._handle("reduction of the gradients")
+        self.over: Handle[None] = self._handle("end of the reduction")
+        self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
+        self._observer = observer
+        self._error: BaseException | None = None
+        self._full = [False] * len(self.buckets)
+        self._order = list(range(len(self.buckets)))
+        self._next = 0
+        """How many buckets, of `_order`, were asked leave for."""
+        self._open = True
+        """Backward goes on."""
+        self._ended = False
+        self._frozen = False
+        """The ranks are about to agree on an order: nothing new is begun."""
+        self._moving: dict[int, Permit | None] = {}
+        self._reduced: set[int] = set()
+        self._marks: list[float] | None = None
+        self._marks_pending = False
+        self._text: str | None = None
+
+    def _handle(self, name: str) -> Handle[None]:
+        handle: Handle[None] = Handle(self.paths.progress, name)
+        handle.polled = False
+        handle.outcome_error()  # those that nobody waits for are no loss: the step's own handle tells
+        return handle
+
+    # --- from the thread that runs backward -------------------------------------------------------------------
+
+    def full(self, index: int) -> None:
+        """All gradients of bucket `index` are there."""
+        self.buckets[index].fill()
+        self._full[index] = True
+        self.paths.progress.post(self._issue)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
+        for index, bucket in enumerate(self.buckets):
+            if not self._full[index]:
+                if error is None and self.active:
+                    bucket.fill()
+                else:
+                    bucket.blank()
+                self._full[index] = True
+        self.closed = perf_counter()
+        if error is not None:
+            self._error = error
+            self._text = "".join(traceback.format_exception(error))
+        self.paths.progress.post(self._close)
+
+    # --- on the loop: issuing ---------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._open = False
+        if self.paths.urgent:
+            self._frozen = self._next < len(self.buckets)
+        self._send_marks()
+        self._issue()
+
+    def _issue(self) -> None:
+        while not self._frozen and self._next < len(self._order) and self._full[self._order[self._next]]:
+            if self.paths.urgent and not self._fits(self.buckets[self._order[self._next]]):
+                return
+            index = self._order[self._next]
+            self._next += 1
+            self._moving[index] = None
+            permit = self.paths.lane.request(self.buckets[index].nbytes, partial(self._start, index))
+            if index in self._moving:
+                self._moving[index] = permit
+            else:
+                permit.release()
+
+    def _fits(self, bucket: Bucket) -> bool:
+        moving = sum(self.buckets[index].nbytes for index in self._moving)
+        return len(self._moving) < 2 or moving + bucket.nbytes <= WINDOW_BYTES
+
+    def _start(self, index: int) -> None:
+        try:
+            handle = self.paths.data.allreduce(self.buckets[index].data, self.paths.op)
+        except Exception as error:  # noqa: BLE001  - it is told to whoever awaits the pass
+            permit = self._moving.pop(index)
+            if permit is not None:
+                permit.release()
+            if not isinstance(error, (CommunicatorError, PeerError)):
+                # This rank leaves one out, which the others wait for.
+                self.paths.data.abort(str(error))
+            self._fail(error)
+            self._conclude()
+        else:
+            handle.add_waiter(_Arrival(self._observer.late, partial(self._came, index, perf_counter())))
+
+    def _send_marks(self) -> None:
+        """Send, for each parameter, whether it had a gradient; whether this rank failed, is active, how far it is."""
+        n, rank = self.paths.parameters, self.paths.data.rank
+        marks = torch.ones(n + 2 + 2 * self.paths.data.size)
+        for bucket in self.buckets:
+            for slot in bucket.unused:
+                marks[slot.index] = 0
+        marks[n:] = 0
+        marks[n] = float(self._text is not None)
+        marks[n + 1] = float(self.active)
+        marks[n + 2 + rank] = self._next
+        marks[n + 2 + self.paths.data.size + rank] = marks[n]
+        try:
+            handle = self.paths.marks.allreduce(marks)
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+            self._conclude()
+        else:
+            self._marks_pending = True
+            handle.add_waiter(_Arrival(self._observer.late, partial(self._marked, marks)))
+
+    # --- on the loop: what comes back ---------------------------------------------------------------------------
+
+    def _came(self, index: int, began: float, error: BaseException | None) -> None:
+        permit = self._moving.pop(index)
+        if permit is not None:
+            permit.release()
+        if error is not None:
+            self._fail(error)
+        else:
+            self.spans.append((began, perf_counter()))
+            self._reduced.add(index)
+            if self.prompt:
+                self._arrived(index)
+            self._settle(index)
+        self._issue()
+        self._conclude()
+
+    def _marked(self, marks: Tensor, error: BaseException | None) -> None:
+        self._marks_pending = False
+        if error is not None:
+            self._fail(error)
+        else:
+            n, size = self.paths.parameters, self.paths.data.size
+            self._marks = marks.tolist()
+            if self._marks[n]:
+                self.failures = tuple([r for r in range(size) if self._marks[n + 2 + size + r]])
+                self._ask_why()
+            if self._frozen:
+                self._turn(int(max(self._marks[n + 2 : n + 2 + size])))
+            for index in sorted(self._reduced):
+                self._settle(index)
+        self._conclude()
+
+    def _turn(self, issued: int) -> None:
+        """All ranks have issued at most so many: go on from there in the order in which forward wants them."""
+        self._order[issued:] = reversed(self._order[issued:])
+        self._frozen = False
+        self._issue()
+
+    def _settle(self, index: int) -> None:
+        """Apply what the marks say of a bucket that is reduced."""
+        if self._marks is None or self._error is not None or self.failures:
+            return
+        bucket = self.buckets[index]
+        active = self._marks[self.paths.parameters + 1]
+        if self.paths.op == "mean" and 0 < active < self.paths.data.size:
+            bucket.data.mul_(self.paths.data.size / active)
+        for slot in bucket.unused:
+            if self._marks[slot.index]:
+                bucket.adopt(slot)
+        if not self.prompt:
+            self._arrived(index)
+        self.settled[index].resolve(None)
+
+    def _arrived(self, index: int) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(self.buckets[index])
+
+    @property
+    def participants(self) -> int:
+        """How many ranks brought data; known when it is finished."""
+        return 0 if self._marks is None else round(self._marks[self.paths.parameters + 1])
+
+    # --- on the loop: the end -------------------------------------------------------------------------------
+
+    def _ask_why(self) -> None:
+        """Some rank failed, which all know now: have it say how."""
+        self._marks_pending = True
+        try:
+            told = self.paths.marks.allgather_object(self._text)
+        except Exception as error:  # noqa: BLE001
+            self._marks_pending = False
+            self._fail(error)
+        else:
+            told.add_waiter(_Arrival(self._observer.late, partial(self._told, told)))
+
+    def _told(self, told: Handle[Any], error: BaseException | None) -> None:
+        self._marks_pending = False
+        if error is None:
+            rank, text = next((r, text) for r, text in enumerate(told.result()) if text is not None)
+            cause = text.strip().rpartition("\n")[2]
+            others = [r for r in self.failures if r != rank]
+            also = f" (and ranks {', '.join(map(str, others))})" if others else ""
+            error = RemoteError(
+                f"rank {rank}{also} failed in this step: {cause}",
+                raised_by=rank,
+                traceback=text,
+                rank=self.paths.data.rank,
+            )
+        self._fail(error)
+        self._conclude()
+
+    def _fail(self, error: BaseException) -> None:
+        """Whoever waits is told now; what is in flight goes on."""
+        if self._error is None:
+            self._error = error
+        if isinstance(error, AiodistError) and not isinstance(error, RemoteError):
+            self._next = len(self._order)  # the communicator is gone: nothing more can be sent
+            self._frozen = False
+        if not self.finished.done():
+            self.finished.reject(self._error)
+        for handle in self.settled:
+            if not handle.done():
+                handle.reject(self._error)
+
+    def _conclude(self) -> None:
+        if self._open or self._moving or self._marks_pending or self._next < len(self._order) or self._ended:
+            return
+        if not self.finished.done():
+            if self._error is not None:
+                self._fail(self._error)
+            else:
+                self.finished.resolve(None)
+        self._ended = True
+        self._observer.ended(self, partial(self.over.resolve, None))
+
+
+class _Arrival:
+    """Waits for a handle on behalf of a pass."""
+
+    __slots__ = ("_late", "_then")
+
+    def __init__(self, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]) -> None:
+        self._late = late
+        self._then = then
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if late is not None and not handle.done():  # it goes on, and so do its buffers
+            self._late(late)
+            handle.add_waiter(self)
+        else:
+            self._then(handle.outcome_error())

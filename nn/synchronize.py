@@ -1,0 +1,414 @@
+"""What all ranks shall have alike: parameters and gradients made so by hand (N1, N2), anything looked at (N10)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from aiodist.arguments import check_rank
+from aiodist.claims import Claim, reading, writing
+from aiodist.communicator import Communicator
+from aiodist.errors import MismatchError
+from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, in_flight
+from aiodist.nn.layout import (
+    Parcel,
+    agree,
+    check_memory,
+    check_same_structure,
+    describe,
+    describe_order,
+    flat_view,
+    in_words,
+    memory_order,
+    named_state,
+)
+
+if TYPE_CHECKING:
+    from aiodist.errors import OperationTimeout
+
+__all__ = ["assert_synchronized", "synchronize_buffers", "synchronize_gradients", "synchronize_parameters"]
+
+_CHUNK = 1 << 18  # elements that are widened to float64 at a time
+
+
+# --- parameters and buffers ------------------------------------------------------------------------------------------
+
+
+async def synchronize_parameters(
+    module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0, buffers: bool = True
+) -> None:
+    """Give every rank the parameters and buffers of `root`, or with `how="mean"` the mean over all ranks.
+
+    Collective: every rank gives a module with the same names, shapes and dtypes; how tensors lie in memory may
+    differ. They are written in place. A mean has no meaning for integers and bools, such as the number of batches
+    that BatchNorm has seen: those come from `root` in both cases. `buffers=False` leaves all buffers alone.
+
+    Raises, on await, `ValueError` before anything is sent where a tensor has no memory yet (a lazy or a meta one) or
+    an argument is none of those; `MismatchError` on every rank where they differ, naming the first difference, and
+    nothing has changed then. Cancelling it never stops a transfer. Cost: an allreduce of 32 bytes, then one broadcast
+    of all tensors (for a mean, an allreduce); dense tensors of 64 KiB and more are not copied.
+    """
+    _check_how(how, root, coll)
+    named = named_state(module, buffers=buffers)
+    same_order = await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
+    await _share([t for _, t in named], coll, how, root, same_order, "synchronize_parameters")
+
+
+def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Handle[None]:
+    """Return a handle of None: when it is done all ranks have `root`'s buffers, or with `how="mean"` their mean.
+
+    Collective, issued at the call. Every rank must give a module of the same structure, which is not compared here:
+    see `synchronize_parameters`, which also says what the mean of integers is. Raises `ValueError` at the call for
+    buffers without memory or arguments that make no sense, `BufferInFlight` where a buffer is being sent already.
+    """
+    _check_how(how, root, coll)
+    named = named_state(module, parameters=False)
+    check_memory(named)
+    return _share([t for _, t in named], coll, how, root, False, "synchronize_buffers")
+
+
+def _check_how(how: str, root: int, coll: Communicator) -> None:
+    if how not in ("root", "mean"):
+        raise ValueError(f"how={how!r}: expected 'root' or 'mean'")
+    check_rank(root, coll.size)
+
+
+def _share(
+    tensors: Sequence[Tensor], coll: Communicator, how: str, root: int, same_order: bool, op: str
+) -> Handle[None]:
+    """Issue what gives every rank the same `tensors`; those that may lie differently travel in order of dimensions."""
+    distinct = [_distinct(t.detach()) for t in tensors]
+    averaged = [t for t in distinct if how == "mean" and (t.is_floating_point() or t.is_complex())]
+    copied = [t for t in distinct if how != "mean" or not (t.is_floating_point() or t.is_complex())]
+    calls: list[Callable[[], Handle[Any]]] = []
+    parcels: list[Parcel] = []
+    if averaged:
+        means = Parcel.of(averaged, averaged if same_order else None)
+        parcels.append(means)
+        calls.append(lambda: coll.allreduce(means.flat, "mean"))
+    if copied or not averaged:
+        mine = coll.rank == root
+        copies = Parcel.of(copied, copied if same_order else None, fill=mine)
+        copies.written = not mine
+        parcels.append(copies)
+        # As bytes: a broadcast knows no arithmetic, so any dtype will do.
+        calls.append(lambda: coll.broadcast([t.view(torch.uint8) for t in copies.flat], root))
+
+    def finish() -> None:
+        for parcel in parcels:
+            parcel.unpack()
+
+    return _issue(op, calls, parcels, finish)
+
+
+def _distinct(t: Tensor) -> Tensor:
+    """Return one element of each that an expanded tensor shows many times."""
+    for d, stride in enumerate(t.stride() if t.layout is torch.strided else ()):
+        if stride == 0 and t.shape[d] > 1:
+            t = t.narrow(d, 0, 1)
+    return t
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def synchronize_gradients(
+    module: nn.Module, coll: Communicator, *, op: str, timeout: float | None = None
+) -> Handle[None]:
+    """Return a handle of None: when it is done every gradient is the `op`, "sum" or "mean", of those of all ranks.
+
+    Collective, one operation, issued at the call, in place. Every rank gives a module with the same trainable
+    parameters; frozen ones are left alone, shared ones count once. A parameter without a gradient counts as zeros,
+    and gets one, where another rank has one; where no rank has, it stays None. A mean is over all ranks.
+
+    `timeout` is in seconds from the call. Raises at the call `TypeError` for a sparse gradient, `ValueError` for
+    another `op` or a parameter without memory, `BufferInFlight` where a gradient is being reduced already. Raises on
+    await, on every rank, `MismatchError` where parameters differ: of other sizes or dtypes, as any collective; in name,
+    shape or order in memory, once the gradients have been mixed up. Cost: one allreduce of all gradients and 16 bytes
+    for each; dense ones of 64 KiB and more are not copied.
+    """
+    if op not in ("sum", "mean"):
+        raise ValueError(f"op={op!r}: expected 'sum' or 'mean'")
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    check_memory(named)
+    _check_dense(named)
+    with torch.no_grad(), torch.inference_mode(False):  # what is made here becomes gradients
+        gradients = _Gradients(named)
+        census = _census(named, coll)
+        parcel = Parcel.of(gradients.tensors, [p for _, p in named])
+
+        def finish() -> None:
+            used, balance = census.tolist()
+            _check_balance(balance, named, coll)
+            parcel.unpack()
+            gradients.settle(used)
+
+        wire = [census.view(-1), *parcel.flat]
+        calls = [lambda: coll.allreduce(wire, op, timeout=timeout)]
+        return _issue("synchronize_gradients", calls, [parcel], finish)
+
+
+def _check_dense(named: Sequence[tuple[str, Tensor]]) -> None:
+    for name, p in named:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise TypeError(f"parameter {name!r} has a gradient of layout {p.grad.layout}: expected a dense one")
+
+
+class _Gradients:
+    """The gradients of some parameters; where there is none, or none that can be written to, one to be."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = [p for _, p in named]
+        self._fresh: dict[int, Tensor] = {}
+        self.tensors: list[Tensor] = []
+        for i, p in enumerate(self._parameters):
+            grad = None if p.grad is None else p.grad.detach()
+            if grad is None:
+                grad = self._fresh[i] = torch.zeros_like(p)
+            elif _distinct(grad) is not grad:
+                grad = self._fresh[i] = torch.empty_like(p).copy_(grad)
+            self.tensors.append(grad)
+
+    def settle(self, used: Sequence[float]) -> None:
+        """Give parameters their new gradients where any rank had one."""
+        for i, fresh in self._fresh.items():
+            if used[i]:
+                self._parameters[i].grad = fresh
+
+
+def _census(named: Sequence[tuple[str, Tensor]], coll: Communicator) -> Tensor:
+    """Return two rows with a column for each parameter: is there a gradient, and what is 0 in total if ranks agree.
+
+    [Note: balance] Rank 0 adds (size-1) times a number that stands for the parameter, the others subtract it. All
+    numbers are whole and below 2^53, so the total is exact in float64: 0 where all ranks have the same parameter.
+    Each number depends on those before it, so one that differs is not made good by the next.
+    """
+    weight = coll.size - 1 if coll.rank == 0 else -1
+    used, balance, mark = [], [], 0
+    for name, p in named:
+        mark = crc32(f"{describe(name, p)} {describe_order('', p)}".encode(), mark)
+        used.append(float(p.grad is not None))
+        balance.append(float(weight * mark))
+    return torch.tensor([used, balance], dtype=torch.float64, device="cpu")
+
+
+def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]], coll: Communicator) -> None:
+    for i, total in enumerate(balance):
+        if total:
+            name, p = named[i]
+            mine = f"{describe(name, p)}, {describe_order('', p).strip()}"
+            text = f"ranks disagree on trainable parameter {i}, counted from 0: rank {coll.rank} has {mine}"
+            raise MismatchError(text, rank=coll.rank, comm=coll.name)
+
+
+# --- issuing ----------------------------------------------------------------------------------------------------------
+
+
+class _Combined(Handle[None]):
+    """A handle over operations that were issued together. They lie in `keep` until it is done."""
+
+    __slots__ = ()
+
+    def unfinished(self) -> list[Handle[Any]]:
+        return [part for member in self.keep or () for part in member.unfinished()]
+
+    def late(self) -> dict[int, str]:
+        return {rank: where for member in self.keep or () for rank, where in member.late().items()}
+
+
+def _issue(
+    op: str, calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
+) -> Handle[None]:
+    """Make `calls` and return the handle of all of them, which is done once `finish` was called too.
+
+    Raises, with none of them made, where memory is in flight already: what is copied belongs to the handle as well.
+    """
+    outer = _Combined(Progress.current(), op, origin=Origin.here())
+    held: list[Claim] = []
+    try:
+        _acquire([c for parcel in parcels for c in _claims(parcel, parcel.targets)], held, outer)
+        whole: list[Claim] = []
+        try:
+            _acquire([c for parcel in parcels for c in _claims(parcel, parcel.in_place)], whole, outer)
+        finally:
+            _release(whole)  # the operations have claims of their own on these
+        handles = [call() for call in calls]
+    except BaseException:
+        _release(held)
+        raise
+    outer.seq, outer.nbytes = handles[0].seq, sum(handle.nbytes for handle in handles)
+    outer.keep, outer._account = handles, handles[0]._account
+    finisher = _Finisher(outer, held, finish, len(handles))
+    for handle in handles:
+        if handle.done():
+            finisher.wake(handle, None)
+        else:
+            handle.add_waiter(finisher)
+    return outer
+
+
+def _claims(parcel: Parcel, tensors: Iterable[Tensor]) -> list[Claim]:
+    """Return the claims on `tensors` of `parcel`, from the first byte of each to its last."""
+    spans = [t if memory_order(t) is not None else _span(t) for t in tensors]
+    return writing(*spans) if parcel.written else reading(*spans)
+
+
+def _span(t: Tensor) -> Tensor:
+    """Return the memory from the first to the last element of `t`, gaps included."""
+    if not t.numel():
+        return t
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((last + 1,), (1,))
+
+
+def _acquire(claims: Iterable[Claim], held: list[Claim], owner: object) -> None:
+    for claim in claims:
+        in_flight.acquire(*claim, owner)
+        held.append(claim)
+
+
+def _release(claims: Iterable[Claim]) -> None:
+    for claim in claims:
+        in_flight.release(*claim)
+
+
+class _Finisher:
+    """Waits for the operations of a `_Combined`, then ends it; on the loop."""
+
+    def __init__(self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int) -> None:
+        self._outer = outer
+        self._held = held
+        self._finish = finish
+        self._left = left
+        self._error: BaseException | None = None
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if late is not None and not handle.done():  # it goes on; whoever waits for the whole is told as well
+            handle.add_waiter(self)
+            self._outer.set_deadline(0.0, handle.late)
+            return
+        self._error = self._error or handle.outcome_error()
+        self._left -= 1
+        if self._left:
+            return
+        _release(self._held)
+        try:
+            if self._error is None:
+                self._finish()
+        except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
+            self._error = error
+        if self._error is None:
+            self._outer.resolve(None)
+        else:
+            self._outer.reject(self._error)
+
+
+# --- looking -----------------------------------------------------------------------------------------------------
+
+
+async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e-7) -> None:
+    """Return where all ranks hold the same in `x`, as far as the mean and the variance of magnitudes can tell.
+
+    `x` is a tensor, a module (its parameters and buffers), a Python number, None, or a list, tuple or dict of them.
+    Collective. For each entry the mean and the variance of the absolute values, computed in float64, must agree on
+    all ranks within `rtol`, relative to the larger one; NaN agrees with NaN. A difference of signs or of places is
+    not seen, nor a variance that differs where values deviate from their mean by less than `rtol` of it.
+
+    Raises, on await, `TypeError` or `ValueError` before anything is sent for what is none of these or has no memory;
+    on every rank `MismatchError` naming the first entry that differs, with each rank's figures, or where ranks
+    hold other entries, shapes or dtypes. Cost: an allreduce of 32 bytes, an allgather of 16 bytes for each entry, and
+    one pass over the data, in a thread of its own for 4 MiB and more.
+    """
+    if not 0 <= rtol < 1:
+        raise ValueError(f"rtol={rtol}: expected at least 0 and less than 1")
+    entries = list(_entries("", x))
+    check_memory([(name, t) for name, t in entries if isinstance(t, Tensor)])
+    await agree([_kind(name, value) for name, value in entries] + [f"rtol {rtol}"], coll)
+    if sum(value.nbytes for _, value in entries if isinstance(value, Tensor)) >= LARGE_BYTES:
+        mine = await asyncio.to_thread(_figures, entries)
+    else:
+        mine = _figures(entries)
+    table = torch.stack(await coll.allgather(mine))  # (size, entries, 2)
+    apart = (~_agreeing(table, rtol)).nonzero().flatten().tolist()
+    if apart:
+        name, _ = entries[apart[0]]
+        figures = in_words([f"abs-mean {m!r}, abs-variance {v!r}" for m, v in table[:, apart[0]].tolist()])
+        more = f"; and {len(apart) - 1} more entries differ" if len(apart) > 1 else ""
+        raise MismatchError(f"ranks disagree on {name}: {figures}{more}", rank=coll.rank, comm=coll.name)
+
+
+def _entries(path: str, x: object) -> Iterator[tuple[str, Tensor | Number | None]]:
+    """Yield every tensor, number and None in `x` with its name."""
+    if isinstance(x, Tensor | Number | None):
+        yield path or "x", x
+    elif isinstance(x, nn.Module):
+        yield from ((f"{path}.{name}" if path else name, t) for name, t in named_state(x))
+    elif isinstance(x, Mapping):
+        for key in sorted(x, key=repr):  # the order of insertion may differ
+            yield from _entries(f"{path or 'x'}[{key!r}]", x[key])
+    elif isinstance(x, list | tuple):
+        for i, member in enumerate(x):
+            yield from _entries(f"{path or 'x'}[{i}]", member)
+    else:
+        kinds = "a tensor, a module, a number, None, or a list or dict of them"
+        raise TypeError(f"{path or 'x'} is {type(x).__name__}: expected {kinds}")
+
+
+def _kind(name: str, value: Tensor | Number | None) -> str:
+    if isinstance(value, Tensor):
+        return describe(name, value)
+    return f"{name} {'None' if value is None else 'number'}"
+
+
+def _figures(entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
+    """Return mean and variance of the magnitudes of each entry."""
+    rows = [_mean_and_variance(x) if isinstance(x, Tensor) else (_magnitude(x), 0.0) for _, x in entries]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), 2)
+
+
+def _magnitude(x: Number | None) -> float:
+    return 0.0 if x is None else float(abs(x))  # type: ignore[arg-type]
+
+
+def _mean_and_variance(t: Tensor) -> tuple[float, float]:
+    """Return mean and variance of the absolute values, in float64, a chunk at a time.
+
+    Chunks are joined by the rule of Chan, Golub and LeVeque (1983), https://doi.org/10.1080/00031305.1983.10483115,
+    which loses nothing where the variance is small beside the mean.
+    """
+    if t.layout is not torch.strided:
+        t = t.detach().to_dense()
+    flat = flat_view(t)
+    if flat is None:
+        flat = t.detach().reshape(-1)
+    if not flat.numel():
+        return 0.0, 0.0
+    count, total, mean, spread = 0, 0.0, 0.0, 0.0
+    for part in flat.split(_CHUNK):
+        wide = part.to(torch.complex128 if part.is_complex() else torch.float64).abs()
+        variance, center = (figure.item() for figure in torch.var_mean(wide, correction=0))
+        new, away = wide.numel(), center - mean
+        spread += variance * new + away * away * new * count / (count + new)
+        mean += away * new / (count + new)
+        count += new
+        total += center * new
+    return total / count, spread / count
+
+
+def _agreeing(table: Tensor, rtol: float) -> Tensor:
+    """Return for each entry of the table (size, entries, 2) whether all ranks have the same figures."""
+    mean, variance = table.unbind(-1)
+    flat = variance.amax(0).sqrt() <= rtol * mean.amax(0)  # constant but for rounding
+    return _close(mean, rtol) & (_close(variance, rtol) | flat)
+
+
+def _close(figures: Tensor, rtol: float) -> Tensor:
+    """Return for each column whether its figures, none of them negative, are within `rtol`, or equal, or all NaN."""
+    low, high = figures.amin(0), figures.amax(0)
+    return (high == low) | (high.isfinite() & (high - low <= rtol * high)) | figures.isnan().all(0)
