@@ -74,6 +74,8 @@ class Issuer:
         self.ledger = Ledger(name, channel, ranks, self._disagreed)
         self.timeout: float | None = None
         self.checked = checked and transport.size > 1
+        self.large_bytes = LARGE_BYTES
+        """From here on the progress thread makes the native calls."""
         self._pending: dict[Handle[Any], bool] = {}
         """In order of issue; True for collectives, which all ranks number alike."""
         self._refusal: AiodistError | RuntimeError | None = None
@@ -175,8 +177,8 @@ class Issuer:
             elif not handle.done():
                 handle.resolve(t)
 
-        if nbytes >= LARGE_BYTES:
-            progress.start_in_thread(partial(plan.start, t, done))
+        if nbytes >= self.large_bytes:
+            progress.start_in_thread(partial(plan.start, t, self._in_thread(done) if nbytes < LARGE_BYTES else done))
         else:
             progress.start(partial(plan.start, t, done))
         return handle
@@ -219,10 +221,20 @@ class Issuer:
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
         """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
-        if nbytes >= LARGE_BYTES:
+        if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call)
         else:
             self.progress.start(call)
+
+    def _in_thread(self, done: Done) -> Done:
+        """Have only the progress thread poll until `done` is called, as backends do for large transfers."""
+        self.progress.add_large(1)
+
+        def finished(error: BaseException | None) -> None:
+            self.progress.add_large(-1)
+            done(error)
+
+        return finished
 
     def _checked_start(
         self, program: Program[Any], finish: Callable[..., None], nbytes: int, error: MismatchError | None

@@ -78,6 +78,8 @@ class Progress:
         self.polls = 0
         self.parked = False
         self.large = 0
+        self.computing = 0
+        """How many streams of the host compute just now."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
         self.scheduler: Scheduler | None = None
@@ -354,13 +356,14 @@ class _ProgressThread:
             completed = any(driven)
             seen = {id(p): p.polls for p in pending}
             large = any(p.large for p in pending)
+            eager = large and not any(p.computing for p in pending)
             now = perf_counter()
             if pending or completed:
                 idle_since = now
             if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
                 busy_since = now
             del pending, due
-            if large and now - busy_since < _EAGER_SECONDS:
+            if eager and now - busy_since < _EAGER_SECONDS:
                 continue
             pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven else _TICK_SECONDS
             self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)

@@ -11,9 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
-
-from aiodist.handles.progress import Progress
+from typing import ClassVar, Self
+from weakref import WeakKeyDictionary
 
 __all__ = ["Lane", "Permit", "Scheduler"]
 
@@ -26,6 +25,9 @@ class Scheduler:
     `in_flight` are the bytes granted now. They exceed `limit` only by the first request of each lane.
     """
 
+    # Not on the loop's `Progress`, which nothing may hold between two awaits: a limit that was set would be forgotten.
+    _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Scheduler]] = WeakKeyDictionary()
+
     def __init__(self) -> None:
         self.in_flight = 0
         self._limit = _LIMIT
@@ -36,10 +38,11 @@ class Scheduler:
     @classmethod
     def current(cls) -> Scheduler:
         """Return the running loop's, made at first use; raise `RuntimeError` where no loop runs."""
-        progress = Progress.current()
-        if progress.scheduler is None:
-            progress.scheduler = cls()
-        return progress.scheduler
+        loop = asyncio.get_running_loop()
+        scheduler = cls._of_loop.get(loop)
+        if scheduler is None:
+            scheduler = cls._of_loop[loop] = cls()
+        return scheduler
 
     @property
     def limit(self) -> int:
@@ -80,7 +83,7 @@ class Scheduler:
         for lane in self._lanes:
             if lane.granted == 0 or lane.waiting[0].nbytes <= room:
                 return lane
-            room = 0  # it is kept for the more urgent
+            room = min(room, 0)  # it is kept for the more urgent
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,30 +45,36 @@ def deal(
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("index", "name", "parameter", "view")
+    __slots__ = ("earlier", "index", "name", "parameter", "result", "view")
 
     def __init__(self, index: int, name: str, parameter: Tensor) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
+        self.earlier: Tensor | None = None
+        """The gradient that was there when the pass began; this pass's adds to it."""
         self.view: Tensor | None = None
         """Where the gradient lies in the bucket, in the memory layout of the parameter."""
+        self.result: Tensor | None = None
+        """What becomes `.grad` when it is reduced."""
+
+    def used(self) -> bool:
+        """It has brought something to this pass."""
+        return self.result is not None or self.parameter.grad is not None
 
 
 class Bucket:
     """The gradients of some parameters of one dtype and device, as one flat tensor.
 
-    A gradient that autograd made anew is copied into its place once, and the place becomes `.grad`; one that is
-    there already costs nothing. A parameter that has a bucket for itself is reduced where autograd left its
-    gradient, with no copy at all.
+    While a pass goes on `.grad` holds what it brings, and nothing else: so a gradient that has come can be told from
+    one that has not. It is copied into its place in the bucket once, and the place becomes `.grad`. A parameter that
+    has a bucket for itself is reduced where autograd left its gradient, with no copy at all.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
-        self.left = 0
-        """How many gradients are still to come in this pass."""
         self.unused: list[Slot] = []
-        """Those that brought none."""
+        """Those that brought nothing."""
         self.data: Tensor
         """What is reduced in this pass."""
         parameters = [slot.parameter for slot in slots]
@@ -77,56 +83,107 @@ class Bucket:
         self._kind = (parameters[0].dtype, parameters[0].device)
         self._flat: Tensor | None = None
 
-    def fill(self) -> None:
-        """Gather the gradients of its parameters in `data`; those that have none count as zeros."""
-        self.unused = [slot for slot in self.slots if slot.parameter.grad is None]
-        if len(self.slots) == 1 and not self.unused:
-            data = _in_place(self.slots[0].parameter)
-            if data is not None:
-                self.data = data
-                return
-        self.data = self._memory()
-        came: list[Tensor] = []
-        places: list[Tensor] = []
+    def open(self) -> None:
+        """Begin a pass: set aside the gradients that are there."""
         for slot in self.slots:
-            grad, view = slot.parameter.grad, slot.view
+            parameter = slot.parameter
+            slot.earlier = slot.result = None
+            if parameter.grad is not None:
+                slot.earlier = parameter.grad
+                parameter.grad = None
+
+    def came(self) -> bool:
+        """Every parameter has got a gradient in this pass."""
+        return all([slot.parameter.grad is not None for slot in self.slots])
+
+    def fill(self) -> None:
+        """Take the gradients of its parameters into `data`; those that have none count as zeros.
+
+        Raises `TypeError` for a sparse gradient.
+        """
+        if len(self.slots) == 1 and self._take_whole(self.slots[0]):
+            return
+        self.data = self._memory()
+        self.unused = []
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for slot in self.slots:
+            parameter, earlier = slot.parameter, slot.earlier
+            grad = parameter.grad
+            slot.result = view = slot.view
             assert view is not None
-            if grad is None:
+            if grad is None and earlier is None:
+                self.unused.append(slot)
+                slot.result = None
                 view.zero_()
-            elif grad is not view:
-                came.append(grad)
-                places.append(view)
-                slot.parameter.grad = view
-        if came:
-            torch._foreach_copy_(places, came)
+                continue
+            if earlier is not None and earlier is not view:
+                copied[0].append(view)
+                copied[1].append(earlier)
+            if grad is not None:
+                _check_dense(slot, grad)
+                to = copied if earlier is None else added
+                to[0].append(view)
+                to[1].append(grad)
+                parameter.grad = None
+        with torch.no_grad():
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+
+    def _take_whole(self, slot: Slot) -> bool:
+        """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
+        grad, earlier = slot.parameter.grad, slot.earlier
+        result = grad if earlier is None else earlier
+        data = None if result is None else _flat(result, slot)
+        if data is None:
+            return False
+        if earlier is not None and grad is not None:
+            _check_dense(slot, grad)
+            with torch.no_grad():
+                earlier.add_(grad)
+        self.unused = []
+        self.data = data
+        slot.result = result
+        slot.parameter.grad = None
+        return True
 
     def blank(self) -> None:
         """Have zeros reduced: this rank has nothing to bring."""
         self.unused = list(self.slots)
         self.data = self._memory().zero_()
 
-    def adopt(self, slot: Slot) -> None:
-        """Other ranks had a gradient for `slot`, this one had none: take the result."""
-        assert slot.view is not None
-        slot.parameter.grad = slot.view
-
-    def gradients(self) -> list[Tensor]:
-        """Return those that its parameters have."""
-        return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
+    def place(self, used: Callable[[int], object]) -> None:
+        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
+        for slot in self.unused:
+            if used(slot.index):
+                slot.result = slot.view
+        for slot in self.slots:
+            if slot.result is not None:
+                slot.parameter.grad = slot.result
+            slot.earlier = None
 
     def _memory(self) -> Tensor:
         if self._flat is None:
             dtype, device = self._kind
-            self._flat = torch.empty(self.numel, dtype=dtype, device=device)
-            pieces = self._flat.split([slot.parameter.numel() for slot in self.slots])
-            for slot, piece in zip(self.slots, pieces, strict=True):
-                slot.view = view_like(piece, slot.parameter)
+            with torch.inference_mode(False), torch.no_grad():  # whatever the step that is the first to need it
+                self._flat = torch.empty(self.numel, dtype=dtype, device=device)
+                pieces = self._flat.split([slot.parameter.numel() for slot in self.slots])
+                for slot, piece in zip(self.slots, pieces, strict=True):
+                    slot.view = view_like(piece, slot.parameter)
         return self._flat
 
 
-def _in_place(parameter: Tensor) -> Tensor | None:
+def _check_dense(slot: Slot, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise TypeError(f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one")
+
+
+def _flat(grad: Tensor, slot: Slot) -> Tensor | None:
     """Return the gradient as flat memory in the order of the parameter's, the same on every rank; None if it is not."""
-    grad = parameter.grad
-    if grad is None or grad.stride() != parameter.stride() or grad.dtype is not parameter.dtype:
+    _check_dense(slot, grad)
+    parameter = slot.parameter
+    if grad.stride() != parameter.stride() or grad.dtype is not parameter.dtype:
         return None
     return flat_view(grad)

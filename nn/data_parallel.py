@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 BUCKET_BYTES = 4 << 20
 FIRST_BUCKET_BYTES = 1 << 20
+_BACKGROUND_BYTES = 32 << 10
 _LOOK_SECONDS = 0.5  # how soon the compute thread notices that its loop is gone
 
 
@@ -56,10 +57,13 @@ class DataParallel:
     with the communicator that it was made on.
     """
 
-    def __init__(self, module: nn.Module, coll: Communicator, reducer: Reducer, compute: HostStream) -> None:
+    def __init__(
+        self, module: nn.Module, coll: Communicator, side: Communicator, reducer: Reducer, compute: HostStream
+    ) -> None:
         """Use `create`. `reducer`, `compute`, `reduce` and `block` are for what drives a step: a `Driver`."""
         self._module = module
         self._coll = coll
+        self._side = side  # what the user calls while reductions may be under way
         self.reducer = reducer
         self.compute = compute
         self._optimizer: Optimizer | Driver | None = None
@@ -83,13 +87,15 @@ class DataParallel:
         Parameters that are frozen (`requires_grad=False`) stay out; to train one later make a new `DataParallel`.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
-        parameter belongs to a `DataParallel` already. Costs two duplicates of `coll`, one small collective, and one
+        parameter belongs to a `DataParallel` already. Costs three duplicates of `coll`, one small collective, and one
         broadcast of all parameters and buffers; later memory for one more copy of the small gradients.
         """
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
         sizes = Sizes(bucket_bytes, first_bucket_bytes)
         own = await coll.dup()
+        own.leave_to_thread(_BACKGROUND_BYTES)
+        side = await own.dup()
         marks = await own.dup()
         compute = HostStream(f"compute {own.name}")
         try:
@@ -100,8 +106,8 @@ class DataParallel:
             await own.aclose()
             raise
         await compute.__aenter__()
-        net = cls(module, own, reducer, compute)
-        marks.admit(_Guest(net))  # the first to be closed
+        net = cls(module, own, side, reducer, compute)
+        marks.admit(_Guest(net))  # the last that was made is the first to be closed
         return net
 
     # --- the module ---------------------------------------------------------------------------------------------
@@ -213,7 +219,8 @@ class DataParallel:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum."""
-        self.reducer.share()
+        if self.reducer.last is None or self.reducer.last.over.done():  # else the next backward sees to it
+            self.reducer.share()
         self.reducer.local += 1
         try:
             yield
@@ -258,7 +265,7 @@ class DataParallel:
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Handle[None]:
         """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean."""
         self._check()
-        return synchronize_buffers(self._module, self._coll, how=how, root=root)
+        return synchronize_buffers(self._module, self._side, how=how, root=root)
 
     def statistics(self) -> Statistics:
         """Return what the reductions have cost so far: bytes, seconds, the share hidden behind backward."""
@@ -286,6 +293,7 @@ class DataParallel:
 
     def _train(self, forward: Callable[[], Tensor], opt: Optimizer) -> Tensor:
         def prepare() -> Tensor:
+            self._drain()
             opt.zero_grad()
             return forward()
 
@@ -330,6 +338,14 @@ class DataParallel:
 
     def block(self, handle: Handle[Any]) -> None:
         """Block the compute thread until `handle` is over, however it ends; give up when the loop is gone."""
+        progress = self.reducer.progress
+        progress.computing -= 1
+        try:
+            self._block(handle)
+        finally:
+            progress.computing += 1
+
+    def _block(self, handle: Handle[Any]) -> None:
         while not handle.block(_LOOK_SECONDS):
             if self.reducer.progress.loop.is_closed():
                 raise RuntimeError(f"the event loop was closed while {handle} was under way")
@@ -339,7 +355,14 @@ class DataParallel:
         """It was not closed."""
         return self._refuses is None
 
+    def _drain(self) -> None:
+        """Let the last pass come to its end: whoever left it early has no gradients of it yet."""
+        if self.reducer.last is not None:
+            self.block(self.reducer.last.over)
+
     def _locally(self, loss: Tensor, how: dict[str, Any]) -> None:
+        self._drain()
+        self.reducer.share()
         self.reducer.local += 1
         try:
             loss.backward(**how)
@@ -407,8 +430,8 @@ class _Guest:
 
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for slot in slots:
-        if slot.parameter.grad is not None:
-            yield cast(nn.Parameter, slot.parameter), slot.parameter.grad
+        if slot.result is not None:
+            yield cast(nn.Parameter, slot.parameter), slot.result
 
 
 async def _ended(work: Handle[tuple[Tensor, Reduction]], arrivals: asyncio.Queue[Bucket | None]) -> None:

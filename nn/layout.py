@@ -29,6 +29,7 @@ __all__ = [
     "describe_order",
     "flat_view",
     "in_words",
+    "is_dense",
     "memory_order",
     "named_state",
     "state_digest",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 WHOLE_BYTES = 1 << 16
-"""From here on a tensor travels from where it lies; copying smaller ones together costs less than a message for each."""
+"""From here on a tensor travels from where it lies; smaller ones are copied together, to save messages."""
 
 _DIGEST_BITS = (1 << 62) - 1
 
@@ -55,7 +56,7 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
     if t.layout is not torch.strided or t.is_conj() or t.is_neg():
         return None
     shape, strides = t.shape, t.stride()
-    dims = [d for d in range(t.dim()) if shape[d] != 1]
+    dims = [d for d, size in enumerate(shape) if size != 1]
     if t.is_contiguous():
         return tuple(dims)
     dims.sort(key=strides.__getitem__, reverse=True)
@@ -67,6 +68,11 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
+def is_dense(t: Tensor) -> bool:
+    """Return whether `t` fills its memory from the first element to the last, in whatever order."""
+    return (t.layout is torch.strided and t.is_contiguous()) or memory_order(t) is not None
+
+
 def flat_view(t: Tensor) -> Tensor | None:
     """Return the memory of `t` as a detached tensor of one dimension, None where `t` does not fill it without gaps."""
     return None if memory_order(t) is None else t.detach().as_strided((t.numel(),), (1,))
@@ -74,9 +80,9 @@ def flat_view(t: Tensor) -> Tensor | None:
 
 def view_like(flat: Tensor, t: Tensor) -> Tensor:
     """Return `flat` as a view with the shape of `t` and, where `t` is dense, its strides; else it is contiguous."""
-    if memory_order(t) is None:
-        return flat.view(t.shape)
-    return flat.as_strided(t.shape, t.stride())
+    if is_dense(t):
+        return flat.as_strided(t.shape, t.stride())
+    return flat.view(t.shape)
 
 
 @dataclass
@@ -118,9 +124,11 @@ class Parcel:
         """Make a buffer for the tensors of `group`, of one dtype."""
         first = group[0][0]
         sizes = [t.numel() for t, _ in group]
-        buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        with torch.inference_mode(False):  # what arrives is written in whatever mode the loop is in then
+            buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+            places = zip(buffer.split(sizes), group, strict=True)
+            self.pieces += [view_like(piece, like) for piece, (_, like) in places]
         self.flat.append(buffer)
-        self.pieces += [view_like(piece, like) for piece, (_, like) in zip(buffer.split(sizes), group, strict=True)]
         self.targets += [t for t, _ in group]
 
     def unpack(self) -> None:
@@ -222,7 +230,8 @@ async def agree(lines: Sequence[str], coll: Communicator, loose: Sequence[str] =
     have the one or the other. Only digests travel unless there is a difference.
     """
     strict, other = _digest(lines), _digest(loose)
-    both = torch.tensor([strict, -strict, other, -other], dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):  # whoever reduces it may be in another mode
+        both = torch.tensor([strict, -strict, other, -other], dtype=torch.int64, device="cpu")
     await coll.allreduce(both, "max")
     highest, lowest, loose_highest, loose_lowest = both.tolist()
     if highest != -lowest:

@@ -55,6 +55,8 @@ class PipelinedOptimizer:
         self._parts = [_Part(bucket, make_optimizer) for bucket in net.reducer.buckets]
         self._left: dict[_Part, Handle[None]] = {}
         """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
+        self._newest: Handle[None] | None = None
+        """The end of the last step's reductions."""
         self._failed: BaseException | None = None
         self._guards = Guards(net.module, self._parts, self._before)
 
@@ -96,13 +98,18 @@ class PipelinedOptimizer:
         late: list[_Part] = []
 
         def prepare() -> Tensor:
+            for part in self._parts:
+                if part not in self._left:
+                    part.forget()
             if self._clip_norm is not None or not self._guards.learnt:
                 self._finish()
             self._update(self._guards.early)
-            with self._guards.forward():
-                loss = forward()
-            late.extend(self._left)
-            self._finish()
+            try:
+                with self._guards.forward():
+                    loss = forward()
+            finally:  # a step that fails sends zeros from where the gradients of the last one lie
+                late.extend(self._left)
+                self._finish()
             return loss
 
         loss, reduction = self._net.reduce(prepare, check=partial(self._check, late))
@@ -110,16 +117,15 @@ class PipelinedOptimizer:
         for part in self._parts:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
+        self._newest = reduction.finished
         self._tell()
         return loss
 
     def _check(self, late: list[_Part]) -> None:
         """After backward: whoever was updated behind this forward must not have been used in it."""
-        fired = self._net.reducer.fired
-        wrong = [part for part in late if any(fired[slot.index] for slot in part.bucket.slots)]
-        for part in wrong:
-            self._guards.early.append(part)
-        if names := [slot.name for part in wrong for slot in part.bucket.slots if fired[slot.index]]:
+        wrong = [part for part in late if any(slot.used() for slot in part.bucket.slots)]
+        self._guards.early += wrong
+        if names := [slot.name for part in wrong for slot in part.bucket.slots if slot.used()]:
             raise RuntimeError(
                 f"{', '.join(names)}: used in this forward before the last update was made, by another module than in "
                 "the first step; from now on forward waits for them before it begins"
@@ -156,8 +162,11 @@ class PipelinedOptimizer:
     def _make(self, part: _Part) -> None:
         error = self._left.pop(part).outcome_error()
         if error is None:
-            part.step()
-        elif self._failed is None:
+            try:
+                part.step()
+            except Exception as raised:  # noqa: BLE001  - told by the next step or flush
+                error = raised
+        if self._failed is None:
             self._failed = error
         part.forget()
 
@@ -183,7 +192,11 @@ class PipelinedOptimizer:
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
         if finished.outcome_error() is None and self._net.open:
-            self._net.run(self._finish).add_done_callback(_told_by_the_next_step)
+            self._net.run(self._finish_newest, finished).add_done_callback(_told_by_the_next_step)
+
+    def _finish_newest(self, finished: Handle[None]) -> None:
+        if finished is self._newest:  # else a step has run since, and its own reductions are not to be waited for
+            self._finish()
 
 
 def _told_by_the_next_step(handle: Handle[None]) -> None:
@@ -239,7 +252,7 @@ class Guards:
         self._training = False
         self._seen: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[_Part]] = {}
-        self._hooks = [m.register_forward_pre_hook(_Hook(self._hook)) for m in module.modules()]
+        self._hooks = [m.register_forward_pre_hook(_Hook(self._hook), prepend=True) for m in module.modules()]
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -59,9 +59,10 @@ class Reducer:
     """Reduces the gradients of some parameters; one pass for each backward.
 
     `begin`, `Reduction.full` and `Reduction.close` belong to the thread that runs backward, the rest to the loop.
-    The first pass sends everything at its end. From it each rank learns how often a hook fires in one backward
-    (reentrant checkpointing: more than once), and rank 0 tells in which order the gradients come; the buckets are
-    dealt anew in that order.
+    A hook costs 2 us each time. So only the first pass watches every parameter, and sends everything at its end.
+    From it rank 0 tells all in which order the gradients come, and the buckets are dealt anew in that order. From then
+    on only the parameter of each bucket whose gradient came last has a hook, which looks whether all have come. Where
+    that is not so the bucket goes later, at the latest when backward ends.
     """
 
     def __init__(
@@ -83,8 +84,6 @@ class Reducer:
         self.progress = Progress.current()
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
-        self.fired: list[int] = []
-        """By parameter: how often its hook fired in this pass."""
         self._paths = Paths(
             data=data,
             marks=marks,
@@ -99,15 +98,26 @@ class Reducer:
         self._frozen: list[tuple[str, Tensor]] = []
         self._hooks: list[Any] = []
         self._current: Reduction | None = None
-        self._order: list[int] = []
-        self._expected: list[int] | None = None
+        self._learning = True
+        """This pass watches every parameter, and sends everything at its end."""
+        self.order: list[int] = []
+        """In which gradients came on this rank, when every parameter was watched last."""
+        self._often: dict[int, int] = {}
+        """The parameters that get several gradients in one backward, with how many."""
+        self._sentinels: dict[int, int] = {}
+        """By the parameter whose hook tells: the number of the bucket that is probably full then."""
+        self._fired: dict[int, int] = {}
+        """By parameter, how often its hook fired in this pass; in the order of the first times."""
+        self._due: list[int] = []
+        """Buckets that were probably full, and were not."""
+        self._missed = 0
+        self._patience = 1
         self._learnt: list[int] | None = None
         """The order in which rank 0's gradients came, told to all."""
         self._new_order: list[int] | None = None
         self._summed = False
         """The gradients hold the ranks' sum: what is added to them must be added to this rank's share of it."""
         self._attach(named)
-        self._place: list[int] = []
         self._set_buckets(self._deal(range(len(self._slots) - 1, -1, -1)))
 
     # --- parameters and buckets -------------------------------------------------------------------------------
@@ -121,8 +131,9 @@ class Reducer:
                 raise RuntimeError(f"parameter {name!r} belongs to a DataParallel already: aclose() that first")
             slot = Slot(len(self._slots), name, parameter)
             self._slots.append(slot)
-        for slot in self._slots:
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_Hook(self, slot.index)))
+        if not self._slots:
+            raise ValueError("the module has no parameter to train: expected one with requires_grad")
+        self._learn_hooks()
         self._paths = replace(self._paths, parameters=len(self._slots))
 
     def detach(self) -> None:
@@ -150,10 +161,7 @@ class Reducer:
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
-        self._place = [0] * len(self._slots)
-        for number, bucket in enumerate(buckets):
-            for slot in bucket.slots:
-                self._place[slot.index] = number
+        self._set_sentinels()
 
     def keep_buckets(self) -> None:
         """Deal no more: from now on only the order of the buckets is learnt (N7: each has an optimizer)."""
@@ -176,10 +184,10 @@ class Reducer:
             self._reorder(self._new_order)
             self._new_order = None
         self.share()
-        self.fired = [0] * len(self._slots)
-        self._order = []
+        self._fired = {}
+        self._due.clear()
         for bucket in self._buckets:
-            bucket.left = len(bucket.slots)
+            bucket.open()
         self.last = self._current = Reduction(self._paths, self._buckets, self, active=active)
         self.last.prompt = not self.joining
         return self.last
@@ -187,20 +195,70 @@ class Reducer:
     def close(self, reduction: Reduction, error: BaseException | None = None) -> None:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = None
-        trouble = self._trouble() if error is None and reduction.active else None
+        trouble = None
+        if error is None and reduction.active:
+            trouble = self._unfrozen() or self._surplus(reduction)
+            self._study(reduction)
         reduction.close(error or trouble)
         if trouble is not None:
             raise trouble
-        if error is None and reduction.active:
-            self._expected = [max(pair) for pair in zip(self.fired, self._expected or self.fired, strict=True)]
 
-    def _trouble(self) -> BaseException | None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
+    def _unfrozen(self) -> RuntimeError | None:
+        name = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if name is None:
+            return None
+        return RuntimeError(f"parameter {name!r} was frozen when DataParallel was made and is not now: make a new one")
+
+    def _surplus(self, reduction: Reduction) -> RuntimeError | None:
+        """A gradient that came after its bucket had gone, since this backward visits the parameter once more."""
+        for number, bucket in enumerate(self._buckets):
+            late = [slot for slot in bucket.slots if reduction.is_full(number) and slot.parameter.grad is not None]
+            if late:
+                self._learn_hooks()
                 return RuntimeError(
-                    f"parameter {name!r} was frozen when DataParallel was made and is not now: make a new one"
+                    f"parameter {late[0].name!r} got one more gradient in this backward than in earlier ones, after its "
+                    "bucket had gone: the next step sends it at its end, and learns from that"
                 )
         return None
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _learn_hooks(self) -> None:
+        """Watch every parameter in the next pass."""
+        self._learning = True
+        self._hook(range(len(self._slots)))
+
+    def _study(self, reduction: Reduction) -> None:
+        """Learn from a pass that watched every parameter; else see whether the few hooks still do."""
+        if self._learning:
+            self.order = list(self._fired)
+            self._often = {index: times for index, times in self._fired.items() if times > 1}
+            self._learning = not self.order
+            self._set_sentinels()
+            return
+        missed = any(not reduction.is_full(number) and bucket.came() for number, bucket in enumerate(self._buckets))
+        self._missed = self._missed + 1 if missed else 0
+        if self._missed > self._patience:
+            self._missed = 0
+            self._patience *= 2
+            self._learn_hooks()
+
+    def _set_sentinels(self) -> None:
+        """Watch, of each bucket, the parameter whose gradient came last; and those that get several."""
+        if self._learning:
+            return
+        when = {index: place for place, index in enumerate(self.order)}
+        self._sentinels = {}
+        for number, bucket in enumerate(self._buckets):
+            last = max(bucket.slots, key=lambda slot: when.get(slot.index, -1))
+            self._sentinels[last.index] = number
+        self._hook({*self._sentinels, *self._often})
+
+    def _hook(self, wanted: Iterable[int]) -> None:
+        self.detach()
+        for index in wanted:
+            hook = _Hook(self, index)
+            self._hooks.append(self._slots[index].parameter.register_post_accumulate_grad_hook(hook))
 
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
@@ -221,30 +279,21 @@ class Reducer:
                 f"parameter {self._slots[index].name!r} got a gradient outside of net.step and net.backward, which "
                 "reduce it: call `await net.backward(loss)`, or use `with net.no_sync():`"
             )
-        fired = self.fired
-        fired[index] = times = fired[index] + 1
-        if self._expected is None:
-            self._first(index)
-        elif times == max(1, self._expected[index]):
-            number = self._place[index]
-            bucket = self._buckets[number]
-            bucket.left -= 1
-            if not bucket.left:
-                reduction.full(number)
-        elif times > self._expected[index]:
-            self._expected[index] = times
-            raise RuntimeError(
-                f"parameter {self._slots[index].name!r} got {times} gradients in one backward, and its bucket went "
-                f"after {times - 1}, as many as there were so far: the next step waits for all of them"
-            )
+        self._fired[index] = self._fired.get(index, 0) + 1
+        if self._learning:
+            return
+        if (number := self._sentinels.get(index)) is not None:
+            self._due.append(number)
+        for number in [number for number in self._due if self._complete(self._buckets[number])]:
+            self._due.remove(number)
+            reduction.full(number)
 
-    def _first(self, index: int) -> None:
-        grad = self._slots[index].parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
-            name = self._slots[index].name
-            raise TypeError(f"parameter {name!r} has a gradient of layout {grad.layout}: expected a dense one")
-        if self.fired[index] == 1:
-            self._order.append(index)
+    def _complete(self, bucket: Bucket) -> bool:
+        if not bucket.came():
+            return False
+        if not self._often:
+            return True
+        return all(self._fired.get(slot.index, 0) >= self._often.get(slot.index, 0) for slot in bucket.slots)
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
@@ -272,7 +321,7 @@ class Reducer:
     def _learn(self, over: Callable[[], None]) -> None:
         """Have rank 0 tell in which order its gradients came; the same on all ranks, whatever the order there."""
         try:
-            told = self._paths.marks.broadcast_object(self._order)
+            told = self._paths.marks.broadcast_object(self.order)
         except AiodistError:  # the communicator was closed or given up, which the next call tells
             over()
         else:

@@ -102,6 +102,10 @@ class Reduction:
         handle.outcome_error()  # those that nobody waits for are no loss: the step's own handle tells
         return handle
 
+    def is_full(self, index: int) -> bool:
+        """Bucket `index` was filled."""
+        return self._full[index]
+
     # --- from the thread that runs backward -------------------------------------------------------------------
 
     def full(self, index: int) -> None:
@@ -112,12 +116,21 @@ class Reduction:
 
     def close(self, error: BaseException | None = None) -> None:
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
+        try:
+            for index, bucket in enumerate(self.buckets):
+                if not self._full[index] and error is None and self.active:
+                    bucket.fill()
+                    self._full[index] = True
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._close_with(error)
+
+    def _close_with(self, error: BaseException | None) -> None:
         for index, bucket in enumerate(self.buckets):
             if not self._full[index]:
-                if error is None and self.active:
-                    bucket.fill()
-                else:
-                    bucket.blank()
+                bucket.blank()
                 self._full[index] = True
         self.closed = perf_counter()
         if error is not None:
@@ -169,7 +182,7 @@ class Reduction:
     def _send_marks(self) -> None:
         """Send, for each parameter, whether it had a gradient; whether this rank failed, is active, how far it is."""
         n, rank = self.paths.parameters, self.paths.data.rank
-        marks = torch.ones(n + 2 + 2 * self.paths.data.size)
+        marks = torch.ones(n + 2 + 2 * self.paths.data.size, dtype=torch.float64, device="cpu")
         for bucket in self.buckets:
             for slot in bucket.unused:
                 marks[slot.index] = 0
@@ -234,9 +247,7 @@ class Reduction:
         active = self._marks[self.paths.parameters + 1]
         if self.paths.op == "mean" and 0 < active < self.paths.data.size:
             bucket.data.mul_(self.paths.data.size / active)
-        for slot in bucket.unused:
-            if self._marks[slot.index]:
-                bucket.adopt(slot)
+        bucket.place(self._marks.__getitem__)
         if not self.prompt:
             self._arrived(index)
         self.settled[index].resolve(None)

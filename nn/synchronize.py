@@ -25,7 +25,7 @@ from aiodist.nn.layout import (
     describe_order,
     flat_view,
     in_words,
-    memory_order,
+    is_dense,
     named_state,
 )
 
@@ -50,12 +50,14 @@ async def synchronize_parameters(
     that BatchNorm has seen: those come from `root` in both cases. `buffers=False` leaves all buffers alone.
 
     Raises, on await, `ValueError` before anything is sent where a tensor has no memory yet (a lazy or a meta one) or
-    an argument is none of those; `MismatchError` on every rank where they differ, naming the first difference, and
-    nothing has changed then. Cancelling it never stops a transfer. Cost: an allreduce of 32 bytes, then one broadcast
-    of all tensors (for a mean, an allreduce); dense tensors of 64 KiB and more are not copied.
+    an argument is none of those, `TypeError` for a sparse tensor; `MismatchError` on every rank where they differ,
+    naming the first difference, and nothing has changed then. Cancelling it never stops a transfer. Cost: an allreduce
+    of 32 bytes, then one broadcast of all tensors (for a mean, an allreduce); dense ones of 64 KiB and more are not
+    copied.
     """
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
+    _check_layout("tensor", named)
     same_order = await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
     await _share([t for _, t in named], coll, how, root, same_order, "synchronize_parameters")
 
@@ -64,11 +66,12 @@ def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "ro
     """Return a handle of None: when it is done all ranks have `root`'s buffers, or with `how="mean"` their mean.
 
     Collective, issued at the call. Every rank must give a module of the same structure, which is not compared here:
-    see `synchronize_parameters`, which also says what the mean of integers is. Raises `ValueError` at the call for
-    buffers without memory or arguments that make no sense, `BufferInFlight` where a buffer is being sent already.
+    see `synchronize_parameters`, which also says what the mean of integers is. Raises at the call what that raises
+    before anything is sent, and `BufferInFlight` where a buffer is being sent already.
     """
     _check_how(how, root, coll)
     named = named_state(module, parameters=False)
+    _check_layout("buffer", named)
     check_memory(named)
     return _share([t for _, t in named], coll, how, root, False, "synchronize_buffers")
 
@@ -109,9 +112,10 @@ def _share(
 
 def _distinct(t: Tensor) -> Tensor:
     """Return one element of each that an expanded tensor shows many times."""
-    for d, stride in enumerate(t.stride() if t.layout is torch.strided else ()):
-        if stride == 0 and t.shape[d] > 1:
-            t = t.narrow(d, 0, 1)
+    if t.layout is torch.strided and not t.is_contiguous():
+        for d, stride in enumerate(t.stride()):
+            if stride == 0 and t.shape[d] > 1:
+                t = t.narrow(d, 0, 1)
     return t
 
 
@@ -137,7 +141,7 @@ def synchronize_gradients(
         raise ValueError(f"op={op!r}: expected 'sum' or 'mean'")
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     check_memory(named)
-    _check_dense(named)
+    _check_layout("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])
     with torch.no_grad(), torch.inference_mode(False):  # what is made here becomes gradients
         gradients = _Gradients(named)
         census = _census(named, coll)
@@ -154,10 +158,10 @@ def synchronize_gradients(
         return _issue("synchronize_gradients", calls, [parcel], finish)
 
 
-def _check_dense(named: Sequence[tuple[str, Tensor]]) -> None:
-    for name, p in named:
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise TypeError(f"parameter {name!r} has a gradient of layout {p.grad.layout}: expected a dense one")
+def _check_layout(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, t in named:
+        if t.layout is not torch.strided:
+            raise TypeError(f"{kind} {name!r} has layout {t.layout}: expected a dense tensor (torch.strided)")
 
 
 class _Gradients:
@@ -192,7 +196,8 @@ def _census(named: Sequence[tuple[str, Tensor]], coll: Communicator) -> Tensor:
     weight = coll.size - 1 if coll.rank == 0 else -1
     used, balance, mark = [], [], 0
     for name, p in named:
-        mark = crc32(f"{describe(name, p)} {describe_order('', p)}".encode(), mark)
+        order = "" if p.is_contiguous() else describe_order(name, p)
+        mark = crc32(f"{describe(name, p)}{order}".encode(), mark)
         used.append(float(p.grad is not None))
         balance.append(float(weight * mark))
     return torch.tensor([used, balance], dtype=torch.float64, device="cpu")
@@ -255,7 +260,7 @@ def _issue(
 
 def _claims(parcel: Parcel, tensors: Iterable[Tensor]) -> list[Claim]:
     """Return the claims on `tensors` of `parcel`, from the first byte of each to its last."""
-    spans = [t if memory_order(t) is not None else _span(t) for t in tensors]
+    spans = [t if is_dense(t) else _span(t) for t in tensors]
     return writing(*spans) if parcel.written else reading(*spans)
 
 
@@ -330,7 +335,7 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
     entries = list(_entries("", x))
     check_memory([(name, t) for name, t in entries if isinstance(t, Tensor)])
     await agree([_kind(name, value) for name, value in entries] + [f"rtol {rtol}"], coll)
-    if sum(value.nbytes for _, value in entries if isinstance(value, Tensor)) >= LARGE_BYTES:
+    if sum(x.numel() * x.element_size() for _, x in entries if isinstance(x, Tensor)) >= LARGE_BYTES:
         mine = await asyncio.to_thread(_figures, entries)
     else:
         mine = _figures(entries)

@@ -169,6 +169,7 @@ class _Worker:
 
     def __init__(self, name: str, progress: Progress) -> None:
         self.queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self.progress = progress
         self.loop = progress.loop
         self.abandoned = False
         self.ended: Handle[None] = Handle(progress, "aclose")
@@ -180,8 +181,11 @@ class _Worker:
 
     def run(self) -> None:
         self.base = Modes.capture()
+        progress = self.progress
         while (item := self.queue.get()) is not None:
+            progress.computing += 1
             item.run(self)
+            progress.computing -= 1
             del item  # the next may be long in coming, and this one's handle may be all that holds a tensor
             if self.abandoned or self.loop.is_closed():
                 self._withdraw_all()

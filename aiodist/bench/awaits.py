@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import statistics
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiodist.bench import collectives
-from aiodist.bench.timing import WARMUPS, percentile
+from aiodist.bench.timing import WARMUPS, percentile, ticker
 from aiodist.handles import Handle, gather
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ MANY = 1000
 _LATE_SECONDS = 2.0
 _BUSY_SECONDS = 0.3
 _STORM_SECONDS = 1.0
-_TICK_SECONDS = 1e-3
 _PARAMETERS = 1000
 
 
@@ -126,34 +125,6 @@ async def _parked_cpu(session: Session) -> list[Record]:
     return await session.valued("parked_cpu", _name(session), share, 4)
 
 
-@asynccontextmanager
-async def _ticker() -> AsyncIterator[list[float]]:
-    """Collect how late each tick of a 1 ms ticker is, while the block runs.
-
-    When the loop is held up, the ticks that would have come meanwhile count too, each with its own lateness; else
-    a long stop would be one tick among many.
-    """
-    lateness: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            due = perf_counter() + _TICK_SECONDS
-            await asyncio.sleep(_TICK_SECONDS)
-            late = max(0.0, perf_counter() - due)
-            while late >= 0:
-                lateness.append(late)
-                late -= _TICK_SECONDS
-
-    task = asyncio.create_task(tick())
-    await asyncio.sleep(5 * _TICK_SECONDS)
-    lateness.clear()
-    try:
-        yield lateness
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
 async def _loop_lag(session: Session) -> list[Record]:
     """A ticker while 64 MiB reductions are awaited, one after the other."""
     allreduce = _Allreduce(session)
@@ -161,7 +132,7 @@ async def _loop_lag(session: Session) -> list[Record]:
     for _ in range(3):
         await allreduce(t)
     await session.fence()
-    async with _ticker() as lateness:
+    async with ticker() as lateness:
         await _for_seconds(session, lambda: _repeat(allreduce, t, 4))
     return await session.valued("loop_lag", _name(session), percentile(lateness, 99), LARGE)
 
@@ -172,7 +143,7 @@ async def _loop_lag_small(session: Session) -> list[Record]:
     t = _ones(4)
     await _repeat(allreduce, t, 100)
     await session.fence()
-    async with _ticker() as lateness:
+    async with ticker() as lateness:
         await _for_seconds(session, lambda: _repeat(allreduce, t, 200))
     return await session.valued("loop_lag_small", _name(session), percentile(lateness, 99), 4)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from aiodist.bench import registry
-from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
+from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_batches, parse_names, parse_sizes
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
@@ -36,6 +36,9 @@ def main(args: list[str]) -> int:
 
 
 _OP_HELP = f"What to measure: {', '.join(registry.BENCHMARKS)}."
+_TRAIN = registry.BENCHMARKS["train"]
+_IMPL_HELP = f"Ours: some of {','.join(IMPLS)} (auto); train: {','.join(_TRAIN.impls)} (all)."
+_AGAINST_HELP = f"Beside: some of {','.join(PEERS)}, or none; train: {','.join(_TRAIN.peers)} (all)."
 
 
 @app.command()
@@ -46,10 +49,12 @@ def bench(  # noqa: PLR0913 - one for each option
         str | None,
         typer.Option(metavar="64,1KiB,64MiB", help="Bytes of one rank's input; 2^8 to 2^23 elements and a few more."),
     ] = None,
-    impl: Annotated[str | None, typer.Option(metavar=",".join(IMPLS), help="Our implementations (auto).")] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="|".join((*PEERS, "none")), help="Libraries to measure beside (all).")
+    model: Annotated[str | None, typer.Option(metavar="mlp,conv", help="What is trained (all).")] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="32,256", help="Samples of one rank in a step (as each model's targets).")
     ] = None,
+    impl: Annotated[str | None, typer.Option(metavar="NAMES", help=_IMPL_HELP)] = None,
+    against: Annotated[str | None, typer.Option(metavar="NAMES", help=_AGAINST_HELP)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records there.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors.")] = "float32",
@@ -76,6 +81,8 @@ def bench(  # noqa: PLR0913 - one for each option
         impls=_impls(impl, benchmark, with_mpi),
         peers=_peers(against, benchmark, with_mpi),
         sizes=None if sizes is None else parse_sizes(sizes, DTYPES[dtype]),
+        models=_models(model, benchmark),
+        batches=None if batch is None else parse_batches(batch),
         dtype=dtype,
         repeat=repeat,
         loop=loop,
@@ -84,17 +91,26 @@ def bench(  # noqa: PLR0913 - one for each option
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
     )
+    _check(plan, benchmark)
+    raise typer.Exit(_here(plan) if in_job else _launched(plan, mpi))
+
+
+def _check(plan: Plan, benchmark: registry.Benchmark) -> None:
+    """Raise `ConfigError` for options that do not go together."""
     if "local" in plan.impls and plan.ranks > 1:
         raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
-    if op == "barrier" and plan.sizes is not None:
-        raise ConfigError("--sizes: a barrier has none")
-    if op == "await" and dtype != "float32":
-        raise ConfigError("--dtype: await is measured with float32")
+    if plan.sizes is not None and (plan.op == "barrier" or not benchmark.sized):
+        raise ConfigError(f"--sizes: a {plan.op} has none")
+    if plan.dtype != "float32" and (plan.op == "await" or not benchmark.sized):
+        raise ConfigError(f"--dtype: {plan.op} is measured with float32")
+    if plan.batches is not None and not benchmark.batched:
+        raise ConfigError(f"--batch: {plan.op} has none")
     if plan.plot is not None:
         from aiodist.bench.report import check_plot
 
+        if not benchmark.sized:
+            raise ConfigError(f"--plot: {plan.op} has no sizes to draw by")
         check_plot()
-    raise typer.Exit(_here(plan) if in_job else _launched(plan, mpi))
 
 
 def _job_size(asked: int | None, environment: Environment) -> int | None:
@@ -106,10 +122,18 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     return environment.size
 
 
+def _models(given: str | None, benchmark: registry.Benchmark) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not benchmark.models:
+        raise ConfigError(f"--model: {benchmark.name} trains nothing")
+    return parse_names("--model", given, benchmark.models)
+
+
 def _impls(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
-        return tuple([impl for impl in benchmark.default_impls if impl in ("auto", "direct") or _has_backend(impl)])
-    impls = parse_names("--impl", given, IMPLS)
+        return tuple([impl for impl in benchmark.default_impls if impl not in BACKENDS or _has_backend(impl)])
+    impls = parse_names("--impl", given, benchmark.impls)
     if "mpi" in impls and not with_mpi:
         raise ConfigError("--impl mpi: no MPI was found to start the ranks with")
     return impls
@@ -121,10 +145,10 @@ def _has_backend(name: str) -> bool:
 
 def _peers(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
-        return tuple([peer for peer in benchmark.default_peers if with_mpi or peer != "mpi4py"])
-    if given == "none":
+        return tuple([peer for peer in benchmark.peers if with_mpi or peer != "mpi4py"])
+    if given == "none" and given not in benchmark.peers:
         return ()
-    peers = parse_names("--against", given, PEERS)
+    peers = parse_names("--against", given, benchmark.peers)
     if "mpi4py" in peers and not with_mpi:
         raise ConfigError("--against mpi4py: no MPI was found to start the ranks with")
     return peers

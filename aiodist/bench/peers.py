@@ -276,10 +276,13 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
 @asynccontextmanager
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
     """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
-    openers: dict[str, Callable[[Communicator], Awaitable[Peer]]] = {"mpi4py": _open_mpi4py, "gloo": _open_gloo}
+    openers: dict[str, Callable[[Communicator], Awaitable[Peer]]]
+    openers = {"mpi4py": _open_mpi4py, "gloo": _open_gloo, "ddp": _open_gloo}
     async with AsyncExitStack() as stack:
         peers = []
         for name in names:
+            if name not in openers:  # it needs no library
+                continue
             peer = await openers[name](coll)
             stack.callback(peer.close)
             peers.append(peer)

@@ -9,9 +9,23 @@ from dataclasses import asdict, dataclass
 
 from aiodist.errors import ConfigError
 
-__all__ = ["DTYPES", "IMPLS", "LOOPS", "PEERS", "Plan", "default_sizes", "parse_names", "parse_sizes"]
+__all__ = [
+    "BACKENDS",
+    "DTYPES",
+    "IMPLS",
+    "JOBS",
+    "LOOPS",
+    "MODELS",
+    "PEERS",
+    "Plan",
+    "default_sizes",
+    "parse_batches",
+    "parse_names",
+    "parse_sizes",
+]
 
-IMPLS = ("auto", "direct", "mpi", "gloo", "local")
+BACKENDS = ("mpi", "gloo", "local")
+IMPLS = ("auto", "direct", *BACKENDS)
 PEERS = ("mpi4py", "gloo")
 LOOPS = ("auto", "asyncio", "uvloop")
 DTYPES = {
@@ -29,6 +43,10 @@ DTYPES = {
     "complex128": 16,
 }
 """Bytes per element of each dtype."""
+MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (1,)}
+"""What is trained, and the batches of one rank for which there are speeds to reach."""
+JOBS = ("digits", "transformer")
+"""What is trained from end to end, with loader, evaluation and checkpoints."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -45,6 +63,10 @@ class Plan:
     peers: tuple[str, ...]
     sizes: tuple[int, ...] | None = None
     """Bytes; None: those of the benchmark."""
+    models: tuple[str, ...] | None = None
+    """What is trained; None: all of the benchmark's."""
+    batches: tuple[int, ...] | None = None
+    """Samples that one rank has in a step; None: those of each model."""
     dtype: str = "float32"
     repeat: int | None = None
     """Samples of each figure; None: as many as the size allows."""
@@ -62,7 +84,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return what `to_json` made."""
         fields = json.loads(text)
-        for name in ("impls", "peers", "sizes"):
+        for name in ("impls", "peers", "sizes", "models", "batches"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
         return cls(**fields)
 
@@ -85,6 +107,20 @@ def _parse_size(text: str, itemsize: int) -> int:
     if nbytes < itemsize or nbytes % itemsize:
         raise ConfigError(f"--sizes {text}: expected a multiple of {itemsize} bytes, one element, and at least one")
     return int(nbytes)
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Return the counts in a list such as `32,256`.
+
+    >>> parse_batches("32, 256")
+    (32, 256)
+    """
+    batches = []
+    for part in text.split(","):
+        if not re.fullmatch(r"\s*0*[1-9]\d*\s*", part):
+            raise ConfigError(f"--batch {part.strip()!r}: expected how many samples one rank has, such as 32")
+        batches.append(int(part))
+    return tuple(batches)
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ __all__ = ["Record", "bandwidths", "dumps", "loads", "write"]
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
+_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag"})
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,17 @@ class Record:
     """The cores that the rank may run on."""
     torch_threads: int | None = None
     value: float | None = None
-    """What is no time of an operation: in JSON only where there is one."""
+    """What is no time of an operation: in JSON only where there is one, as all that follows."""
+    batch: int | None = None
+    """Samples that one rank has in a step."""
+    overlap: float | None = None
+    """The share of the time of communication that was hidden behind computing, of the rank where it is least."""
+    loop_lag: float | None = None
+    """How late a 1 ms ticker on the loop was, in seconds: the 99th percentile, of the rank where it is largest."""
 
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON has it."""
-        found = asdict(self)
-        if self.value is None:
-            del found["value"]
-        return found
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
 
 
 def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:

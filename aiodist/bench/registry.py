@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiodist.bench.plan import IMPLS, JOBS, MODELS, PEERS
 from aiodist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +38,19 @@ class Benchmark:
 
     name: str
     module: str
+    impls: tuple[str, ...] = IMPLS
+    """What `--impl` may name."""
+    peers: tuple[str, ...] = PEERS
+    """What `--against` may name, and what is measured without it."""
     default_impls: tuple[str, ...] = ("auto",)
-    default_peers: tuple[str, ...] = ("mpi4py", "gloo")
+    models: tuple[str, ...] = ()
+    """What `--model` may name."""
+    sized: bool = True
+    """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
+    batched: bool = False
+    """`--batch` is for it."""
+    judged: bool = False
+    """There are speeds to reach."""
 
     def load(self) -> Callable[[Session], Awaitable[list[Record]]]:
         """Return the function that measures; every rank calls it, rank 0 gets records, the others none."""
@@ -48,7 +60,37 @@ class Benchmark:
 
 BENCHMARKS = {
     **{name: Benchmark(name, "aiodist.bench.collectives") for name in COLLECTIVES},
-    "await": Benchmark("await", "aiodist.bench.awaits", default_impls=("auto", "gloo")),
+    "await": Benchmark("await", "aiodist.bench.awaits", default_impls=("auto", "gloo"), judged=True),
+    "train": Benchmark(
+        "train",
+        "aiodist.bench.training",
+        impls=("datapar", "pipelined", "sync"),
+        peers=("none", "ddp"),
+        default_impls=("datapar", "pipelined", "sync"),
+        models=tuple(MODELS),
+        sized=False,
+        batched=True,
+        judged=True,
+    ),
+    "prefetch": Benchmark(
+        "prefetch",
+        "aiodist.bench.prefetching",
+        impls=("prefetch",),
+        peers=("plain", "dataloader"),
+        default_impls=("prefetch",),
+        sized=False,
+        judged=True,
+    ),
+    "end2end": Benchmark(
+        "end2end",
+        "aiodist.bench.endtoend",
+        impls=("datapar",),
+        peers=("ddp",),
+        default_impls=("datapar",),
+        models=JOBS,
+        sized=False,
+        judged=True,
+    ),
 }
 
 

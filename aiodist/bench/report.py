@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
@@ -50,29 +50,54 @@ def seconds_text(seconds: float | None) -> str:
 def table(records: Sequence[Record], title: str) -> Table:
     """Return every record as a row; the fastest of each operation and size is marked."""
     result = Table(title=title, title_justify="left")
-    result.add_column("op", no_wrap=True)
-    result.add_column("input", justify="right")
-    result.add_column("impl", no_wrap=True)
-    for name in ("median", "mean", "p99", "algbw GB/s", "busbw GB/s", "value"):
-        result.add_column(name, justify="right")
-    before: tuple[str, int | None] | None = None
+    columns = [column for column in _COLUMNS if not column.optional or any(map(column.text, records))]
+    for column in columns:
+        result.add_column(column.name, justify="left" if column.name in ("op", "impl") else "right", no_wrap=True)
+    before: tuple[object, ...] | None = None
     for record in records:
-        here = (record.op, record.nbytes) if record.value is None else ("values", None)
+        here = _group(record) if record.seconds is not None or record.value is None else ("values",)
         if before not in (None, here):
             result.add_section()
         before = here
-        result.add_row(*_row(record), style="bold" if _is_best(record, records) else None)
+        cells = [column.text(record) for column in columns]
+        result.add_row(*cells, style="bold" if _is_best(record, records) else None)
     return result
 
 
-def _row(record: Record) -> list[str]:
-    figures = [seconds_text(seconds) for seconds in (record.seconds, record.mean, record.p99)]
-    rates = ["" if rate is None else f"{rate:.3g}" for rate in (record.algbw_gbps, record.busbw_gbps, record.value)]
-    return [record.op, size_text(record.nbytes), record.impl, *figures, *rates]
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+class _Column(NamedTuple):
+    """One figure of every record; one that is `optional` is left out where no record has it."""
+
+    name: str
+    text: Callable[[Record], str]
+    optional: bool = False
+
+
+_COLUMNS = (
+    _Column("op", lambda record: record.op),
+    _Column("input", lambda record: size_text(record.nbytes)),
+    _Column("batch", lambda record: _rate(record.batch), optional=True),
+    _Column("impl", lambda record: record.impl),
+    _Column("median", lambda record: seconds_text(record.seconds)),
+    _Column("mean", lambda record: seconds_text(record.mean)),
+    _Column("p99", lambda record: seconds_text(record.p99)),
+    _Column("algbw GB/s", lambda record: _rate(record.algbw_gbps), optional=True),
+    _Column("busbw GB/s", lambda record: _rate(record.busbw_gbps), optional=True),
+    _Column("overlap", lambda record: _rate(record.overlap), optional=True),
+    _Column("loop lag", lambda record: seconds_text(record.loop_lag), optional=True),
+    _Column("value", lambda record: _rate(record.value), optional=True),
+)
+
+
+def _group(record: Record) -> tuple[object, ...]:
+    return record.op, record.nbytes, record.batch
 
 
 def _is_best(record: Record, records: Sequence[Record]) -> bool:
-    times = [r.seconds for r in records if (r.op, r.nbytes) == (record.op, record.nbytes) and r.seconds is not None]
+    times = [r.seconds for r in records if _group(r) == _group(record) and r.seconds is not None]
     return len(times) > 1 and record.seconds == min(times)
 
 

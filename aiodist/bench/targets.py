@@ -31,12 +31,14 @@ class Verdict:
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
     """Return what the records have figures for, ours against the peer measured in the same run."""
     found = list(records)
-    return [*_small(found, "mpi4py:iallreduce", 2.0), *_small(found, "gloo", 1.2), *_many(found), *_large(found)] + [
+    values = [
         Verdict(op, record.value * scale, unit, target)
         for op, target, unit, scale in _VALUES
         for record in found
         if record.op == op and record.value is not None
     ]
+    waits = [*_small(found, "mpi4py:iallreduce", 2.0), *_small(found, "gloo", 1.2), *_many(found), *_large(found)]
+    return [*waits, *values, *_steps(found), *_lags(found), *_epochs(found), *_jobs(found)]
 
 
 _VALUES = (
@@ -47,6 +49,7 @@ _VALUES = (
     ("backward_beside_pending", 1.1, "x", 1.0),
     ("await_busy", 1.5, "x", 1.0),
 )
+_TINY_PARAMETERS = 1000
 _MANY = (("gather_1000", 8.0), ("aiodist_gather_1000", 5.0), ("issue", 10.0))
 
 
@@ -94,6 +97,71 @@ def _large(records: Sequence[Record]) -> list[Verdict]:
         for r in at_size
         if r.impl.startswith("aiodist:")
     ]
+
+
+def _steps(records: Sequence[Record]) -> list[Verdict]:
+    """Training steps, ours against others of the same model, batch and run."""
+    lines = []
+    for mine in records:
+        if not mine.op.startswith("train:") or mine.impl not in ("aiodist:datapar", "aiodist:pipelined"):
+            continue
+        kind = mine.op.removeprefix("train:")
+        others = {r.impl: r.seconds for r in records if (r.op, r.batch) == (mine.op, mine.batch)}
+        what = f"{kind} {mine.batch} {mine.impl}"
+        if kind == "tiny1000":
+            if mine.impl == "aiodist:datapar" and mine.seconds and others.get("none"):
+                each = (mine.seconds - (others["none"] or 0.0)) / _TINY_PARAMETERS * 1e6
+                lines.append(Verdict(f"{what} - none, a parameter", each, "us", 3.0))
+        elif mine.impl == "aiodist:pipelined":
+            if (kind, mine.batch) == ("mlp", 32) and "aiodist:datapar" in others:
+                lines.append(Verdict(f"{what} / datapar", _ratio(mine.seconds, others["aiodist:datapar"]), "x", 1.0))
+        else:
+            heavy = (kind, mine.batch) == ("mlp", 32)
+            for other, target in (("none", 1.35 if heavy else 1.06), ("ddp", 1.0)):
+                if other in others:
+                    lines.append(Verdict(f"{what} / {other}", _ratio(mine.seconds, others[other]), "x", target))
+    return lines
+
+
+def _lags(records: Sequence[Record]) -> list[Verdict]:
+    """The ticker beside `net.step`."""
+    return [
+        Verdict(f"{record.op.removeprefix('train:')} {record.batch} {record.impl}, loop lag", lag * 1e3, "ms", 5.0)
+        for record in records
+        if record.impl in ("aiodist:datapar", "aiodist:pipelined") and (lag := record.loop_lag) is not None
+    ]
+
+
+def _epochs(records: Sequence[Record]) -> list[Verdict]:
+    """An epoch of ours against the slower of what loading alone and computing alone take.
+
+    Where both compute, that is only to be had where each rank has two cores.
+    """
+    lines = []
+    for op in ("prefetch", "prefetch:cpu"):
+        here = [r for r in records if r.op == op and (op == "prefetch" or len(r.affinity or ()) >= 2 * r.ranks)]
+        seconds = {r.impl: r.seconds for r in here if r.seconds}
+        if {"aiodist:prefetch", "loader", "step"} <= set(seconds):
+            slower = max(seconds["loader"] or 0.0, seconds["step"] or 0.0)
+            what = f"{op} / the slower of loader and step"
+            lines.append(Verdict(what, _ratio(seconds["aiodist:prefetch"], slower), "x", 1.1))
+    return lines
+
+
+def _jobs(records: Sequence[Record]) -> list[Verdict]:
+    """Samples per second, accuracy, and lines of user code, against the job written with DDP."""
+    lines = []
+    for mine in records:
+        theirs = next((r.value for r in records if (r.op, r.impl) == (mine.op, "ddp")), None)
+        if mine.impl != "aiodist:datapar" or mine.value is None or theirs is None:
+            continue
+        if mine.op == "end2end:lines":
+            lines.append(Verdict("end2end: lines of code / ddp", mine.value / theirs, "x", 1.0))
+        elif mine.op.endswith(":accuracy"):
+            lines.append(Verdict(f"{mine.op} - ddp", mine.value - theirs, "", -0.01, at_least=True))
+        elif mine.op.startswith("end2end:"):
+            lines.append(Verdict(f"{mine.op}, samples/s / ddp", mine.value / theirs, "x", 1.1, at_least=True))
+    return lines
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-__all__ = ["WARMUPS", "Contender", "Figures", "Pace", "figures", "interleaved", "pace", "percentile", "slowest"]
+__all__ = [
+    "WARMUPS",
+    "Contender",
+    "Figures",
+    "Pace",
+    "figures",
+    "interleaved",
+    "pace",
+    "percentile",
+    "slowest",
+    "ticker",
+]
 
 WARMUPS = 10
+_TICK_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -99,3 +113,31 @@ async def _sample(contender: Contender, batch: int) -> float:
         for _ in range(batch):
             once()
     return (perf_counter() - began) / batch
+
+
+@asynccontextmanager
+async def ticker() -> AsyncIterator[list[float]]:
+    """Collect how late each tick of a 1 ms ticker is, while the block runs.
+
+    When the loop is held up, the ticks that would have come meanwhile count too, each with its own lateness; else
+    a long stop would be one tick among many.
+    """
+    lateness: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            due = perf_counter() + _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            late = max(0.0, perf_counter() - due)
+            while late >= 0:
+                lateness.append(late)
+                late -= _TICK_SECONDS
+
+    task = asyncio.create_task(tick())
+    await asyncio.sleep(5 * _TICK_SECONDS)
+    lateness.clear()
+    try:
+        yield lateness
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import aiodist
 from aiodist.bench import peers, records, registry, report
-from aiodist.bench.plan import Plan
+from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
 from aiodist.bench.targets import verdicts
 from aiodist.env import Environment
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from aiodist.communicator import Communicator
 
 __all__ = ["main"]
-
-_ANYWHERE = ("auto", "direct")  # implementations that every backend has
 
 
 def main(plan: Plan) -> int:
@@ -53,13 +51,13 @@ async def _measure(plan: Plan) -> None:
     measure = registry.find(plan.op).load()
     found: list[Record] = []
     titles: list[str] = []
-    impls_left = sorted(plan.impls, key=lambda impl: impl not in _ANYWHERE)
+    impls_left = sorted(plan.impls, key=lambda impl: impl in BACKENDS)
     peers_left = list(plan.peers)
     rank = 0
     while impls_left:
-        async with aiodist.init(backend=None if impls_left[0] in _ANYWHERE else impls_left[0]) as coll:
+        async with aiodist.init(backend=impls_left[0] if impls_left[0] in BACKENDS else None) as coll:
             rank = coll.rank
-            here = tuple([impl for impl in impls_left if impl in _ANYWHERE or impl == coll.backend])
+            here = tuple([impl for impl in impls_left if impl not in BACKENDS or impl == coll.backend])
             impls_left = [impl for impl in impls_left if impl not in here]
             # Gloo is measured beside our own use of it, where that comes later.
             beside = [peer for peer in peers_left if peer not in impls_left]
@@ -104,7 +102,7 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
     console.print(report.table(found, title))
-    reached = verdicts(found) if plan.op == "await" else []
+    reached = verdicts(found) if registry.find(plan.op).judged else []
     if reached:
         console.print(report.verdict_table(reached))
 

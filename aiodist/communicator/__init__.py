@@ -63,6 +63,13 @@ class Communicator(Reductions, Movement, Objects):
 
     # --- the end --------------------------------------------------------------------------------------------
 
+    def leave_to_thread(self, nbytes: int) -> None:
+        """Have the progress thread drive operations of `nbytes` and more: the loop has better to do, or a core to spare.
+
+        For communicators whose operations are not awaited at once, such as those of gradients.
+        """
+        self._issuer.large_bytes = nbytes
+
     def admit(self, guest: Guest) -> None:
         """Have `guest` end before this communicator does, however it ends: for what is built on communicators."""
         self._family.admit(self, guest)

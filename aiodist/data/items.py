@@ -1,0 +1,53 @@
+"""One item on its way from the source to the consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from aiodist.handles import Handle, Permit
+
+__all__ = ["Item", "Made", "Outcome"]
+
+
+class Outcome(Enum):
+    """What became of an item."""
+
+    VALUE = "value"
+    ERROR = "error"
+    END = "end"
+    """The source had no more."""
+
+
+@dataclass(slots=True)
+class Made:
+    """An item that is ready, the error that it raised, or the end of the source."""
+
+    outcome: Outcome
+    value: Any = None
+    nbytes: int = 0
+    reading: float = 0.0
+    """Seconds that the source took."""
+    transforming: float = 0.0
+    """Seconds that `transform` took."""
+
+
+class Item:
+    """The place of an item in the order: asked for, read, transformed, and then `handle` is done."""
+
+    __slots__ = ("handle", "permit", "seq", "settle", "settled")
+
+    def __init__(self, seq: int, handle: Handle[Made], settle: Callable[[Item, Made], None]) -> None:
+        self.seq = seq
+        self.handle = handle
+        self.permit: Permit
+        self.settle = settle
+        self.settled = False
+        """The pass knows what became of it."""
+
+    def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
+        """On the loop: it is ready."""
+        if late is None:
+            self.settle(self, handle.result())

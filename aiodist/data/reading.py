@@ -1,0 +1,165 @@
+"""Readers: they take items from a source, one after the other, each when it is ordered."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+from aiodist.data.inbox import Inbox
+from aiodist.data.items import Item, Made, Outcome
+from aiodist.handles import Handle
+from aiodist.streams import HostStream
+
+__all__ = ["Deliver", "Reader", "TaskReader", "ThreadReader"]
+
+Deliver = Callable[[Item, Made], None]
+"""Takes what was read for an item; called on the reader's thread."""
+
+
+class Reader(ABC):
+    """Reads one pass over a source."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Be ready for orders."""
+
+    @abstractmethod
+    def order(self, item: Item) -> None:
+        """Read the next item for `item`; on the loop's thread."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Begin nothing any more."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Wait until nothing runs, with the source closed; raise what closing it raised."""
+
+
+class ThreadReader(Reader):
+    """Reads an iterable on a thread of its own: always the same one, with the modes and context of who opened it."""
+
+    def __init__(self, source: Iterable[Any], deliver: Deliver, name: str) -> None:
+        self._source = source
+        self._deliver = deliver
+        self._stream = HostStream(name)
+        self._orders: Inbox[Item] = Inbox()
+        self._iterator: Iterator[Any] | None = None
+        self._over: Handle[None]
+
+    async def open(self) -> None:
+        """Start the thread."""
+        await self._stream.__aenter__()
+        # One piece of work for the whole pass: what a generator does to modes and context variables stays.
+        self._over = self._stream.submit(self._run)
+
+    def order(self, item: Item) -> None:
+        """Read the next item for `item`."""
+        self._orders.put(item)
+
+    def stop(self) -> None:
+        """Read nothing more after what is being read."""
+        self._orders.stop()
+
+    async def aclose(self) -> None:
+        """Wait for the thread, which closes a generator."""
+        try:
+            await self._over
+        finally:
+            await self._stream.aclose()
+
+    def _run(self) -> None:
+        try:
+            more = True
+            while more and (item := self._orders.get()) is not None:
+                more = self._read(item)
+                del item  # the next may be long in coming
+        finally:
+            self._shut()
+
+    def _read(self, item: Item) -> bool:
+        """Read one item and return whether there may be more."""
+        began = perf_counter()
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._source)
+            made = Made(Outcome.VALUE, next(self._iterator))
+        except StopIteration:
+            made = Made(Outcome.END)
+        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the consumer
+            made = Made(Outcome.ERROR, error)
+        made.reading = perf_counter() - began
+        self._deliver(item, made)
+        return made.outcome is Outcome.VALUE
+
+    def _shut(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if isinstance(iterator, Generator):
+            iterator.close()
+        elif not getattr(self._source, "persistent_workers", False):
+            # A DataLoader's iterator ends its workers when it is collected, but an error may hold it for long.
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+
+
+class TaskReader(Reader):
+    """Reads an async iterable in a task of its own."""
+
+    def __init__(self, source: AsyncIterable[Any], deliver: Deliver, name: str) -> None:
+        self._source = source
+        self._deliver = deliver
+        self._name = name
+        self._orders: asyncio.Queue[Item] = asyncio.Queue()
+        self._stopped = False
+        self._iterator: AsyncIterator[Any] | None = None
+        self._task: asyncio.Task[None]
+
+    async def open(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name=f"aiodist-{self._name}")
+
+    def order(self, item: Item) -> None:
+        """Read the next item for `item`."""
+        self._orders.put_nowait(item)
+
+    def stop(self) -> None:
+        """Cancel what is being read."""
+        if not self._stopped:
+            self._stopped = True
+            self._task.cancel()
+
+    async def aclose(self) -> None:
+        """Wait for the task, which closes a generator."""
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _run(self) -> None:
+        try:
+            while not self._stopped and await self._read(await self._orders.get()):
+                pass
+        finally:
+            if isinstance(self._iterator, AsyncGenerator):
+                await self._iterator.aclose()
+            self._iterator = None
+
+    async def _read(self, item: Item) -> bool:
+        """Read one item and return whether there may be more."""
+        began = perf_counter()
+        try:
+            if self._iterator is None:
+                self._iterator = aiter(self._source)
+            made = Made(Outcome.VALUE, await anext(self._iterator))
+        except StopAsyncIteration:
+            made = Made(Outcome.END)
+        except BaseException as error:
+            if self._stopped:  # it comes from being stopped, and nobody takes items any more
+                raise
+            made = Made(Outcome.ERROR, error)
+        made.reading = perf_counter() - began
+        self._deliver(item, made)
+        return made.outcome is Outcome.VALUE

@@ -1,0 +1,97 @@
+"""Static shards (N16): each rank's part of the data, by (rank, size) alone.
+
+Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
+would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to
+exactly one rank; one rank has at most one item more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+from torch.utils.data import Sampler
+
+__all__ = ["ShardSampler", "shard", "shard_indices"]
+
+T = TypeVar("T")
+
+
+def shard_indices(length: int, rank: int, size: int) -> range:
+    """Return the indices of `rank` among `length` items; raise `ValueError` unless 0 <= rank < size.
+
+    >>> [list(shard_indices(7, rank, 3)) for rank in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+    """
+    _check(rank, size)
+    return range(rank, length, size)
+
+
+def shard(items: Iterable[T], rank: int, size: int) -> Iterator[T]:
+    """Return the items of `rank`; raise `ValueError` unless 0 <= rank < size.
+
+    The others are read and passed over, which every rank does: for what cannot be indexed.
+
+    >>> list(shard("abcdefg", rank=1, size=3))
+    ['b', 'e']
+    """
+    _check(rank, size)
+    return islice(items, rank, None, size)
+
+
+class ShardSampler(Sampler[int]):
+    """The indices of one rank, for a `DataLoader`: no rank repeats or leaves out what another has.
+
+    ```python
+    sampler = ShardSampler(dataset, coll.rank, coll.size, shuffle=True)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        ...
+    ```
+    `data` is the dataset or its length. With `shuffle` all ranks share the permutation that `seed` and the epoch give,
+    a new one for each epoch. With `drop_last` the last `length % size` indices of it are left out, so that all ranks
+    have equally many; without it some have one more, which is for `net.join()`. Nothing is ever repeated, unlike with
+    torch's `DistributedSampler`: sums over the ranks are those over the data. Raises `ValueError` unless
+    0 <= rank < size and `seed` is at least 0.
+    """
+
+    def __init__(
+        self, data: Sized | int, rank: int, size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        _check(rank, size)
+        if seed < 0:
+            raise ValueError(f"seed={seed}: expected at least 0")
+        self._length = data if isinstance(data, int) else len(data)
+        if self._length < 0:
+            raise ValueError(f"data={data}: expected a dataset, or how many items it has")
+        self._kept = self._length - self._length % size if drop_last else self._length
+        self._rank = rank
+        self._size = size
+        self._shuffle = shuffle
+        self._seed = seed
+        self.epoch = 0
+        """Chooses the permutation, together with `seed`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}: expected at least 0")
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        mine = shard_indices(self._kept, self._rank, self._size)
+        if not self._shuffle:
+            return iter(mine)
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(self._length)
+        return iter(order[mine.start : mine.stop : mine.step].tolist())
+
+    def __len__(self) -> int:
+        return len(shard_indices(self._kept, self._rank, self._size))
+
+
+def _check(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank}, size={size}: expected 0 <= rank < size")

@@ -1,0 +1,289 @@
+"""`bench train`, `prefetch` and `end2end`: what is asked, what is measured, what the figures are held against."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiodist
+from aiodist.bench import cli, endtoend, jobs, models, prefetching, registry, training
+from aiodist.bench.plan import MODELS, Plan, parse_batches
+from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.session import Session
+from aiodist.bench.targets import verdicts
+from aiodist.errors import ConfigError
+from aiodist.testing import run_ranks
+
+ROOT = Path(aiodist.__file__).parents[1]
+TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), models=("tiny1000",), repeat=1)
+
+
+async def measure(plan: Plan) -> list[Record]:
+    async with aiodist.init() as coll:
+
+        async def fence() -> None:
+            await coll.barrier()
+
+        session = Session(plan, coll, plan.impls, (), fence)
+        return await registry.find(plan.op).load()(session)
+
+
+# --- what is asked ------------------------------------------------------------------------------------------------
+
+
+def test_n3_batches() -> None:
+    assert parse_batches("32, 256") == (32, 256)
+    for wrong in ("", "0", "32,", "-1", "1.5", "many"):
+        with pytest.raises(ConfigError, match=r"--batch .*expected"):
+            parse_batches(wrong)
+
+
+def test_n3_plan_travels() -> None:
+    plan = Plan("train", 2, ("sync",), ("none", "ddp"), models=("mlp", "conv"), batches=(4, 32))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables: as if typed in a shell."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process, as a shell would."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "aiodist.cli", "bench", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "--model", "gpt"], "--model gpt: expected some of mlp"),
+        (["end2end", "--model", "mlp"], "--model mlp: expected some of digits"),
+        (["allreduce", "--model", "mlp"], "--model: allreduce trains nothing"),
+        (["train", "--batch", "0"], "--batch '0': expected how many samples"),
+        (["prefetch", "--batch", "4"], "--batch: prefetch has none"),
+        (["train", "--impl", "mpi"], "--impl mpi: expected some of datapar, pipelined, sync"),
+        (["allreduce", "--impl", "datapar"], "--impl datapar: expected some of auto"),
+        (["train", "--against", "gloo"], "--against gloo: expected some of none, ddp"),
+        (["train", "--sizes", "64"], "--sizes: a train has none"),
+        (["train", "--dtype", "float64"], "--dtype: train is measured with float32"),
+        (["prefetch", "--plot", "out.png"], "--plot: prefetch has no sizes"),
+    ],
+)
+def test_n3_bad_arguments_are_one_clear_error(
+    outside: None, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert cli.main(arguments) == 2
+    assert expected in capsys.readouterr().err
+
+
+# --- what is trained ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "numel", "tensors"), [
+    ("mlp", 16_785_408, 8), ("conv", 1_086_610, 43), ("transformer", 6_318_080, 96), ("tiny1000", 64_000, 1000),
+])  # fmt: skip
+def test_n3_models_are_made_from_seeds(name: str, numel: int, tensors: int) -> None:
+    assert name in MODELS
+    before = torch.get_rng_state()
+    model, again = models.build(name), models.build(name)
+    assert torch.equal(torch.get_rng_state(), before)
+    parameters = list(model.parameters())
+    assert (sum(p.numel() for p in parameters), len(parameters)) == (numel, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, again.parameters(), strict=True))
+    assert not list(model.buffers())  # DDP would broadcast them
+    (x, y), (other, _) = models.batch(name, model, 2, 0), models.batch(name, model, 2, 1)
+    assert model(x).shape == y.shape
+    assert not torch.equal(x, other)
+
+
+def test_n3_gradients_of_tiny_parameters_come_one_by_one() -> None:
+    model = models.Tiny(20)
+    came: list[int] = []
+    for index, parameter in enumerate(model.factors):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: came.append(index))
+    model(torch.ones(1, 64)).sum().backward()
+    assert came == list(range(19, -1, -1))
+
+
+@pytest.mark.parametrize("name", jobs.JOBS)
+def test_n3_jobs_prepare_the_same_samples_each_time(name: str) -> None:
+    job = jobs.JOBS[name]()
+    assert len(job.data) > 1000
+    for index in (0, 7, len(job.data) - 1):
+        assert all(torch.equal(a, b) for a, b in zip(job.data[index], job.data[index], strict=True))
+    x, y = torch.utils.data.default_collate([job.data[index] for index in range(4)])
+    job.loss(job.build(), x, y).backward()
+    shares = [job.correct(job.build(), rank, 2) for rank in range(2)]
+    assert sum(shares) == job.correct(job.build(), 0, 1) <= job.answers
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 20 parameters in place of that of 1,000."""
+    monkeypatch.setitem(models.BUILDERS, "tiny1000", partial(models.Tiny, 20))
+
+
+def test_n3_training_is_measured(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_WARMUPS", 1)
+    monkeypatch.setattr(training, "_LAG_SECONDS", 0.01)
+    threads = torch.get_num_threads()
+    found, others = run_ranks(2, partial(measure, TRAIN))
+    assert others == []
+    assert torch.get_num_threads() == threads
+    impls = ["aiodist:datapar", "aiodist:pipelined", "aiodist:sync", "none"]
+    assert [(r.op, r.impl, r.ranks, r.batch, r.nbytes) for r in found] == [
+        ("train:tiny1000", impl, 2, 1, 5120) for impl in impls
+    ]
+    for record in found:
+        assert record.seconds is not None
+        assert 0 < record.seconds <= (record.p99 or 0)
+        assert (record.loop_lag is not None) == (record.impl != "none")
+        assert (record.overlap is not None) == (record.impl in ("aiodist:datapar", "aiodist:pipelined"))
+
+
+def test_n3_bench_train_beside_ddp(outside: None, tmp_path: Path) -> None:
+    options = ["--model", "tiny1000", "--impl", "datapar", "--batch", "2", "--repeat", "1", "--json", "out.json"]
+    done = bench("train", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["op"], r["impl"], r["batch"]) for r in records] == [
+        ("train:tiny1000", impl, 2) for impl in ("aiodist:datapar", "none", "ddp")
+    ]
+    assert all(r["seconds"] > 0 for r in records)
+    assert {"overlap", "loop_lag"} <= set(records[0])
+    assert "tiny1000 2 aiodist:datapar - none, a parameter" in done.stdout
+
+
+async def trained(names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Return the weights that each of these contenders has after three steps."""
+    async with aiodist.init() as coll, AsyncExitStack() as stack:
+        setting = training.Setting.make("tiny1000", 2, coll)
+        trainers = [await stack.enter_async_context(training.TRAINERS[name](setting)) for name in names]
+        weights = []
+        for one in trainers:
+            assert one.net is not None
+            for _ in range(3):
+                await one.step()
+            await one.drain()
+            weights.append(torch.cat([p.detach().clone() for p in one.net.parameters()]))
+        return weights
+
+
+def test_n3_contenders_train_alike(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_RATE", 0.1)
+    begun = torch.cat([p.detach() for p in models.build("tiny1000").parameters()])
+    by_rank = run_ranks(2, partial(trained, ("datapar", "pipelined", "sync")))
+    for weights in by_rank:
+        for one in weights:
+            torch.testing.assert_close(one, by_rank[0][0])
+            assert not torch.allclose(one, begun, atol=1e-6)
+
+
+def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetching, "_SECONDS", 2e-4)
+    monkeypatch.setattr(prefetching, "_BATCHES", 3)
+    plan = Plan("prefetch", 1, ("prefetch",), ("plain", "dataloader"), repeat=1)
+    (found,) = [asyncio.run(measure(plan))]
+    impls = ["aiodist:prefetch", "plain", "loader", "step", "torch:dataloader", "torch:dataloader:2"]
+    assert [(r.op, r.impl) for r in found] == [(op, impl) for op in ("prefetch", "prefetch:cpu") for impl in impls]
+    assert all(record.seconds for record in found)
+
+
+# --- what the figures are held against ------------------------------------------------------------------------------
+
+
+def test_n3_json_has_batch_overlap_and_lag_where_there_are() -> None:
+    records = [
+        Record("train:mlp", "aiodist:datapar", 2, seconds=0.1, batch=32, overlap=0.9, loop_lag=0.002),
+        Record("train:mlp", "none", 2, seconds=0.1, batch=32),
+    ]
+    ours, none = json.loads(dumps(records))
+    assert (ours["batch"], ours["overlap"], ours["loop_lag"]) == (32, 0.9, 0.002)
+    assert none["batch"] == 32
+    assert not {"overlap", "loop_lag", "value"} & set(none)
+    assert loads(dumps(records)) == records
+
+
+def step(model: str, batch: int, impl: str, milliseconds: float, lag: float | None = None) -> Record:
+    return Record(f"train:{model}", impl, 2, seconds=milliseconds / 1e3, batch=batch, loop_lag=lag)
+
+
+def test_n3_steps_are_held_against_those_of_the_same_run() -> None:
+    records = [
+        step("mlp", 32, "aiodist:datapar", 72, 0.006),
+        step("mlp", 32, "aiodist:pipelined", 70),
+        step("mlp", 32, "none", 60),
+        step("mlp", 32, "ddp", 90),
+        step("conv", 32, "aiodist:datapar", 66),
+        step("conv", 32, "none", 60),
+        step("tiny1000", 1, "aiodist:datapar", 14),
+        step("tiny1000", 1, "none", 12),
+    ]
+    found = {verdict.what: (round(verdict.value, 3), verdict.target, verdict.reached) for verdict in verdicts(records)}
+    assert found == {
+        "mlp 32 aiodist:datapar / none": (1.2, 1.35, True),
+        "mlp 32 aiodist:datapar / ddp": (0.8, 1.0, True),
+        "mlp 32 aiodist:pipelined / datapar": (0.972, 1.0, True),
+        "conv 32 aiodist:datapar / none": (1.1, 1.06, False),
+        "tiny1000 1 aiodist:datapar - none, a parameter": (2.0, 3.0, True),
+        "mlp 32 aiodist:datapar, loop lag": (6.0, 5.0, False),
+    }
+
+
+def test_n3_epochs_are_held_against_the_slower_of_loader_and_step() -> None:
+    def epochs(op: str, ranks: int) -> list[Record]:
+        figures = {"aiodist:prefetch": 0.21, "plain": 0.39, "loader": 0.2, "step": 0.19}
+        return [Record(op, impl, ranks, seconds=seconds, affinity=(0, 1)) for impl, seconds in figures.items()]
+
+    (verdict,) = verdicts(epochs("prefetch", 2))
+    assert (round(verdict.value, 3), verdict.target, verdict.reached) == (1.05, 1.1, True)
+    assert verdicts(epochs("prefetch:cpu", 2)) == []  # two cores cannot do the work of four
+    assert len(verdicts(epochs("prefetch:cpu", 1))) == 1
+
+
+def test_n3_jobs_are_held_against_ddp() -> None:
+    def both(op: str, ours: float, ddp: float, seconds: float | None = None) -> list[Record]:
+        return [
+            Record(op, "aiodist:datapar", 2, seconds=seconds, value=ours),
+            Record(op, "ddp", 2, seconds=seconds, value=ddp),
+        ]
+
+    records = [
+        *both("end2end:digits", 1200.0, 1000.0, 3.0),
+        *both("end2end:digits:accuracy", 0.95, 0.98),
+        *both("end2end:lines", 50.0, 60.0),
+    ]
+    assert [(verdict.what, verdict.reached) for verdict in verdicts(records)] == [
+        ("end2end:digits, samples/s / ddp", True),
+        ("end2end:digits:accuracy - ddp", False),
+        ("end2end: lines of code / ddp", True),
+    ]
+
+
+def test_n3_lines_of_code(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    code = 'x = (\n    1,\n)\n\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
+    file.write_text('"""Doc,\nof two lines."""\n\n# comment\n' + code)
+    assert endtoend.lines_of_code(file) == 6

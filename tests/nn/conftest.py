@@ -1,0 +1,115 @@
+"""What the tests of nn share: small models, data for each rank and step, and the loop of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+Make = Callable[[], nn.Module]
+Loss = Callable[[Any, int, int], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors and ranks that share two cores: torch's own threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Mlp(nn.Sequential):
+    """Three layers in float64, the same for the same seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.double()
+
+
+class Trial:
+    """A model, what it is trained on, and what one process makes of it."""
+
+    OPTIMIZERS: ClassVar[dict[str, Callable[[Any], Optimizer]]] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+        "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.02, weight_decay=0.01),
+    }
+    Mlp = Mlp
+
+    @staticmethod
+    def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Return what `rank` trains on in a step: `(4, 6)` and `(4, 3)`."""
+        drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64)
+        return drawn[:, :6].to(dtype), drawn[:, 6:].to(dtype)
+
+    @classmethod
+    def loss(cls, module: Any, rank: int, step: int) -> Tensor:
+        x, y = cls.batch(rank, step)
+        return mse_loss(module(x), y)
+
+    @classmethod
+    def joined(cls, module: nn.Module, size: int, step: int) -> Tensor:
+        """Return the loss of the joined batch of all ranks."""
+        x, y = (torch.cat(parts) for parts in zip(*(cls.batch(rank, step) for rank in range(size)), strict=True))
+        return mse_loss(module(x), y)
+
+    @classmethod
+    def alone(
+        cls,
+        size: int,
+        steps: int,
+        *,
+        make: Make = Mlp,
+        loss: Loss | None = None,
+        optimizer: str | Callable[[Any], Optimizer] = "sgd",
+        op: str = "mean",
+        every: int = 1,
+    ) -> nn.Module:
+        """Return the module after `steps` steps of one process, on the losses of all ranks; one update in `every`."""
+        module = make()
+        opt = (cls.OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer)(list(module.parameters()))
+        for step in range(steps):
+            if step % every == 0:
+                opt.zero_grad()
+            losses = [(loss or cls.loss)(module, rank, step) for rank in range(size)]
+            total = torch.stack(losses).sum()
+            (total / size if op == "mean" else total).backward()
+            if step % every == every - 1:
+                opt.step()
+        return module
+
+    @staticmethod
+    def assert_same(seen: Any, expected: nn.Module, *, buffers: bool = False) -> None:
+        """Compare all parameters: relative 1e-6 for float64, by the dtype otherwise."""
+        ours = dict(seen.named_parameters())
+        theirs = dict(expected.named_parameters())
+        if buffers:
+            ours |= dict(seen.named_buffers())
+            theirs |= dict(expected.named_buffers())
+        assert ours.keys() == theirs.keys()
+        for name, parameter in ours.items():
+            double = parameter.dtype is torch.float64
+            how: dict[str, float] = {"rtol": 1e-6, "atol": 1e-9} if double else {}
+            torch.testing.assert_close(parameter, theirs[name], msg=lambda text, name=name: f"{name}: {text}", **how)
+
+    @staticmethod
+    def assert_same_gradients(seen: Any, expected: nn.Module) -> None:
+        """Compare all gradients, None with None."""
+        for (name, ours), theirs in zip(seen.named_parameters(), expected.parameters(), strict=True):
+            if theirs.grad is None:
+                assert ours.grad is None, name
+            else:
+                assert ours.grad is not None, name
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.fixture
+def trial() -> type[Trial]:
+    return Trial

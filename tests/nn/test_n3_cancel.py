@@ -1,0 +1,260 @@
+"""N3: cancelling an await stops neither a step nor a transfer; the next step works, and all ranks stay in step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel
+from aiodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+STEPS = 3
+
+
+class Gate:
+    """Where the compute thread stops until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.reached = asyncio.Event()
+        self.go = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.reached.set)
+        assert self.go.wait(30)
+
+
+class Pause(torch.autograd.Function):
+    """The identity, whose backward calls something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call()
+        return grads[0], None
+
+
+def pausing(net: Any, where: str, gate: Gate) -> Callable[[Any], Tensor]:
+    """Return a forward that goes through the gate there."""
+
+    def forward(x: Any) -> Tensor:
+        first, *others = net.module
+        if where == "forward":
+            gate()
+        y = first(x)
+        if where == "backward":  # the last layers' gradients are on their way by then
+            y = Pause.apply(y, gate)  # type: ignore[no-untyped-call]
+        return torch.nn.Sequential(*others)(y)  # type: ignore[no-any-return]
+
+    return forward
+
+
+async def give_up(work: asyncio.Task[Any]) -> None:
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+async def test_n3_a_step_that_has_begun_ends(coll: Communicator, trial: type[Trial], where: str, who: set[int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(STEPS):
+        gate = Gate()
+        forward = pausing(net, where, gate)
+        work = asyncio.ensure_future(net.step(lambda step=step, f=forward: trial.loss(f, coll.rank, step), opt))
+        await gate.reached.wait()
+        if coll.rank in who:
+            await give_up(work)
+            gate.go.set()
+        else:
+            gate.go.set()
+            await work
+    await net.run(int)  # behind the last step
+    trial.assert_same(net, trial.alone(2, STEPS, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, trial: type[Trial], until: Any) -> None:
+    """This rank's backward is over; its reductions wait for the other rank."""
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    for step in range(STEPS):
+        last = net.reducer.last
+        if coll.rank == step % 2:
+            await coll.barrier()
+            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        else:
+            work = asyncio.ensure_future(net.step(lambda step=step: trial.loss(net, coll.rank, step), opt))
+            await until(lambda last=last: net.reducer.last is not last and net.reducer.last.closed)
+            await give_up(work)
+            await coll.barrier()
+    await net.run(int)
+    trial.assert_same(net, trial.alone(2, STEPS, optimizer="adam"))
+
+
+async def _cancel(work: Awaitable[Any], passed: asyncio.Event) -> None:
+    task = asyncio.ensure_future(work)
+    await passed.wait()
+    await give_up(task)
+
+
+async def _wait_for(work: Awaitable[Any], passed: asyncio.Event) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(work, 0.1)
+
+
+async def _timeout(work: Awaitable[Any], passed: asyncio.Event) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await work
+
+
+async def _our_timeout(work: Awaitable[Any], passed: asyncio.Event) -> None:
+    with pytest.raises(aiodist.OperationTimeout):
+        async with aiodist.timeout(0.1):
+            await work
+
+
+async def _task_group(work: Awaitable[Any], passed: asyncio.Event) -> None:
+    async def step() -> None:
+        await work
+
+    with pytest.raises(ExceptionGroup):  # noqa: PT012  - a group is what is tested
+        async with asyncio.TaskGroup() as group:
+            group.create_task(step())
+            await passed.wait()
+            raise ValueError
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", [_cancel, _wait_for, _timeout, _our_timeout, _task_group])
+async def test_n3_any_way_of_giving_up(coll: Communicator, trial: type[Trial], way: Any) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(STEPS):
+        gate = Gate()
+        forward = pausing(net, "backward", gate)
+        await way(net.step(lambda step=step, f=forward: trial.loss(f, coll.rank, step), opt), gate.reached)
+        gate.go.set()
+    gate = Gate()
+    await net.run(net.zero_grad)
+    loss = await net.run(trial.loss, pausing(net, "backward", gate), coll.rank, STEPS)
+    await way(net.backward(loss), gate.reached)
+    gate.go.set()
+    await net.run(opt.step)
+    trial.assert_same(net, trial.alone(2, STEPS + 1, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
+async def test_n3_cancelled_at_every_point(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    points = 15
+    for step in range(points):
+        made: list[int] = []
+
+        def forward(step: int = step, made: list[int] = made) -> Tensor:
+            made.append(step)
+            return trial.loss(net, coll.rank, step)
+
+        work = asyncio.ensure_future(net.step(forward, opt))
+        if coll.rank not in who:
+            await work
+            continue
+        for _ in range(step):
+            await asyncio.sleep(0)
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        await net.run(int)
+        if not made:  # it never began
+            await net.step(forward, opt)
+    trial.assert_same(net, trial.alone(2, points, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
+async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    points = 15
+    for step in range(points):
+        await net.run(opt.zero_grad)
+        loss = await net.run(trial.loss, net, coll.rank, step)
+        work = asyncio.ensure_future(net.backward(loss))
+        if coll.rank in who:
+            for _ in range(step):
+                await asyncio.sleep(0)
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            await net.run(int)
+            if net.statistics().passes == step:
+                await net.backward(loss)
+        else:
+            await work
+        await net.run(opt.step)
+    trial.assert_same(net, trial.alone(2, points))
+
+
+def test_n3_a_late_rank_is_told_and_the_step_goes_on(trial: type[Trial]) -> None:
+    told = asyncio.Event()
+
+    async def main() -> None:
+        async with aiodist.init(timeout=5) as coll:
+            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+            opt = trial.OPTIMIZERS["momentum"](net.parameters())
+            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            if coll.rank == 0:
+                with pytest.raises(aiodist.OperationTimeout, match="late: rank 1") as caught:
+                    await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+                assert list(caught.value.late) == [1]
+                told.set()
+            else:
+                await told.wait()
+                await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+            await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
+            trial.assert_same(net, trial.alone(2, 3, optimizer="momentum"))
+
+    run_ranks(2, main)
+
+
+@pytest.mark.ranks(2)
+async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator, trial: type[Trial]) -> None:
+    """What is added up here must not be added to what is still being reduced, nor to a sum that all ranks share."""
+    for op in ("mean", "sum"):
+        net = await DataParallel.create(trial.Mlp(), coll, op=op, **SMALL)
+        gate = Gate()
+        work = asyncio.ensure_future(net.backward(trial.loss(pausing(net, "backward", gate), coll.rank, 0)))
+        await gate.reached.wait()
+        await give_up(work)
+        with net.no_sync():
+            gate.go.set()
+            await net.backward(trial.loss(net, coll.rank, 1))
+        await net.backward(trial.loss(net, coll.rank, 2))
+        expected = trial.Mlp()
+        for step in range(3):
+            (sum(trial.loss(expected, rank, step) for rank in range(2)) / (2 if op == "mean" else 1)).backward()
+        trial.assert_same_gradients(net, expected)
+        await net.aclose()

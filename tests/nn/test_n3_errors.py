@@ -1,0 +1,275 @@
+"""N3: what one rank raises is raised there, told to the others, changes no parameter, and the next step works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt is one."""
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.error
+
+
+Fail = Callable[[Any, Callable[[Any], Tensor], BaseException], Tensor]
+
+
+def in_forward(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
+    raise error
+
+
+def in_backward(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
+    """Raise when the last layer's gradients are on their way already."""
+    first, *others = net.module
+    return loss(lambda x: torch.nn.Sequential(*others)(Broken.apply(first(x), error)))
+
+
+def in_the_beginning_of_backward(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
+    return Broken.apply(loss(net), error)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_a_hook(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        raise error
+
+    handle = net.module[2].weight.register_hook(hook)
+    return loss(net)
+
+
+def in_a_hook_behind_ours(net: Any, loss: Callable[[Any], Tensor], error: BaseException) -> Tensor:
+    def hook(parameter: Tensor) -> None:
+        handle.remove()
+        raise error
+
+    handle = net.module[2].weight.register_post_accumulate_grad_hook(hook)
+    return loss(net)
+
+
+WAYS: list[Fail] = [in_forward, in_backward, in_the_beginning_of_backward, in_a_hook, in_a_hook_behind_ours]
+
+
+def parameters_of(net: DataParallel) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("failing", [{0}, {2}, {0, 1}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+async def test_n3_an_error_is_raised_there_and_told_to_the_others(
+    coll: Communicator, trial: type[Trial], way: Fail, failing: set[int]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(3):
+        for kind in (ValueError, Stop):
+            before = parameters_of(net)
+            if coll.rank in failing:
+                with pytest.raises(kind, match="no luck"):
+                    await net.step(
+                        lambda kind=kind, step=step: way(
+                            net, lambda run: trial.loss(run, coll.rank, step), kind("no luck")
+                        ),
+                        opt,
+                    )
+            else:
+                with pytest.raises(aiodist.RemoteError, match=f"{kind.__name__}: no luck") as caught:
+                    await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+                assert caught.value.raised_by in failing
+                assert __file__ in caught.value.traceback
+                for rank in failing:
+                    assert str(rank) in str(caught.value)
+            assert all(map(torch.equal, before, parameters_of(net)))
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    trial.assert_same(net, trial.alone(3, 3, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_an_error_of_backward(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    for _ in range(2):
+        loss = trial.loss(net, coll.rank, 0)
+        if coll.rank:
+            with pytest.raises(ValueError, match="no luck"):
+                await net.backward(Broken.apply(loss, ValueError("no luck")))  # type: ignore[no-untyped-call]
+        else:
+            with pytest.raises(aiodist.RemoteError, match="no luck"):
+                await net.backward(loss)
+        net.zero_grad()
+        await net.backward(trial.loss(net, coll.rank, 0))
+        expected = trial.Mlp()
+        trial.joined(expected, 2, 0).backward()
+        trial.assert_same_gradients(net, expected)
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "a number": (lambda loss: loss.item(), TypeError, "forward returned float: expected the loss"),
+    "None": (lambda loss: None, TypeError, "forward returned NoneType"),
+    "a vector": (lambda loss: torch.stack([loss, loss]), RuntimeError, "scalar"),
+    "no graph": (lambda loss: loss.detach(), RuntimeError, "does not require grad"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", WRONG)
+async def test_n3_a_loss_that_is_none(coll: Communicator, trial: type[Trial], what: str) -> None:
+    spoil, kind, text = WRONG[what]
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for wrong in range(2):
+        expected = kind if coll.rank == wrong else aiodist.RemoteError
+        with pytest.raises(expected, match=text):
+            await net.step(
+                lambda wrong=wrong: (spoil if coll.rank == wrong else lambda x: x)(trial.loss(net, coll.rank, 0)), opt
+            )
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'\d\.(weight|bias)' got a gradient outside of net\.step"):
+            trial.loss(net, coll.rank, 0).backward()
+        with pytest.raises(RuntimeError, match="outside of net"):
+            await net.run(lambda: trial.loss(net, coll.rank, 0).backward())
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_parameter_unfrozen_later_is_an_error(coll: Communicator, trial: type[Trial]) -> None:
+    module = trial.Mlp()
+    module[0].weight.requires_grad_(False)
+    net = await DataParallel.create(module, coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    before = parameters_of(net)
+    for who in ({1}, {0, 1}):
+        module[0].weight.requires_grad_(coll.rank in who)
+        expected = RuntimeError if coll.rank in who else aiodist.RemoteError
+        with pytest.raises(expected, match=r"'0\.weight' was frozen when DataParallel was made"):
+            await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+        assert all(map(torch.equal, before, parameters_of(net)))
+    module[0].weight.requires_grad_(False)
+    await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+    await assert_synchronized(module, coll)
+    await net.aclose()
+    module[0].weight.requires_grad_(True)
+    again = await DataParallel.create(module, coll)
+    await again.step(lambda: trial.loss(again, coll.rank, 2), opt)
+    await assert_synchronized(module, coll)
+    assert not torch.equal(before[0], module[0].weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+async def test_n3_modes_that_build_no_graph(coll: Communicator, trial: type[Trial], mode: Any) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for _ in range(2):
+        with mode(), pytest.raises(RuntimeError, match="does not require grad"):
+            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+        with torch.no_grad():
+            net.load_state_dict(trial.Mlp().state_dict())
+    with net.no_sync():
+        await net.backward(trial.loss(net, coll.rank, 0))
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_rank_that_failed_and_leaves_at_once(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+
+    def forward() -> Tensor:
+        if coll.rank:
+            raise ArithmeticError("no luck")
+        return trial.loss(net, coll.rank, 0)
+
+    with pytest.raises((aiodist.RemoteError, ArithmeticError)):
+        await net.step(forward, opt)
+    await net.aclose()
+    assert await coll.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_n3_an_error_of_the_optimizer(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+
+    def refuse(*args: object) -> None:
+        raise ArithmeticError("not today")
+
+    hook = opt.register_step_pre_hook(refuse)
+    before = parameters_of(net)
+    with pytest.raises(ArithmeticError, match="not today"):
+        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    assert all(map(torch.equal, before, parameters_of(net)))
+    hook.remove()
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
+
+
+@pytest.mark.ranks(3)
+async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Communicator, trial: type[Trial]) -> None:
+    module = trial.Mlp()
+    net = await DataParallel.create(module, coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+
+    def forward() -> Tensor:  # the other way about: the first layer's gradients come first
+        return module[4].weight.square().sum() + module[2].weight.square().sum() + module[0].weight.square().sum()
+
+    with pytest.raises((aiodist.RemoteError, RuntimeError)):
+        await net.step(forward if coll.rank != 1 else Tensor, opt)
+    await net.step(forward, opt)
+    await net.step(forward, opt)
+    names = [slot.name for bucket in net.reducer.buckets for slot in bucket.slots]
+    assert names[:3] == ["0.weight", "2.weight", "4.weight"]
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_lost_communicator_ends_the_step(coll: Communicator, trial: type[Trial]) -> None:
+    own = await coll.dup()
+    net = await DataParallel.create(trial.Mlp(), own)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    before = parameters_of(net)
+    if coll.rank:
+        net._coll.abort("had enough")
+    with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
+        await asyncio.wait_for(net.step(lambda: trial.loss(net, coll.rank, 1), opt), 100)
+    with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
+        await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+    assert all(map(torch.equal, before, parameters_of(net)))
+    assert await coll.allreduce(1) == 2

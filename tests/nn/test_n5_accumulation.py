@@ -1,0 +1,293 @@
+"""N5: gradients that add up, and parameters that are used seldom, often, or not at all, as in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import Communicator
+from aiodist.nn import DataParallel, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+BUCKETS: list[dict[str, int]] = [SMALL, {"bucket_bytes": 600, "first_bucket_bytes": 100}, {}]
+each_op = pytest.mark.parametrize("op", ["mean", "sum"])
+each_bucket = pytest.mark.parametrize("sizes", BUCKETS, ids=["each", "few", "all"])
+
+
+def gradients_of(trial: type[Trial], size: int, steps: range, op: str) -> nn.Module:
+    """Return a module with the gradients of one process that took these steps."""
+    module = trial.Mlp()
+    for step in steps:
+        losses = torch.stack([trial.loss(module, rank, step) for rank in range(size)])
+        (losses.mean() if op == "mean" else losses.sum()).backward()
+    return module
+
+
+@pytest.mark.ranks(1, 2, 3)
+@each_op
+@each_bucket
+async def test_n5_no_sync_adds_up_locally(
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    every = 3
+    for step in range(3 * every):
+        if step % every == 0:
+            opt.zero_grad()
+        if step % every < every - 1:
+            issued = net._coll.seq
+            with net.no_sync():
+                await net.backward(trial.loss(net, coll.rank, step))
+            assert net._coll.seq == issued
+        else:
+            await net.backward(trial.loss(net, coll.rank, step))
+            await net.run(opt.step)
+    trial.assert_same(net, trial.alone(coll.size, 3 * every, optimizer="adam", op=op, every=every))
+
+
+@pytest.mark.ranks(2)
+@each_bucket
+async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    for begin in (0, 3):
+        net.zero_grad()
+        with net.no_sync():
+            trial.loss(net, coll.rank, begin).backward()
+            with net.no_sync():
+                await net.run(lambda begin=begin: trial.loss(net, coll.rank, begin + 1).backward())
+        await net.backward(trial.loss(net, coll.rank, begin + 2))
+        trial.assert_same_gradients(net, gradients_of(trial, 2, range(begin, begin + 3), "mean"))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@each_op
+@each_bucket
+async def test_n5_gradients_that_are_not_forgotten_add_up(
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]
+) -> None:
+    """Backward onto gradients that are reduced already: the total is that of one process."""
+    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    for step in range(4):
+        await net.backward(trial.loss(net, coll.rank, step))
+        trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(step + 1), op))
+    with net.no_sync():
+        await net.backward(trial.loss(net, coll.rank, 4))
+    await net.backward(trial.loss(net, coll.rank, 5))
+    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(6), op))
+
+
+@pytest.mark.ranks(2)
+@each_op
+@each_bucket
+async def test_n5_retain_graph(coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    for _ in range(2):
+        net.zero_grad()
+        loss = trial.loss(net, coll.rank, 0)
+        for times in range(1, 4):
+            await net.backward(loss, retain_graph=times < 3)
+            expected = gradients_of(trial, 2, range(1), op)
+            for p in expected.parameters():
+                assert p.grad is not None
+                p.grad *= times
+            trial.assert_same_gradients(net, expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            await net.backward(loss)
+
+
+@pytest.mark.ranks(2)
+@each_bucket
+async def test_n5_a_gradient_is_given(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    x, _ = trial.batch(coll.rank, 0)
+    await net.backward(net(x), torch.full((4, 3), float(coll.rank + 1), dtype=torch.float64))
+    expected = trial.Mlp()
+    for rank in range(2):
+        expected(trial.batch(rank, 0)[0]).backward(torch.full((4, 3), (rank + 1) / 2, dtype=torch.float64))
+    trial.assert_same_gradients(net, expected)
+
+
+@pytest.mark.ranks(2)
+@each_bucket
+async def test_n5_inputs(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+    """Only those that are named get a gradient, in each of several backwards."""
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    expected = trial.Mlp()
+    for layer in (4, 0, 2, 4):
+        await net.backward(trial.loss(net, coll.rank, layer), inputs=[net.module[layer].weight])
+        trial.joined(expected, 2, layer).backward(inputs=[expected[layer].weight])
+        trial.assert_same_gradients(net, expected)
+
+
+# --- used seldom, often, or not at all -----------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """A layer for each way of being used; `frozen` ones have no gradient, `tied` one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.always = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+        self.on_rank_1 = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.half_frozen = nn.Linear(6, 6)
+        self.half_frozen.weight.requires_grad_(False)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.always.weight
+        self.double()
+
+    def forward(self, x: Tensor, rank: int, step: int) -> Tensor:
+        x = self.frozen(self.tied(torch.tanh(self.half_frozen(self.always(x)))))
+        if rank == 1:
+            x = self.on_rank_1(x)
+        if step % 3 == 2:
+            x = self.sometimes(torch.tanh(x))
+        return self.tied(x)[:, :3]
+
+
+def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
+    drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+    return mse_loss(module(drawn[:, :6], rank, step), drawn[:, 6:])
+
+
+@pytest.mark.ranks(1, 2, 3)
+@each_op
+@each_bucket
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+async def test_n5_unused_shared_and_frozen_parameters(
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int], optimizer: str
+) -> None:
+    """Adam and weight decay tell a gradient of zeros from none."""
+    net = await DataParallel.create(Parts(), coll, op=op, **sizes)
+    never = [p.detach().clone() for p in net.module.never.parameters()]
+    opt = trial.OPTIMIZERS[optimizer](net.parameters())
+    for step in range(7):
+        await net.step(lambda step=step: loss_of_parts(net, coll.rank, step), opt)
+        assert net.module.never.weight.grad is None
+        assert net.module.frozen.weight.grad is None
+        assert (net.module.on_rank_1.weight.grad is None) == (coll.size == 1)
+        assert (net.module.sometimes.weight.grad is None) == (step % 3 != 2)
+    expected = trial.alone(coll.size, 7, make=Parts, loss=loss_of_parts, optimizer=optimizer, op=op)
+    trial.assert_same(net, expected)
+    assert all(map(torch.equal, never, net.module.never.parameters()))
+    await assert_synchronized(net.module, coll)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_unused_in_some_backwards_of_an_accumulation(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(Parts(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    for step in range(8):
+        if step % 2 == 0:
+            opt.zero_grad()
+        await net.backward(loss_of_parts(net, coll.rank, step))
+        if step % 2:
+            await net.run(opt.step)
+    trial.assert_same(net, trial.alone(2, 8, make=Parts, loss=loss_of_parts, optimizer="adam", every=2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+async def test_n5_either_form_of_zero_grad(coll: Communicator, trial: type[Trial], set_to_none: bool) -> None:
+    for who in ("net", "opt"):
+        net = await DataParallel.create(Parts(), coll)
+        opt = trial.OPTIMIZERS["adam"](net.parameters())
+        alone = Parts()
+        theirs = trial.OPTIMIZERS["adam"](alone.parameters())
+        for step in range(6):
+            (net if who == "net" else opt).zero_grad(set_to_none=set_to_none)
+            theirs.zero_grad(set_to_none=set_to_none)
+            await net.backward(loss_of_parts(net, coll.rank, step))
+            (sum(loss_of_parts(alone, rank, step) for rank in range(2)) / 2).backward()
+            trial.assert_same_gradients(net, alone)
+            await net.run(opt.step)
+            theirs.step()
+        trial.assert_same(net, alone)
+        await net.aclose()
+
+
+# --- many kinds ------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Layers of four dtypes."""
+
+    DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Linear(6, 6).to(dtype) for dtype in self.DTYPES * 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x[:, :3].double()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@each_op
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+async def test_n5_mixed_dtypes(coll: Communicator, trial: type[Trial], op: str, bucket_bytes: int) -> None:
+    net = await DataParallel.create(Mixed(), coll, op=op, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    expected = trial.alone(coll.size, 3, make=Mixed, op=op)
+    for (name, ours), theirs in zip(net.named_parameters(), expected.parameters(), strict=True):
+        assert ours.dtype is theirs.dtype
+        assert ours.grad is not None
+        assert ours.grad.dtype is ours.dtype
+        rough = ours.dtype in (torch.bfloat16, torch.float16)
+        # All layers feed one another, so that the roughest dtype says how near any of them comes.
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.02, atol=0.02 if rough else 5e-3, msg=name)
+    await assert_synchronized(net.module, coll)
+
+
+@pytest.mark.ranks(2)
+@each_bucket
+async def test_n5_several_parameter_groups(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [{"params": [first], "lr": 0.2}, {"params": others, "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    opt = make(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    alone = trial.Mlp()
+    theirs = make(alone.parameters())
+    other_schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
+    for step in range(4):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        schedule.step()
+        theirs.zero_grad()
+        trial.joined(alone, 2, step).backward()
+        theirs.step()
+        other_schedule.step()
+    trial.assert_same(net, alone)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_two_nets_side_by_side(coll: Communicator, trial: type[Trial]) -> None:
+    one = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    other = await DataParallel.create(trial.Mlp(), coll)
+    opts = [trial.OPTIMIZERS["sgd"](net.parameters()) for net in (one, other)]
+    for step in range(3):
+        async with asyncio.TaskGroup() as group:
+            for net, opt in ((one, opts[0]), (other, opts[1]))[:: 1 if coll.rank else -1]:
+                group.create_task(net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt))
+    for net in (one, other):
+        trial.assert_same(net, trial.alone(2, 3))

@@ -1,0 +1,176 @@
+"""N8: gradients one after another as they arrive, while backward goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+FEW = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+
+
+def expected_of(trial: type[Trial], size: int, step: int) -> nn.Module:
+    module = trial.Mlp()
+    trial.joined(module, size, step).backward()
+    return module
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
+async def test_n8_each_gradient_once(
+    coll: Communicator, trial: type[Trial], sizes: dict[str, int]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    for step in range(3):
+        net.zero_grad()
+        expected = dict(expected_of(trial, coll.size, step).named_parameters())
+        names = {p: name for name, p in net.named_parameters()}
+        came: list[str] = []
+        async for parameter, grad in net.gradients(trial.loss(net, coll.rank, step)):
+            came.append(names[parameter])
+            torch.testing.assert_close(grad, expected[came[-1]].grad)
+            assert grad.shape == parameter.shape
+        assert sorted(came) == sorted(names.values())
+        if coll.size == 1:
+            assert came == [slot.name for bucket in net.reducer.buckets for slot in bucket.slots]
+        trial.assert_same_gradients(net, expected_of(trial, coll.size, step))
+
+
+class Held(torch.autograd.Function):
+    """The identity, whose backward waits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, go: threading.Event) -> Tensor:
+        ctx.go = go
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        assert ctx.go.wait(30)
+        return grads[0], None
+
+
+@pytest.mark.ranks(2)
+async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    await net.backward(trial.loss(net, coll.rank, 0))
+    net.zero_grad()
+    go = threading.Event()
+    first, *others = net.module
+
+    def forward(x: Tensor) -> Any:
+        return nn.Sequential(*others)(Held.apply(first(x), go))  # type: ignore[no-untyped-call]
+
+    came = 0
+    async for parameter, _ in net.gradients(trial.loss(forward, coll.rank, 1)):
+        came += 1
+        if came == 4:  # those of the last two layers; the first one's come only now
+            assert parameter is not first.weight
+            go.set()
+    assert came == 6
+    trial.assert_same_gradients(net, expected_of(trial, 2, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n8_unused_parameters(coll: Communicator, trial: type[Trial]) -> None:
+    """Those that other ranks used come last; those that none used do not come."""
+    module = nn.ModuleDict({name: nn.Linear(6, 3).double() for name in ("both", "one", "none")})
+    net = await DataParallel.create(module, coll, **SMALL)
+    x, y = trial.batch(coll.rank, 0)
+    for _ in range(2):
+        net.zero_grad()
+        out = module["both"](x) + (module["one"](x) if coll.rank == 0 else 0)
+        names = {p: name for name, p in net.named_parameters()}
+        loss = torch.nn.functional.mse_loss(out, y)
+        came = [names[p] async for p, grad in net.gradients(loss)]
+        assert sorted(came) == ["both.bias", "both.weight", "one.bias", "one.weight"]
+        if coll.rank == 1:
+            assert {name.partition(".")[0] for name in came[2:]} == {"one"}
+        assert module["none"].weight.grad is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
+async def test_n8_leaving_early(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for step in range(3):
+        net.zero_grad()
+        async for _ in net.gradients(trial.loss(net, coll.rank, 7)):
+            if coll.rank in who:
+                break
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    trial.assert_same(net, trial.alone(2, 3))
+
+
+@pytest.mark.ranks(2)
+async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator, trial: type[Trial]) -> None:
+    """Backward of the one goes on: what communicates next must not get among its reductions."""
+    module = nn.Sequential(trial.Mlp(), nn.BatchNorm1d(3).double())
+    net = await DataParallel.create(module, coll, **SMALL)
+    await net.backward(trial.loss(net, coll.rank, 0))
+    net.zero_grad()
+    go = threading.Event()
+    if coll.rank == 0:
+        go.set()
+    async for _ in net.gradients(trial.loss(lambda x: net(Held.apply(x.requires_grad_(), go)), coll.rank, 1)):  # type: ignore[no-untyped-call]
+        break
+    synchronized = net.synchronize_buffers()
+    go.set()
+    await synchronized
+    await net.aclose()
+    assert await coll.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_n8_errors(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    for _ in range(2):
+        net.zero_grad()
+        loss = trial.loss(net, coll.rank, 0)
+        if coll.rank:
+            loss = torch.stack([loss, loss])
+        with pytest.raises(aiodist.RemoteError if coll.rank == 0 else RuntimeError, match="scalar"):
+            async for _ in net.gradients(loss):
+                pass
+        net.zero_grad()
+        came = [p async for p, _ in net.gradients(trial.loss(net, coll.rank, 1))]
+        assert len(came) == 6
+        trial.assert_same_gradients(net, expected_of(trial, 2, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n8_a_user_who_raises(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    with pytest.raises(LookupError):
+        async for _ in net.gradients(trial.loss(net, coll.rank, 0)):
+            raise LookupError
+    arrived = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in net.gradients(trial.loss(net, coll.rank, 1)):
+            arrived.set()
+            await asyncio.Event().wait()
+
+    await net.run(net.zero_grad)
+    task = asyncio.ensure_future(consume())
+    await arrived.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await net.run(int)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
