@@ -94,7 +94,7 @@ class Bucket:
 
     def came(self) -> bool:
         """Every parameter has got a gradient in this pass."""
-        return all([slot.parameter.grad is not None for slot in self.slots])
+        return all(slot.parameter.grad is not None for slot in self.slots)
 
     def fill(self) -> None:
         """Take the gradients of its parameters into `data`; those that have none count as zeros.

@@ -417,9 +417,13 @@ class _Guest:
 
     async def release(self) -> None:
         net = self._net
-        net._refuses = "is closed"
-        await net.compute.aclose()
-        net.reducer.detach()
+        try:
+            if isinstance(net._optimizer, Driver):
+                await net._optimizer.flush()
+        finally:
+            net._refuses = "is closed"
+            await net.compute.aclose()
+            net.reducer.detach()
 
     def give_up(self) -> None:
         net = self._net

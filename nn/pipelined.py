@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.data_parallel import DataParallel
+from aiodist.nn.guards import Guards
 
 __all__ = ["PipelinedOptimizer"]
 
@@ -58,7 +58,9 @@ class PipelinedOptimizer:
         self._newest: Handle[None] | None = None
         """The end of the last step's reductions."""
         self._failed: BaseException | None = None
-        self._guards = Guards(net.module, self._parts, self._before)
+        self._guards = Guards(
+            net.module, {slot.parameter: part for part in self._parts for slot in part.bucket.slots}, self._before
+        )
 
     # --- for the user -------------------------------------------------------------------------------------------
 
@@ -204,115 +206,37 @@ def _told_by_the_next_step(handle: Handle[None]) -> None:
 
 
 class _Part:
-    """A bucket and its optimizer."""
+    """A bucket and its optimizer.
+
+    Updates are made by a twin of the optimizer, with the same state and groups of its own: the user changes learning
+    rates on another thread, just then.
+    """
 
     def __init__(self, bucket: Bucket, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         self.bucket = bucket
         self.optimizer = make_optimizer([cast(nn.Parameter, slot.parameter) for slot in bucket.slots])
+        self._twin: Optimizer = object.__new__(type(self.optimizer))
+        self._twin.__dict__.update(self.optimizer.__dict__)
+        self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
         self._settings: list[dict[str, Any]] = []
 
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""
-        groups = self.optimizer.param_groups
-        self._settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self._settings = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
 
     def step(self) -> None:
-        """Make the update with the settings that were kept; put back what was changed since."""
-        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for group, kept in zip(self.optimizer.param_groups, self._settings, strict=True):
-            newer = {name: group[name] for name, value in kept.items() if group[name] is not value}
-            changed.append((group, newer))
-            group.update({name: kept[name] for name in newer})
-        self.optimizer.step()
-        for group, newer in changed:
-            group.update(newer)
+        """Make the update with the settings that were kept; what the optimizer itself changes in them is kept."""
+        self._twin.state = self.optimizer.state
+        self._twin.param_groups = [dict(kept) for kept in self._settings]
+        self._twin.step()
+        for group, kept, now in zip(self.optimizer.param_groups, self._settings, self._twin.param_groups, strict=True):
+            group.update({name: value for name, value in now.items() if value is not kept.get(name)})
 
     def forget(self) -> None:
         """The gradients have served."""
         for slot in self.bucket.slots:
             slot.parameter.grad = None
-
-
-class Guards:
-    """Hooks before the forward of each module, which say whose updates it needs.
-
-    Where a parameter is used is learnt from the first forward: by the module that owns it, or, where that does not
-    run by itself (`MultiheadAttention` reads its `out_proj`), by the nearest one around it that does. What no module
-    around it accounts for is `early`: needed before forward begins.
-    """
-
-    def __init__(
-        self, module: nn.Module, parts: Sequence[_Part], before: Callable[[Sequence[_Part], bool], None]
-    ) -> None:
-        self.learnt = False
-        self.early: list[_Part] = []
-        self._module = module
-        self._parts = parts
-        self._before = before
-        self._training = False
-        self._seen: set[nn.Module] = set()
-        self._needs: dict[nn.Module, list[_Part]] = {}
-        self._hooks = [m.register_forward_pre_hook(_Hook(self._hook), prepend=True) for m in module.modules()]
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """What runs in this block is the forward of a step."""
-        self._training = True
-        try:
-            yield
-        finally:
-            self._training = False
-        if not self.learnt:
-            self._learn()
-            self.learnt = True
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook(self, module: nn.Module, args: object) -> None:
-        if self._training and not self.learnt:
-            self._seen.add(module)
-        self._before(self._needs.get(module, ()), self._training)
-
-    def _learn(self) -> None:
-        users: dict[nn.Parameter, list[nn.Module | None]] = {}
-        for name, module in self._module.named_modules(remove_duplicate=False):
-            for parameter in module.parameters(recurse=False):
-                users.setdefault(parameter, []).append(self._user(name))
-        for part in self._parts:
-            needed_by = {user for slot in part.bucket.slots for user in users[cast(nn.Parameter, slot.parameter)]}
-            if None in needed_by:
-                self.early.append(part)
-            for user in needed_by - {None}:
-                self._needs.setdefault(cast(nn.Module, user), []).append(part)
-
-    def _user(self, name: str) -> nn.Module | None:
-        """Return the module of that name, or the nearest around it, that ran."""
-        while (module := self._module.get_submodule(name)) not in self._seen:
-            if not name:
-                return None
-            name = name.rpartition(".")[0]
-        return module
-
-
-class _Hook:
-    """What a module calls before its forward; a copy of the module, or a pickle, has one that does nothing."""
-
-    def __init__(self, call: Callable[[nn.Module, object], None]) -> None:
-        self._call = call
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        self._call(module, args)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[[nn.Module, object], None]:
-    return _pass
-
-
-def _pass(module: nn.Module, args: object) -> None:
-    pass

@@ -216,8 +216,8 @@ class Reducer:
             if late:
                 self._learn_hooks()
                 return RuntimeError(
-                    f"parameter {late[0].name!r} got one more gradient in this backward than in earlier ones, after its "
-                    "bucket had gone: the next step sends it at its end, and learns from that"
+                    f"parameter {late[0].name!r} got one more gradient in this backward than in earlier ones, after "
+                    "its bucket had gone: the next step sends it at its end, and learns from that"
                 )
         return None
 
@@ -282,7 +282,8 @@ class Reducer:
         self._fired[index] = self._fired.get(index, 0) + 1
         if self._learning:
             return
-        if (number := self._sentinels.get(index)) is not None:
+        number = self._sentinels.get(index)
+        if number is not None and number not in self._due and not reduction.is_full(number):
             self._due.append(number)
         for number in [number for number in self._due if self._complete(self._buckets[number])]:
             self._due.remove(number)
