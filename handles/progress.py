@@ -31,7 +31,6 @@ from aiodist.handles.timers import Timers
 
 if TYPE_CHECKING:
     from aiodist.handles.handle import Handle
-    from aiodist.handles.scheduler import Scheduler
 
 __all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
@@ -82,8 +81,6 @@ class Progress:
         """How many streams of the host compute just now."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
-        self.scheduler: Scheduler | None = None
-        """Made by `Scheduler.current()` when somebody first asks."""
         self.watched = False
         """The progress thread knows of it."""
         self._thread_id = threading.get_ident()

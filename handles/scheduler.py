@@ -140,7 +140,11 @@ class Permit:
         self._held = True
         self.lane.granted += 1
         self.lane.scheduler.in_flight += self.nbytes
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give it back, or withdraw the request; a second time does nothing."""

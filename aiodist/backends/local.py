@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, uint8
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.backends.inplace import copy
 from aiodist.errors import BackendError
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
@@ -112,7 +113,7 @@ def _copy(message: _Message, receive: _Receive) -> None:
         receive.done(error)
         return
     if data.nbytes:
-        into.view(-1).view(uint8)[: data.nbytes].copy_(data.view(-1).view(uint8))
+        copy(into.view(-1).view(uint8)[: data.nbytes], data.view(-1).view(uint8))
     message.done(None)
     receive.done(None)
 

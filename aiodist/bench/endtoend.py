@@ -8,6 +8,7 @@ import tempfile
 import tokenize
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
@@ -33,7 +34,8 @@ async def measure(session: Session) -> list[Record]:
     if "datapar" in session.impls:
         programs["aiodist:datapar"], modules["aiodist:datapar"] = _ours, jobs_aiodist
     if "ddp" in session.plan.peers:
-        programs["ddp"], modules["ddp"] = _ddp, jobs_ddp
+        programs["ddp"], modules["ddp"] = partial(_ddp, 1), jobs_ddp
+        programs["ddp:0"] = partial(_ddp, 0)
     records = []
     with torch_threads(session.coll):
         for name in session.plan.models or JOBS:
@@ -50,9 +52,9 @@ async def _ours(session: Session, job: Job, folder: Path) -> Outcome:
     return await jobs_aiodist.train(job, session.coll, folder)
 
 
-async def _ddp(session: Session, job: Job, folder: Path) -> Outcome:
-    """On the loop's thread, which is the main thread, as its users run it."""
-    return jobs_ddp.train(job, folder)
+async def _ddp(workers: int, session: Session, job: Job, folder: Path) -> Outcome:
+    """On the main thread, as its users run it; best without workers where no core is free."""
+    return jobs_ddp.train(job, folder, workers)
 
 
 async def _measure(session: Session, name: str, job: Job, programs: dict[str, _Program]) -> list[Record]:

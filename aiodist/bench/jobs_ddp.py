@@ -23,14 +23,17 @@ from aiodist.bench.jobs import JOBS, Job, Outcome, save
 _States = Queue[dict[str, Tensor] | None]
 
 
-def train(job: Job, folder: Path) -> Outcome:
-    """Train with all ranks of the default process group; the others' threads run beside it."""
+def train(job: Job, folder: Path, workers: int = 1) -> Outcome:
+    """Train with all ranks of the default process group; evaluation and writer are threads beside it.
+
+    The loader prepares batches in `workers` processes, with 0 in the loop.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     net = DistributedDataParallel(job.build(), gradient_as_bucket_view=True)
     optimizer = job.optimizer(net.parameters())
     sampler: DistributedSampler[Any] = DistributedSampler(job.data, size, rank, drop_last=True)
     loader: DataLoader[Any] = DataLoader(
-        job.data, job.batch, sampler=sampler, drop_last=True, num_workers=1, persistent_workers=True
+        job.data, job.batch, sampler=sampler, drop_last=True, num_workers=workers, persistent_workers=workers > 0
     )
     to_evaluate, to_write = _States(), _States()
     accuracies: list[float] = []

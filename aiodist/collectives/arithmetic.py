@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aiodist.backends.mean import divide
+from aiodist.backends.inplace import copy, divide, writable
 from aiodist.types import ReduceOp
 
 __all__ = ["SUPPORTED", "check_op", "combine", "from_wire", "to_wire", "wire_op"]
@@ -55,7 +55,8 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
 
 def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
     """Combine `t` into `into`, elementwise, in place; both in wire dtype."""
-    _COMBINE[op](into, t)
+    with writable(into):
+        _COMBINE[op](into, t)
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:
@@ -79,4 +80,4 @@ def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
     if op is ReduceOp.MEAN:
         divide(wire, ranks)
     if wire.data_ptr() != t.data_ptr():
-        t.detach().view(-1).copy_(wire)
+        copy(t.view(-1), wire)

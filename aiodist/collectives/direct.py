@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.types import ReduceOp
@@ -37,7 +38,7 @@ def reduce(ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
     for rank in range(1, ep.size):
         combine(parts[0], parts[rank], op)
     if root:
-        t.copy_(parts[0])
+        copy(t, parts[0])
 
 
 def allreduce(ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
@@ -52,7 +53,7 @@ def allgather(ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Pr
     others = [rank for rank in range(ep.size) if rank != ep.rank]
     yield [ep.recv(blocks[rank], rank) for rank in others] + [ep.send(t, rank) for rank in others]
     if blocks[ep.rank].data_ptr() != t.data_ptr():
-        blocks[ep.rank].copy_(t)
+        copy(blocks[ep.rank], t)
 
 
 def reduce_scatter(ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp) -> Program[None]:
@@ -65,7 +66,7 @@ def reduce_scatter(ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], 
     total = parts[0].clone()
     for part in parts[1:]:
         combine(total, part, op)
-    out.copy_(total)
+    copy(out, total)
 
 
 def scan(ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
@@ -74,6 +75,6 @@ def scan(ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         before = torch.empty_like(t)
         yield [ep.recv(before, ep.rank - 1)]
         combine(before, t, op)
-        t.copy_(before)
+        copy(t, before)
     if ep.rank + 1 < ep.size:
         yield [ep.send(t, ep.rank + 1)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
+from aiodist.backends.inplace import copy
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
 from aiodist.errors import BackendError
 from aiodist.types import ANY
@@ -167,7 +168,7 @@ class Mailbox:
                 wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes), None)
 
         if message.data is not None:
-            flat.copy_(message.data)
+            copy(flat, message.data)
             finish(None)
         else:
             self._transport.irecv(flat, message.source, message.payload, finish)

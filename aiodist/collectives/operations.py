@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import META_BYTES, Meta, as_bytes, as_tensor, overlaps, pack_meta, unpack_meta
 from aiodist.collectives.primitives import Primitives
@@ -140,7 +141,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
         out = fit(out, _joined_shape(metas), t.dtype)
         parts = list(_flat(out).split([meta.numel for meta in metas]))
     yield [ep.recv(parts[rank], rank) for rank in others if parts[rank].numel()]
-    _flat(parts[root]).copy_(_flat(t))
+    copy(_flat(parts[root]), _flat(t))
     return parts if out is None else out
 
 
@@ -265,7 +266,7 @@ def _room(meta: Meta, out: Tensor | None) -> Tensor:
 
 def _into(t: Tensor, out: Tensor | None) -> Tensor:
     target = _room(Meta(t.dtype, tuple(t.shape)), out)
-    target.detach().copy_(t.detach())
+    copy(target, t)
     return target
 
 
@@ -273,7 +274,7 @@ def _copied(t: Tensor, out: Tensor) -> Tensor:
     if out is not t:
         out = fit(out, tuple(t.shape), t.dtype)
         if out.data_ptr() != t.data_ptr():
-            out.detach().copy_(t.detach())
+            copy(out, t)
     return out
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.program import Program
 from aiodist.types import ReduceOp
@@ -44,7 +45,7 @@ def copied_to_all(program: Program[Any], ts: list[Tensor]) -> Program[list[Tenso
     """Copy the first tensor, which `program` fills, into the others."""
     yield from program
     for t in ts[1:]:
-        t.detach().view(-1).copy_(ts[0].detach().view(-1))
+        copy(t.view(-1), ts[0].view(-1))
     return ts
 
 

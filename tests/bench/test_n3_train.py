@@ -272,11 +272,14 @@ def test_n3_jobs_are_held_against_ddp() -> None:
 
     records = [
         *both("end2end:digits", 1200.0, 1000.0, 3.0),
+        *both("end2end:transformer", 1200.0, 1000.0, 3.0),
+        Record("end2end:transformer", "ddp:0", 2, seconds=2.7, value=1100.0),
         *both("end2end:digits:accuracy", 0.95, 0.98),
         *both("end2end:lines", 50.0, 60.0),
     ]
     assert [(verdict.what, verdict.reached) for verdict in verdicts(records)] == [
         ("end2end:digits, samples/s / ddp", True),
+        ("end2end:transformer, samples/s / ddp", False),
         ("end2end:digits:accuracy - ddp", False),
         ("end2end: lines of code / ddp", True),
     ]

@@ -494,3 +494,24 @@ async def test_c1_several_root_broadcasts_and_barriers(coll: Communicator) -> No
     for root in range(coll.size):
         assert await coll.broadcast(torch.tensor([coll.rank]), root) == root
         await coll.barrier()
+
+
+@pytest.mark.ranks(1, 2, 3, backend="local")
+@processes
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+async def test_c1_tensors_of_inference_mode(coll: Communicator, kind: torch.dtype) -> None:
+    """An evaluation runs in inference mode, and whoever resumes its operations does not."""
+    size = coll.size
+    with torch.inference_mode():
+        t, out = torch.full((3,), coll.rank + 1.0, dtype=kind), torch.zeros(3, dtype=kind)
+        assert await coll.allreduce(coll.rank + 1.0, "mean") == (size + 1) / 2
+        assert (await coll.allreduce(t, out=out)).tolist() == [size * (size + 1) / 2] * 3
+        assert (await coll.allreduce(t.clone(), "max")).tolist() == [size] * 3
+        assert (await coll.scan(t.clone())).tolist() == [(coll.rank + 1) * (coll.rank + 2) / 2] * 3
+        assert (await coll.broadcast(t.clone(), root=size - 1)).tolist() == [size] * 3
+        assert torch.cat(await coll.allgather(t)).tolist() == [float(r + 1) for r in range(size) for _ in range(3)]
+        sent = coll.send(t, (coll.rank + 1) % size)
+        assert (await coll.recv(out, (coll.rank - 1) % size)).tolist() == [(coll.rank - 1) % size + 1] * 3
+        await sent
+        assert (await coll.reduce_scatter(torch.ones(size, dtype=kind))).tolist() == [size]
+    assert not out.requires_grad

@@ -277,7 +277,8 @@ async def until(true: Callable[[], object], meanwhile: Callable[[], object] = la
     end = monotonic() + 15
     while not true():
         assert monotonic() < end, "it never came true"
-        await turns(20)
+        await turns(5)
+        await asyncio.to_thread(lambda: None)  # lets the others have the interpreter
         meanwhile()
 
 
@@ -521,7 +522,9 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator) -> None:
 
     net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
     opt = PipelinedOptimizer(net, lambda params: Spy(params, lr=0.1))
-    await train(net, opt, coll, held=Held(net))
+    held = Held(net)
+    await train(net, opt, coll, held=held)
+    held.holding = lambda t: False
     await train(net, opt, coll)
     assert threads == {await net.run(lambda: threading.current_thread().name)}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import aiodist
+from aiodist.streams import HostStream
 from aiodist.testing import Deadlock, gather_ranks, run_ranks
 
 
@@ -286,3 +287,12 @@ async def test_t2_gather_ranks_uses_the_running_loop() -> None:
 
     assert await gather_ranks(4, main) == [6] * 4
     assert set(loops) == {asyncio.get_running_loop()}
+
+
+def test_t2_the_clock_waits_for_a_stream_of_the_host() -> None:
+    async def main() -> float:
+        async with aiodist.init(), HostStream("compute") as compute:
+            await compute.submit(time.sleep, 0.2)
+            return asyncio.get_running_loop().time()
+
+    assert max(run_ranks(2, main, timeout=86400)) < 60

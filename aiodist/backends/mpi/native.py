@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
-from aiodist.backends.mean import divide
+from aiodist.backends.inplace import copy, divide
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, bytes_of, join, spec, start
 from aiodist.handles import LARGE_BYTES
@@ -189,7 +189,7 @@ def _widened(t: Tensor, op: ReduceOp, done: Done, into: Tensor | None) -> tuple[
 
     def narrowed(error: BaseException | None) -> None:
         if error is None and into is not None:
-            into.copy_(wide)
+            copy(into, wide)
         done(error)
 
     return wide, narrowed

@@ -1,0 +1,296 @@
+"""N11: ranks whose data end early wait for those that go on, and in the end all have the same."""
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+
+UNEVEN: dict[int, list[tuple[int, ...]]] = {
+    1: [(3,), (0,)],
+    2: [(3, 1), (0, 2), (2, 2), (0, 0)],
+    3: [(1, 4, 2), (2, 0, 0), (0, 0, 3)],
+    4: [(3, 0, 5, 1), (1, 1, 1, 2)],
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def loss_of(module: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
+    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (module(x) * torch.tensor([1.0, 2.0], dtype=torch.float64)).tanh().square().mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.02)
+
+
+def reference(
+    module: nn.Module,
+    opt: torch.optim.Optimizer,
+    counts: Sequence[int],
+    op: str = "mean",
+    first: int = 0,
+) -> nn.Module:
+    """Train in this process: in each step the mean, or the sum, over the ranks that still have data."""
+    for step in range(max(counts)):
+        active = [rank for rank, count in enumerate(counts) if step < count]
+        opt.zero_grad()
+        for rank in active:
+            (loss_of(module, rank, first + step) / (len(active) if op == "mean" else 1)).backward()
+        opt.step()
+    return module
+
+
+def check(module: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()), rtol=1e-6, atol=1e-9)
+
+
+def counts_of(coll: Communicator) -> list[tuple[int, ...]]:
+    return UNEVEN[coll.size]
+
+
+# --- the mean over those that have data ------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(2, backend=("mpi", "gloo"))
+@pytest.mark.parametrize("op", ["mean", "sum"])
+async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator, op: str) -> None:
+    for counts in counts_of(coll):
+        net = await DataParallel.create(build(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
+        opt = adam(net.parameters())
+        async with net.join(opt):
+            for step in range(counts[coll.rank]):
+                await net.step(lambda step=step: loss_of(net, coll.rank, step), opt)
+        expected = build()
+        plain = adam(expected.parameters())
+        check(net.module, reference(expected, plain, counts, op))
+        await assert_synchronized(list(net.parameters()), coll)
+        await assert_synchronized(opt.state_dict(), coll) if max(counts) else None
+        for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(opt.state[mine], plain.state[theirs], rtol=1e-6, atol=1e-12)
+        await net.aclose()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> None:
+    """Who is late changes, and there are even ones between; a step outside needs all ranks again."""
+    epochs = [counts for counts in counts_of(coll) if coll.size == 2 or counts != (2, 0, 0)]
+    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    expected = build()
+    plain = sgd(expected.parameters())
+    for epoch, counts in enumerate(epochs):
+        first = 10 * epoch
+        async with net.join(opt):
+            for step in range(counts[coll.rank]):
+                await net.step(lambda step=step: loss_of(net, coll.rank, first + step), opt)  # noqa: B023
+        reference(expected, plain, counts, first=first)
+        await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
+        check(net.module, expected)
+        await net.step(lambda: loss_of(net, coll.rank, first + 9), opt)  # noqa: B023
+        reference(expected, plain, [1] * coll.size, first=first + 9)
+    if pipelined:
+        await opt.flush()
+    check(net.module, expected)
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(2, backend="mpi")
+async def test_n11_with_a_pipelined_optimizer(coll: Communicator) -> None:
+    for counts in counts_of(coll):
+        net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+        opt = PipelinedOptimizer(net, adam)
+        async with net.join(opt):
+            for step in range(counts[coll.rank]):
+                await net.step(lambda step=step: loss_of(net, coll.rank, step), opt)
+        expected = build()
+        check(net.module, reference(expected, adam(expected.parameters()), counts))
+        await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
+        net(torch.zeros(1, 4).double())  # nothing is pending
+        opt.close()
+        await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -> None:
+    """Where none is given; a rank that has made no step yet knows of none, which is told."""
+    net = await DataParallel.create(build(), coll)
+    opt = sgd(net.parameters())
+    counts = (1, 3)
+    async with net.join():
+        for step in range(counts[coll.rank]):
+            await net.step(lambda step=step: loss_of(net, coll.rank, step), opt)
+    expected = build()
+    check(net.module, reference(expected, sgd(expected.parameters()), counts))
+    await assert_synchronized(opt.state_dict(), coll)
+    await net.aclose()
+
+    net = await DataParallel.create(build(), coll)
+    fresh = sgd(net.parameters())
+    try:
+        async with net.join():
+            for step in range(2 * coll.rank):
+                await net.step(lambda step=step: loss_of(net, coll.rank, step), fresh)
+    except ValueError as error:
+        assert coll.rank == 0
+        assert "this rank has 0" in str(error)
+    else:
+        assert coll.rank == 1
+    await assert_synchronized(list(net.parameters()), coll)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
+    """Two backwards to a step, the first of them local."""
+    counts = counts_of(coll)[0]
+    net = await DataParallel.create(build(), coll, bucket_bytes=100, first_bucket_bytes=1)
+    opt = sgd(net.parameters())
+    async with net.join(opt):
+        for step in range(counts[coll.rank]):
+            opt.zero_grad()
+            with net.no_sync():
+                await net.backward(loss_of(net, coll.rank, 2 * step))
+            await net.backward(loss_of(net, coll.rank, 2 * step + 1))
+            opt.step()
+    expected = build()
+    plain = sgd(expected.parameters())
+    for step in range(max(counts)):
+        active = [rank for rank, count in enumerate(counts) if step < count]
+        plain.zero_grad()
+        for rank in active:
+            for part in (2 * step, 2 * step + 1):
+                (loss_of(expected, rank, part) / len(active)).backward()
+        plain.step()
+    check(net.module, expected)
+    await assert_synchronized(opt.state_dict(), coll)
+
+
+@pytest.mark.ranks(2)
+async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
+    """What `net.gradients` yields is the mean over those that have data already."""
+    counts = (1, 2)
+    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt = sgd(net.parameters())
+    expected = build()
+    plain = sgd(expected.parameters())
+    async with net.join(opt):
+        for step in range(counts[coll.rank]):
+            opt.zero_grad()
+            seen = {p: grad.clone() async for p, grad in net.gradients(loss_of(net, coll.rank, step))}
+            opt.step()
+            reference(expected, plain, [int(step < count) for count in counts], first=step)
+            for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(seen[mine], theirs.grad, rtol=1e-6, atol=1e-12)  # type: ignore[index]
+    for step in range(counts[coll.rank], 2):
+        reference(expected, plain, [int(step < count) for count in counts], first=step)
+    check(net.module, expected)
+
+
+@pytest.mark.ranks(3)
+async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
+    torch.manual_seed(3)
+    net = await DataParallel.create(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), coll)
+    opt = sgd(net.parameters())
+    async with net.join(opt):
+        for step in range(coll.rank):
+            await net.step(
+                lambda step=step: net(torch.randn(4, 4, dtype=torch.float64)).square().sum() + step, opt
+            )
+    assert net.module[1].num_batches_tracked == coll.rank  # type: ignore[index]
+    await assert_synchronized(list(net.parameters()), coll)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("where", ["loader", "forward"])
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where: str, pipelined: bool) -> None:
+    """The others get it as a RemoteError, those that wait at the end of the block too; then all go on together."""
+    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    counts = (1, 3, 5)  # rank 0 waits at the end when rank 1 fails
+
+    def forward(step: int) -> Tensor:
+        if where == "forward" and coll.rank == 1 and step == 2:
+            raise ArithmeticError("no more")
+        return loss_of(net, coll.rank, step)
+
+    raised: BaseException | None = None
+    try:
+        async with net.join(opt):
+            for step in range(counts[coll.rank]):
+                if where == "loader" and coll.rank == 1 and step == 2:
+                    raise ArithmeticError("no more")
+                await net.step(lambda step=step: forward(step), opt)
+    except (ArithmeticError, aiodist.RemoteError) as error:
+        raised = error
+    assert isinstance(raised, ArithmeticError if coll.rank == 1 else aiodist.RemoteError)
+    assert "no more" in str(raised)
+    # All have made the same passes; weights differ, as rank 0 has left early: start afresh.
+    net.load_state_dict(build().state_dict())
+    if pipelined:
+        opt.close()
+    fresh: Any = PipelinedOptimizer(net, adam) if pipelined else adam(net.parameters())
+    async with net.join(fresh):
+        for step in range(1 + coll.rank):
+            await net.step(lambda step=step: loss_of(net, coll.rank, step), fresh)
+    expected = build()
+    check(net.module, reference(expected, adam(expected.parameters()), (1, 2, 3)))
+
+
+@pytest.mark.ranks(2)
+async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator) -> None:
+    net = await DataParallel.create(build(), coll)
+    opt = sgd(net.parameters())
+    stop = asyncio.Event()
+
+    async def train() -> None:
+        async with net.join(opt):
+            for step in range(2):
+                await net.step(lambda: loss_of(net, coll.rank, step), opt)  # noqa: B023
+                if coll.rank == 0:
+                    stop.set()
+                    await asyncio.get_running_loop().create_future()
+
+    task = asyncio.ensure_future(train())
+    if coll.rank == 0:
+        await stop.wait()
+        task.cancel()
+    with pytest.raises((asyncio.CancelledError, aiodist.RemoteError)) as caught:
+        await task
+    assert isinstance(caught.value, asyncio.CancelledError if coll.rank == 0 else aiodist.RemoteError)
+    await coll.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_n11_after_the_block_a_step_counts_all_ranks(coll: Communicator) -> None:
+    """A rank that has nothing to bring any more is waited for outside of the block, and its zeros count."""
+    net = await DataParallel.create(build(), coll)
+    opt = sgd(net.parameters())
+    async with net.join(opt):
+        pass
+    before = copy.deepcopy(net.module)
+    await net.step(lambda: loss_of(net, 0, 0) * (1 - coll.rank), opt)
+    plain = sgd(before.parameters())
+    (loss_of(before, 0, 0) / 2).backward()
+    plain.step()
+    check(net.module, before)

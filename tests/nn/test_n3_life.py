@@ -1,0 +1,235 @@
+"""N3: the compute thread, the modes that it runs in, and how a net ends: in order, with its communicator, or in ruins."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel
+from aiodist.testing import gather_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+
+
+def compute_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
+
+
+@pytest.mark.ranks(2)
+async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    seen: list[tuple[str, int]] = []
+
+    def note(what: str, *_: object) -> None:
+        seen.append((what, threading.get_ident()))
+
+    net.module[0].weight.register_hook(lambda *_: note("backward"))
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt.register_step_pre_hook(lambda *_: note("optimizer"))
+
+    def forward() -> Tensor:
+        note("forward")
+        return trial.loss(net, coll.rank, 0)
+
+    first = net.run(note, "first")
+    step = asyncio.ensure_future(net.step(forward, opt))
+    await asyncio.sleep(0)
+    last = net.run(note, "last")
+    assert await net.run(lambda a, b: a + b, 2, b=3) == 5
+    await aiodist.gather(first, last)
+    await step
+    loss = await net.run(forward)
+    await net.backward(loss)
+    order = ["first", "forward", "backward", "optimizer", "last", "forward", "backward"]
+    assert [what for what, _ in seen] == order
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await net.run(lambda: 1 / 0)
+
+
+@pytest.mark.ranks(2)
+async def test_n3_the_loop_goes_on_meanwhile(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    go = threading.Event()
+
+    def forward() -> Tensor:
+        assert go.wait(30)
+        return trial.loss(net, coll.rank, 0)
+
+    step = asyncio.ensure_future(net.step(forward, opt))
+    assert await coll.allreduce(1) == 2
+    go.set()
+    assert (await step).shape == ()
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_closed_net_says_so(coll: Communicator, trial: type[Trial]) -> None:
+    async with await DataParallel.create(trial.Mlp(), coll) as net:
+        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    loss = trial.loss(net, coll.rank, 1)
+
+    async def each() -> None:
+        async for _ in net.gradients(loss):
+            pass
+
+    async def join() -> None:
+        async with net.join():
+            pass
+
+    async def run() -> None:
+        await net.run(int)
+
+    async def synchronize() -> None:
+        await net.synchronize_buffers()
+
+    for call in (lambda: net.step(lambda: loss, opt), lambda: net.backward(loss), each, join, run, synchronize):
+        with pytest.raises(RuntimeError, match="this DataParallel is closed"):
+            await call()
+    await net.aclose()
+    assert net.statistics().passes == 1
+    assert net.state_dict().keys() == trial.Mlp().state_dict().keys()
+
+
+@pytest.mark.ranks(2)
+async def test_n3_what_was_asked_is_done_before_it_closes(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    step = asyncio.ensure_future(net.step(lambda: trial.loss(net, coll.rank, 0), opt))
+    await asyncio.sleep(0)
+    await net.aclose()
+    await step
+    trial.assert_same(net, trial.alone(2, 1))
+
+
+def test_n3_the_world_closes_what_was_left_open(trial: type[Trial]) -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            nets = [await DataParallel.create(trial.Mlp(), coll) for _ in range(2)]
+            group = await coll.dup()
+            nets.append(await DataParallel.create(trial.Mlp(), group))
+            for net in nets:
+                opt = trial.OPTIMIZERS["sgd"](net.parameters())
+                await net.step(lambda net=net: trial.loss(net, coll.rank, 0), opt)
+            await group.aclose()
+            with pytest.raises(RuntimeError, match="closed"):
+                net.run(int)
+            assert len(compute_threads()) <= 5
+        for net in nets:
+            with pytest.raises(RuntimeError, match="closed"):
+                net.run(int)
+            trial.loss(net, 0, 0).backward()  # no hook is left
+
+    run_ranks(2, main)
+    assert compute_threads() == []
+
+
+@pytest.mark.parametrize("when", ["idle", "in a step", "in backward", "the others' step"])
+def test_n3_a_program_that_fails_ends(trial: type[Trial], when: str) -> None:
+    """With a net open, whatever that does just now; what is not closed would warn, and warnings are errors here."""
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+            opt = trial.OPTIMIZERS["sgd"](net.parameters())
+            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            reached = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            if when == "idle" or (when == "the others' step" and coll.rank == 0):
+                raise LookupError("by design")
+            if when == "in backward":
+                loss = trial.loss(net, coll.rank, 0)
+                loss.register_hook(lambda grad: loop.call_soon_threadsafe(reached.set) and None)
+                work = asyncio.ensure_future(net.backward(loss))
+            else:
+
+                def forward() -> Tensor:
+                    loop.call_soon_threadsafe(reached.set)
+                    return trial.loss(net, coll.rank, 0)
+
+                work = asyncio.ensure_future(net.step(forward, opt))
+            await reached.wait()
+            if when == "the others' step":
+                await work
+            else:
+                work.cancel()
+                raise LookupError("by design")
+
+    with pytest.raises(LookupError, match="by design"):
+        run_ranks(2, main)
+    for thread in threading.enumerate():
+        if thread.name.startswith("aiodist-compute"):
+            thread.join(10)
+    assert compute_threads() == []
+
+
+# --- modes (H13) ---------------------------------------------------------------------------------------------------
+
+
+async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
+    """Under asyncio and uvloop: modes held across awaits here leak neither into the compute thread nor out of it."""
+    aiodist.isolate(asyncio.get_running_loop())
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+            opt = trial.OPTIMIZERS["momentum"](net.parameters())
+            other = nn.Linear(6, 3)
+            over = False
+            rounds = 0
+
+            async def evaluation() -> None:
+                nonlocal rounds
+                with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                    while not over:
+                        rounds += 1
+                        out = other(torch.ones(2, 6))
+                        assert out.dtype is torch.bfloat16
+                        assert not out.requires_grad
+                        await asyncio.sleep(0)
+                        seen = await net.run(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+                        assert seen == (False, True)
+
+            async def inference() -> None:
+                with torch.inference_mode():
+                    while not over:
+                        assert (torch.ones(1) * 2).is_inference()
+                        await asyncio.sleep(0)
+
+            def forward(step: int) -> Tensor:
+                assert torch.is_grad_enabled()
+                assert not torch.is_autocast_enabled("cpu")
+                torch.set_grad_enabled(False)  # and never back: it is this step's alone
+                torch.set_grad_enabled(True)
+                return trial.loss(net, coll.rank, step)
+
+            def leave_modes() -> None:
+                torch.set_grad_enabled(False)
+                torch.set_autocast_enabled("cpu", True)
+
+            tasks = [asyncio.create_task(task()) for task in (evaluation, inference)]
+            await asyncio.sleep(0)
+            for step in range(8):
+                await net.step(lambda step=step: forward(step), opt)
+                assert torch.is_grad_enabled()
+                await net.run(leave_modes)
+                assert torch.is_grad_enabled()
+                assert not torch.is_autocast_enabled("cpu")
+            over = True
+            await asyncio.gather(*tasks)
+            assert rounds > 1
+            trial.assert_same(net, trial.alone(2, 8, optimizer="momentum"))
+
+    await asyncio.wait_for(gather_ranks(2, main), 60)

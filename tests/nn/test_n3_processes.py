@@ -1,0 +1,98 @@
+"""N3 where each rank is a process: over MPI and gloo, in checked mode and without."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+FEW = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
+unchecked = pytest.mark.ranks(2, backend="mpi", checked=False)
+
+
+@processes
+@unchecked
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
+async def test_n3_equals_one_process_over_a_library(
+    coll: Communicator, trial: type[Trial], bucket_bytes: int
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=100)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    for step in range(4):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    trial.assert_same(net, trial.alone(coll.size, 4, optimizer="adam"))
+    await assert_synchronized(net.module, coll)
+    await net.aclose()
+
+
+@processes
+@unchecked
+async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: type[Trial]) -> None:
+    """Its awaits poll for the reductions too; what those lead to is no call of that task's."""
+    beside = await coll.dup()
+    net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
+    over = False
+
+    async def evaluation() -> None:
+        while await beside.allreduce(int(over)) < coll.size:
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(evaluation())
+        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        for step in range(20):
+            if step % 5 == 4:
+                with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck"):
+                    await net.step(raising if coll.rank == step % 2 else lambda: trial.loss(net, coll.rank, 0), opt)
+            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        over = True
+    trial.assert_same(net, trial.alone(2, 20))
+    assert net.reducer._learnt is not None
+    await net.aclose()
+
+
+def raising() -> Tensor:
+    raise ArithmeticError("no luck")
+
+
+@processes
+async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(3):
+        with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck") as caught:
+            await net.step(raising if coll.rank == step % 2 else lambda: trial.loss(net, coll.rank, 0), opt)
+        assert isinstance(caught.value, aiodist.RemoteError) == (coll.rank != step % 2)
+        try:
+            async with asyncio.timeout(1e-4 * step):
+                await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        except TimeoutError:
+            await net.run(int)
+            if net.statistics().passes == 2 * step + 1:  # it never began
+                await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    trial.assert_same(net, trial.alone(2, 3, optimizer="momentum"))
+
+
+@processes
+async def test_n3_larger_gradients_over_a_library(coll: Communicator) -> None:
+    """Some buckets are driven by the thread, some by the loop; the order stays."""
+    torch.manual_seed(coll.rank)
+    layers = [torch.nn.Linear(300, 300), torch.nn.Linear(300, 5), torch.nn.Linear(5, 300), torch.nn.Linear(300, 300)]
+    net = await DataParallel.create(torch.nn.Sequential(*layers), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(5):
+        x = torch.randn(4, 300)
+        await net.step(lambda x=x: net(x).square().mean(), opt)
+        await assert_synchronized([p.grad for p in net.parameters()], coll)
+    await assert_synchronized(net.module, coll)

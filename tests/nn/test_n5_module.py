@@ -1,0 +1,216 @@
+"""N5: the module stays the caller's own: its names, copies of it, wrapping it again, and what cannot be wrapped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+
+
+async def trained(coll: Communicator, trial: type[Trial], steps: int = 2) -> DataParallel:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for step in range(steps):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    return net
+
+
+@pytest.mark.ranks(2)
+async def test_n5_it_gives_the_callers_own_objects(coll: Communicator, trial: type[Trial]) -> None:
+    module = trial.Mlp(coll.rank)
+    module[2].register_buffer("seen", torch.tensor(coll.rank))
+    parameters = list(module.parameters())
+    net = await DataParallel.create(module, coll)
+    assert net.module is module
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in module.named_parameters()]
+    x, _ = trial.batch(0, 0)
+    assert torch.equal(net(x), module(x))
+    for name, p in trial.Mlp(0).named_parameters():  # rank 0's
+        assert torch.equal(p, module.get_parameter(name))
+    assert module[2].seen == 0
+    assert "DataParallel of Mlp" in repr(net)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_state_dict_has_no_prefix(coll: Communicator, trial: type[Trial]) -> None:
+    net = await trained(coll, trial)
+    state = net.state_dict()
+    plain = trial.Mlp(7)
+    plain.load_state_dict(state)
+    trial.assert_same(net, plain)
+    net.load_state_dict(trial.Mlp().state_dict())
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    trial.assert_same(net, trial.alone(2, 1))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        net.load_state_dict({})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["deepcopy", "copy of a parameter", "pickle", "torch.save"])
+async def test_n5_copies_are_plain_modules(coll: Communicator, trial: type[Trial], how: str) -> None:
+    net = await trained(coll, trial)
+    if how == "deepcopy":
+        twin = copy.deepcopy(net.module)
+    elif how == "copy of a parameter":
+        twin = trial.Mlp()
+        for layer, theirs in zip(twin, net.module, strict=True):  # type: ignore[call-overload]
+            for name, p in theirs.named_parameters():
+                setattr(layer, name, copy.deepcopy(p))
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(net.module))
+    else:
+        file = io.BytesIO()
+        torch.save(net.module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    trial.assert_same(net, twin)
+    trial.loss(twin, coll.rank, 2).backward()  # its gradients are its own, and nobody minds
+    alone = trial.Mlp()
+    alone.load_state_dict(net.state_dict())
+    trial.loss(alone, coll.rank, 2).backward()
+    trial.assert_same_gradients(twin, alone)
+    if coll.rank == 0:
+        twin[0].weight.data.zero_()
+    again = await DataParallel.create(twin, coll)
+    opt = trial.OPTIMIZERS["sgd"](again.parameters())
+    await again.step(lambda: trial.loss(again, coll.rank, 0), opt)
+    await assert_synchronized(twin, coll)
+    assert not torch.equal(twin[0].weight, net.module[0].weight)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_closing_takes_the_hooks_off(coll: Communicator, trial: type[Trial]) -> None:
+    module = trial.Mlp()
+    for times in range(3):
+        net = await DataParallel.create(module, coll)
+        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        for step in range(times):
+            await net.step(lambda net=net, step=step, times=times: trial.loss(net, coll.rank, times + step), opt)
+        await net.aclose()
+        await net.aclose()
+        grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+        assert (grads[0] is None) == (times == 0)
+        module.zero_grad()
+        trial.loss(module, coll.rank, 0).backward()  # nobody minds any more
+        module.zero_grad()
+    alone = trial.Mlp()
+    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    for step in (1, 2, 3):
+        theirs.zero_grad()
+        trial.joined(alone, 2, step).backward()
+        theirs.step()
+    trial.assert_same(module, alone)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_n5_wrapping_twice_is_an_error(coll: Communicator, trial: type[Trial], steps: int) -> None:
+    net = await trained(coll, trial, steps)
+    for part in (net.module, net.module[0], net.module[2], nn.Sequential(net.module[4], nn.Linear(3, 2))):
+        before = [p.detach().clone() for p in part.parameters()]
+        with pytest.raises(RuntimeError, match=r"parameter '.*(weight|bias)' belongs to a DataParallel already"):
+            await DataParallel.create(part, coll)
+        assert all(map(torch.equal, before, part.parameters()))
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: trial.loss(net, coll.rank, steps), opt)
+    trial.assert_same(net, trial.alone(2, steps + 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n5_what_cannot_be_wrapped(coll: Communicator, trial: type[Trial]) -> None:
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (nn.Tanh(), {}, "no parameter"),
+        (trial.Mlp().requires_grad_(False), {}, "no parameter"),
+        (trial.Mlp(), {"op": "max"}, "op='max'"),
+        (trial.Mlp(), {"bucket_bytes": 0}, "bucket"),
+        (trial.Mlp(), {"first_bucket_bytes": -1}, "first bucket"),
+        (nn.Linear(2, 2, device="meta"), {}, "meta device"),
+        (nn.LazyLinear(2), {}, "not initialised"),
+    ]
+    for module, options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            await DataParallel.create(module, coll, **options)
+    differing: list[tuple[nn.Module, str]] = [
+        (nn.Linear(6, 3 + coll.rank), r"weight float32\[3, 6\] on rank 0; weight float32\[4, 6\] on rank 1"),
+        (nn.Linear(6, 3, bias=coll.rank == 0), "bias"),
+        (nn.Linear(6, 3, dtype=(torch.float32, torch.float64)[coll.rank]), "float32.*float64"),
+        (nn.ModuleDict({f"part{coll.rank}": nn.Linear(6, 3)}), "part0.*part1"),
+    ]
+    for module, text in differing:
+        before = [p.detach().clone() for p in module.parameters()]
+        with pytest.raises(aiodist.MismatchError, match=text):
+            await DataParallel.create(module, coll)
+        assert all(map(torch.equal, before, module.parameters()))
+    net = await trained(coll, trial)
+    trial.assert_same(net, trial.alone(2, 2))
+
+
+@pytest.mark.ranks(2)
+async def test_n5_frozen_on_one_rank_only(coll: Communicator, trial: type[Trial]) -> None:
+    """The ranks would deal different buckets: told at once, with the name."""
+    module = trial.Mlp()
+    module[2].weight.requires_grad_(coll.rank == 0)
+    with pytest.raises(aiodist.MismatchError, match=r"2\.weight"):
+        await DataParallel.create(module, coll)
+    assert await coll.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_n5_options_that_differ(coll: Communicator, trial: type[Trial]) -> None:
+    differing: list[tuple[dict[str, Any], str]] = [
+        ({"op": ("mean", "sum")[coll.rank]}, "mean.*sum"),
+        ({"bucket_bytes": 100 + coll.rank}, "100.*101"),
+    ]
+    for options, text in differing:
+        with pytest.raises(aiodist.MismatchError, match=text):
+            await DataParallel.create(trial.Mlp(), coll, **options)
+    assert await coll.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_n5_frozen_later_is_as_unused(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    alone = trial.Mlp()
+    theirs = trial.OPTIMIZERS["adam"](alone.parameters())
+    for step in range(6):
+        for module in (net.module, alone):
+            module[2].requires_grad_(step not in (2, 3))
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        theirs.zero_grad()
+        trial.joined(alone, 2, step).backward()
+        theirs.step()
+    trial.assert_same(net, alone)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator, trial: type[Trial]) -> None:
+    """Its bucket has the dtype of before: an error, on all ranks, and none hangs."""
+    net = await DataParallel.create(trial.Mlp().float(), coll)
+    x, y = trial.batch(coll.rank, 0)
+    if coll.rank == 0:
+        net.module.double()
+    dtype = net.module[0].weight.dtype
+    with pytest.raises((TypeError, aiodist.RemoteError), match=r"float64, and was torch\.float32 when DataParallel"):
+        await net.backward(mse_loss(net(x.to(dtype)), y.to(dtype)))
+    net.module.float()
+    net.zero_grad()
+    await net.backward(mse_loss(net(x.float()), y.float()))
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())

@@ -1,0 +1,383 @@
+"""N5: clipping, scaled losses, compiled modules, checkpointed activations, and whatever else torch users expect."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.testing import gather_ranks
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+FEW = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n5_clipping_by_the_global_norm(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    alone = trial.Mlp()
+    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    for step in range(3):
+        opt.zero_grad()
+        await net.backward(trial.loss(net, coll.rank, step))
+        norm = await net.run(nn.utils.clip_grad_norm_, net.parameters(), 0.05)
+        await net.run(opt.step)
+        theirs.zero_grad()
+        trial.joined(alone, coll.size, step).backward()
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        theirs.step()
+        torch.testing.assert_close(norm, expected)
+        assert norm > 0.05
+    trial.assert_same(net, alone)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
+    """A step whose gradients overflow on one rank is left out on all."""
+    net = await DataParallel.create(trial.Mlp().float(), coll, **FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(6):
+        opt.zero_grad()
+        x, y = trial.batch(coll.rank, step, torch.float32)
+        loss = await net.run(lambda x=x, y=y: mse_loss(net(x), y))
+        if step == 3 and coll.rank == 1:
+            loss = loss * float("inf")
+        before = [p.detach().clone() for p in net.parameters()]
+        await net.backward(scaler.scale(loss))
+        await net.run(scaler.step, opt)
+        scaler.update()
+        unchanged = all(map(torch.equal, before, net.parameters()))
+        assert unchanged == (step == 3)
+        assert scaler.get_scale() == [1024, 2048, 2048, 1024, 1024, 2048][step]
+    await assert_synchronized(net.module, coll)
+
+    def loss_of(module: Any, rank: int, step: int) -> Tensor:
+        x, y = trial.batch(rank, step if step < 3 else step + 1, torch.float32)
+        return mse_loss(module(x), y)
+
+    expected = trial.alone(2, 5, make=lambda: trial.Mlp().float(), loss=loss_of)
+    trial.assert_same(net, expected)
+
+
+async def test_n5_compiled_modules(trial: type[Trial]) -> None:
+    """The module compiled before it is wrapped, afterwards, or the forward: in real time, since compiling takes some."""
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            for way in ("before", "after", "forward"):
+                module: Any = trial.Mlp(coll.rank)
+                net = await DataParallel.create(
+                    torch.compile(module, backend="aot_eager") if way == "before" else module, coll, **FEW
+                )
+                call = net if way == "before" else torch.compile(module, backend="aot_eager")
+                opt = trial.OPTIMIZERS["adam"](net.parameters())
+
+                def forward(step: int, call: Any = call, way: str = way) -> Tensor:
+                    x, y = trial.batch(coll.rank, step)
+                    return mse_loss(call(x), y)
+
+                whole = torch.compile(forward, backend="aot_eager") if way == "forward" else forward
+                for step in range(3):
+                    await net.step(lambda step=step, whole=whole: whole(step), opt)
+                trial.assert_same(module, trial.alone(2, 3, optimizer="adam"))
+                await net.aclose()
+
+    await asyncio.wait_for(gather_ranks(2, main), 100)
+
+
+test_n5_compiled_modules = pytest.mark.asyncio(loop_factories=["asyncio"])(test_n5_compiled_modules)
+
+
+class Checkpointed(nn.Module):
+    """Layers that compute their activations anew in backward; one of them several times."""
+
+    def __init__(self, reentrant: bool, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.before = nn.Linear(6, 6).double()
+        self.shared = nn.Linear(6, 6).double()
+        self.other = nn.Linear(6, 6).double()
+        self.after = nn.Linear(6, 3).double()
+        self.reentrant = reentrant
+        self.times = times
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.shared(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(self.times):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        x = checkpoint(self.other, x, use_reentrant=self.reentrant)
+        return self.after(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+async def test_n5_activation_checkpointing(coll: Communicator, trial: type[Trial], reentrant: bool, times: int) -> None:
+    for sizes in (SMALL, FEW, {}):
+        net = await DataParallel.create(Checkpointed(reentrant, times), coll, **sizes)
+        opt = trial.OPTIMIZERS["adam"](net.parameters())
+        for step in range(4):
+            await net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt)
+        expected = trial.alone(2, 4, make=lambda: Checkpointed(reentrant, times), optimizer="adam")
+        trial.assert_same(net, expected)
+        await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n5_checkpointing_that_changes(coll: Communicator, trial: type[Trial]) -> None:
+    """A layer that runs once more than before: either it is right, or it is an error, on all ranks, and once."""
+    module = Checkpointed(True, 1)
+    net = await DataParallel.create(module, coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    alone = Checkpointed(True, 1)
+    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    for step, times in enumerate([1, 1, 3, 3, 1, 2, 3, 4, 4]):
+        module.times = alone.times = times
+        before = [p.detach().clone() for p in net.parameters()]
+        try:
+            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        except RuntimeError as error:
+            assert times in (3, 4)
+            assert "shared" in str(error)  # noqa: PT017
+            assert all(map(torch.equal, before, net.parameters()))
+            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        theirs.zero_grad()
+        trial.joined(alone, 2, step).backward()
+        theirs.step()
+    trial.assert_same(net, alone)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the product, with a gradient of our own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return 2 * x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return 2 * grads[0] @ w.t(), 2 * x.t() @ grads[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.w = nn.Parameter(torch.randn(6, 6, dtype=torch.float64) / 6)
+        self.last = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Doubled.apply(x, self.w)  # type: ignore[no-untyped-call]
+        return self.last(Doubled.apply(y, self.w))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.ranks(2)
+async def test_n5_custom_autograd_functions(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(Custom(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    for step in range(3):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+    trial.assert_same(net, trial.alone(2, 3, make=Custom, optimizer="adam"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Error detected in")
+async def test_n5_anomaly_mode(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    with torch.autograd.detect_anomaly():
+        for step in range(2):
+            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
+        with pytest.raises(RuntimeError if coll.rank else aiodist.RemoteError, match="returned nan"):
+            await net.step(lambda: trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
+        await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
+        await coll.barrier()  # the mode is the process's, whose ranks all are
+    trial.assert_same(net, trial.alone(2, 3))
+
+
+class Imaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+        self.double()
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
+async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+    def loss(module: Any, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        drawn = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator)
+        out: Tensor = module(drawn.to(memory_format=torch.channels_last))
+        return out
+
+    net = await DataParallel.create(Imaging(), coll, **sizes)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(3):
+        await net.step(lambda step=step: loss(net, coll.rank, step), opt)
+        for p in net.parameters():
+            assert p.grad is not None
+            assert p.grad.stride() == p.stride()
+    trial.assert_same(net, trial.alone(coll.size, 3, make=Imaging, loss=loss, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
+async def test_n5_sparse_gradients_are_an_error(
+    coll: Communicator, trial: type[Trial], sizes: dict[str, int]
+) -> None:
+    module = nn.ModuleDict({"dense": nn.Linear(4, 1), "sparse": nn.Embedding(5, 4, sparse=True)})
+    net = await DataParallel.create(module, coll, **sizes)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    words = torch.tensor([1, 3])
+    for step in range(4):
+        before = [p.detach().clone() for p in net.parameters()]
+        if step % 2:  # also where the first step had none
+            with pytest.raises((TypeError, aiodist.RemoteError), match=r"'sparse\.weight' has a gradient of layout"):
+                await net.step(lambda: module["dense"](module["sparse"](words)).sum(), opt)
+            assert all(map(torch.equal, before, net.parameters()))
+        else:
+            await net.step(lambda: module["dense"](torch.ones(4)).sum(), opt)
+    await assert_synchronized(module, coll)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(1, 3)
+async def test_n5_dropout_with_the_same_rng(coll: Communicator, trial: type[Trial]) -> None:
+    def loss(module: Any, rank: int, step: int) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(step)  # the same mask on all ranks
+            return trial.loss(module, rank, step)
+
+    net = await DataParallel.create(Noisy(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    turn = await coll.dup()
+    for step in range(3):  # one rank after the other: the generator is the process's
+        for rank in range(coll.size):
+            if rank == coll.rank:
+                value = await net.run(loss, net, coll.rank, step)
+            await turn.barrier()
+        opt.zero_grad()
+        await net.backward(value)
+        await net.run(opt.step)
+    trial.assert_same(net, trial.alone(coll.size, 3, make=Noisy, loss=loss))
+    assert net.eval() is net
+    assert not net.module.training
+    x, _ = trial.batch(0, 0)
+    assert torch.equal(net(x), net(x))
+    assert net.train().module.training
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(9)
+        super().__init__(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3), nn.BatchNorm1d(3))
+        self.double()
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n5_batch_norm(coll: Communicator, trial: type[Trial]) -> None:
+    """Each rank has statistics of its own; before a checkpoint the root's, or their mean, is given to all."""
+    net = await DataParallel.create(Normed(), coll, **FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    # One process with a set of statistics for each rank.
+    alone = Normed()
+    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    own = [{name: b.clone() for name, b in alone.named_buffers()} for _ in range(coll.size)]
+    for step in range(3):
+        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        theirs.zero_grad()
+        for rank in range(coll.size):
+            alone.load_state_dict(own[rank], strict=False)
+            (trial.loss(alone, rank, step) / coll.size).backward()
+            own[rank] = {name: b.clone() for name, b in alone.named_buffers()}
+        theirs.step()
+    trial.assert_same(net, alone)
+
+    def check(expected: dict[str, Tensor]) -> None:
+        for name, buffer in net.module.named_buffers():
+            torch.testing.assert_close(buffer, expected[name], msg=name)
+
+    check(own[coll.rank])
+    if coll.size > 1:
+        assert not torch.equal(own[0]["1.running_mean"], own[1]["1.running_mean"])
+    await net.synchronize_buffers("mean")
+    mean = {name: torch.stack([o[name].double() for o in own]).mean(0).to(b.dtype) for name, b in own[0].items()}
+    check(mean)
+    for name, buffer in net.module.named_buffers():
+        buffer.copy_(own[coll.rank][name])
+    await net.synchronize_buffers()
+    check(own[0])
+    for name, buffer in net.module.named_buffers():
+        buffer.copy_(own[coll.rank][name])
+    await net.synchronize_buffers("root", root=coll.size - 1)
+    check(own[-1])
+    with pytest.raises(ValueError, match="how="):
+        net.synchronize_buffers("median")
+
+
+@pytest.mark.ranks(2)
+async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator, trial: type[Trial]) -> None:
+    results = []
+    for around in (False, True):
+        net = await DataParallel.create(trial.Mlp().float(), coll, **FEW)
+        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        seen: list[torch.dtype] = []
+
+        def forward(step: int, net: DataParallel = net, seen: list[torch.dtype] = seen) -> Tensor:
+            x, y = trial.batch(coll.rank, step, torch.float32)
+            out = net(x)
+            seen.append(out.dtype)
+            return mse_loss(out.float(), y)
+
+        def own_mode(step: int, forward: Any = forward) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return forward(step)  # type: ignore[no-any-return]
+
+        for step in range(3):
+            if around:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    await net.step(lambda step=step, forward=forward: forward(step), opt)
+            else:
+                await net.step(lambda step=step, own_mode=own_mode: own_mode(step), opt)
+            assert not await net.run(torch.is_autocast_enabled, "cpu")
+        assert seen == [torch.bfloat16] * 3
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())
+        results.append([p.detach().clone() for p in net.parameters()])
+        await net.aclose()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
