@@ -2,24 +2,27 @@
 
 aiodist run -n 2 examples/train_digits.py
 
-Each rank computes the gradients of its part of every batch, and all ranks add theirs up while the next batch is
-prepared in a thread. So they take the same steps, with any number of ranks, and end with the same weights.
+Each rank computes the gradients of its part of every batch; they are added up over all ranks in the middle of backward,
+while a thread prepares the next batch. So the ranks take the same steps, with any number of them, and end with the same
+weights.
 """
 
 import argparse
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress
+from rich.progress import track
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import aiodist
+from aiodist.data import prefetch
+from aiodist.nn import DataParallel, assert_synchronized
 
-EPOCHS, BATCH, RATE, HELD_OUT = 12, 64, 0.1, 360
+EPOCHS, BATCH, RATE, HELD_OUT = 14, 64, 0.1, 360
 STEPS = (1797 - HELD_OUT) // BATCH  # an epoch
 
 
@@ -31,14 +34,15 @@ def load() -> tuple[Tensor, Tensor]:
     return images.unsqueeze(1), torch.tensor(digits.target)[order]  # (1797,), from 0 to 9
 
 
-def prepare(images: Tensor, labels: Tensor, step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of batch `step`, moved by up to one pixel each way; runs in a thread."""
-    epoch, batch = divmod(step, STEPS)
-    random = torch.Generator().manual_seed(epoch)
-    chosen = torch.randperm(len(labels), generator=random)[batch * BATCH :][:BATCH]  # (64,): the same on every rank
-    mine = chosen[rank::size]  # (64 / size,)
-    down, right = torch.randint(-1, 2, (2,), generator=random.manual_seed(step)).tolist()
-    return images[mine].roll((down, right), (2, 3)), labels[mine]  # (64 / size, 1, 8, 8), (64 / size,)
+def batches(images: Tensor, labels: Tensor, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part of each batch, moved by up to one pixel each way."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(labels), generator=random)  # the same on every rank
+        for chosen in order[: STEPS * BATCH].split(BATCH):  # (64,)
+            mine = chosen[rank::size]  # (64 / size,)
+            down, right = torch.randint(-1, 2, (2,), generator=random).tolist()
+            yield images[mine].roll((down, right), (2, 3)), labels[mine]  # (64 / size, 1, 8, 8), (64 / size,)
 
 
 def build() -> nn.Module:
@@ -50,45 +54,15 @@ def build() -> nn.Module:
     )
 
 
-def save(state: dict[str, Any], file: Path) -> None:
-    """Write the checkpoint beside `file` and put it in its place at once; runs in a thread."""
-    part = file.with_suffix(".part")
-    torch.save(state, part)
-    part.replace(file)
-
-
-async def train(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labels: Tensor, file: Path) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, EPOCHS * STEPS)
-    pending: list[aiodist.Handle[Tensor]] = []  # reductions of gradients, in flight
-
-    def reduce(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        pending.append(coll.allreduce(parameter.grad))
-
-    for parameter in net.parameters():  # called in the middle of backward, last layer first, on every rank alike
-        parameter.register_post_accumulate_grad_hook(reduce)
-
-    def begin(step: int) -> asyncio.Task[tuple[Tensor, Tensor]]:
-        return asyncio.create_task(asyncio.to_thread(prepare, images, labels, step, coll.rank, coll.size))
-
-    batch = begin(0)
-    with Progress(disable=coll.rank != 0) as bar:
-        for step in bar.track(range(EPOCHS * STEPS), description="training"):
-            x, y = await batch
-            batch = begin(step + 1)  # prepared while this one trains
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y, reduction="sum") / BATCH  # this rank's share of the batch's mean
-            loss.backward()
-            await aiodist.gather(*pending)  # now every gradient is the whole batch's
-            pending.clear()
-            optimizer.step()
+async def train(net: DataParallel, source: Iterator[tuple[Tensor, Tensor]], *, show: bool) -> None:
+    opt = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, RATE, EPOCHS * STEPS)
+    async with prefetch(source) as ready:
+        for _ in track(range(EPOCHS * STEPS), "training", disable=not show):
+            x, y = await anext(ready)
+            # This rank's share of the batch's mean; the sum over the ranks is the mean.
+            await net.step(lambda: F.cross_entropy(net(x), y, reduction="sum") / BATCH, opt)
             schedule.step()
-            epoch, left = divmod(step + 1, STEPS)
-            if coll.rank == 0 and left == 0 and epoch % 4 == 0:
-                bar.console.print(f"epoch {epoch} of {EPOCHS}, writing {file}")
-                await asyncio.to_thread(save, net.state_dict(), file)
-    await batch
 
 
 async def accuracy(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -101,16 +75,14 @@ async def accuracy(coll: aiodist.Communicator, net: nn.Module, images: Tensor, l
 async def main(file: Path) -> None:
     torch.set_num_threads(1)  # these matrices are small, and the ranks share the cores
     images, labels = load()
-    net = build()
     async with aiodist.init() as coll:
-        await coll.broadcast([p.detach() for p in net.parameters()], root=0)  # all begin with rank 0's weights
-        await train(coll, net, images[:-HELD_OUT], labels[:-HELD_OUT], file)
-        figure = await accuracy(coll, net, images[-HELD_OUT:], labels[-HELD_OUT:])
-
-        weights = torch.cat([p.detach().flatten() for p in net.parameters()])  # (9930,)
-        if any(not torch.equal(weights, other) for other in await coll.allgather(weights)):
-            raise RuntimeError("the ranks ended with different weights")
+        net = await DataParallel.create(build(), coll, op="sum")  # all begin with rank 0's weights
+        mine = batches(images[:-HELD_OUT], labels[:-HELD_OUT], coll.rank, coll.size)
+        await train(net, mine, show=coll.rank == 0)
+        await assert_synchronized(net.module, coll, rtol=0)
+        figure = await accuracy(coll, net.module, images[-HELD_OUT:], labels[-HELD_OUT:])
         if coll.rank == 0:
+            await asyncio.to_thread(torch.save, net.state_dict(), file)
             print(f"test accuracy {figure:.4f}")
 
 

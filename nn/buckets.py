@@ -45,12 +45,13 @@ def deal(
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("earlier", "index", "name", "parameter", "result", "view")
+    __slots__ = ("dtype", "earlier", "index", "name", "parameter", "result", "view")
 
     def __init__(self, index: int, name: str, parameter: Tensor) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
+        self.dtype = parameter.dtype
         self.earlier: Tensor | None = None
         """The gradient that was there when the pass began; this pass's adds to it."""
         self.view: Tensor | None = None
@@ -99,7 +100,7 @@ class Bucket:
     def fill(self) -> None:
         """Take the gradients of its parameters into `data`; those that have none count as zeros.
 
-        Raises `TypeError` for a sparse gradient.
+        Raises `TypeError` for a sparse gradient, or one of another dtype than before.
         """
         if len(self.slots) == 1 and self._take_whole(self.slots[0]):
             return
@@ -178,12 +179,17 @@ class Bucket:
 def _check_dense(slot: Slot, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
         raise TypeError(f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one")
+    if grad.dtype is not slot.dtype:
+        raise TypeError(
+            f"parameter {slot.name!r} has a gradient of {grad.dtype}, and was {slot.dtype} when DataParallel was made: "
+            "make a new one"
+        )
 
 
 def _flat(grad: Tensor, slot: Slot) -> Tensor | None:
     """Return the gradient as flat memory in the order of the parameter's, the same on every rank; None if it is not."""
     _check_dense(slot, grad)
     parameter = slot.parameter
-    if grad.stride() != parameter.stride() or grad.dtype is not parameter.dtype:
+    if grad.stride() != parameter.stride():
         return None
     return flat_view(grad)

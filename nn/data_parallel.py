@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.errors import OperationTimeout
+from aiodist.errors import AiodistError, OperationTimeout, RemoteError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.join import Stateful, share_longest
@@ -81,9 +81,10 @@ class DataParallel:
     ) -> Self:
         """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
 
-        Every rank calls it with a module of the same names, shapes and dtypes, else all raise `MismatchError` naming
-        the first that differs. `op` is "mean" or "sum" of the ranks' gradients. Gradients travel in buckets of
-        `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which the first backward had them.
+        Every rank calls it with the same arguments and a module of the same names, shapes and dtypes, of which the same
+        are frozen, else all raise `MismatchError` naming the first that differs. `op` is "mean" or "sum" of the ranks'
+        gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
+        the first backward had them.
         Parameters that are frozen (`requires_grad=False`) stay out; to train one later make a new `DataParallel`.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
@@ -93,13 +94,16 @@ class DataParallel:
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
         sizes = Sizes(bucket_bytes, first_bucket_bytes)
+        Reducer.check_free(module.named_parameters())
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
         side = await own.dup()
         marks = await own.dup()
         compute = HostStream(f"compute {own.name}")
         try:
-            await check_same_structure(named_state(module), own)
+            frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
+            given = f"op={op!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
+            await check_same_structure(named_state(module), own, given, f"frozen: {frozen or 'nothing'}")
             await synchronize_parameters(module, own)
             reducer = Reducer(own, marks, module.named_parameters(), op=op, sizes=sizes)
         except BaseException:
@@ -239,9 +243,11 @@ class DataParallel:
         A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
         the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
         `step`), of a rank that went on longest; buffers stay each rank's own. In the block only `step` and `backward`
-        may communicate. When the block raises, this rank does not wait.
+        may communicate. When the block raises, this rank does not wait; the others get a `RemoteError`, those that
+        have come to the end too.
         """
         self._check()
+        await self.run(self._drain)  # a step that failed here may not have ended yet
         before = self.reducer.statistics.passes
         self.reducer.joining += 1
         try:
@@ -253,6 +259,9 @@ class DataParallel:
             mine = self.reducer.statistics.passes - before
             while (await self._empty_pass()).participants:
                 pass
+        except BaseException as error:
+            self.compute.submit(self._see_out, error).outcome_error()  # nobody waits for it
+            raise
         finally:
             self.reducer.joining -= 1
         await share_longest(self._coll, mine, self._module, drivers)
@@ -369,6 +378,22 @@ class DataParallel:
         finally:
             self.reducer.local -= 1
 
+    def _see_out(self, error: BaseException) -> None:
+        """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
+        last = self.reducer.last
+        if not isinstance(error, RemoteError) and (last is None or last.error is not error):
+            self.reducer.close(self.reducer.begin(active=False), error)
+        while True:
+            try:
+                reduction = self._bring_nothing()
+                self.wait(reduction.finished)
+            except RemoteError:
+                continue
+            except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
+                return
+            if not reduction.participants:
+                return
+
     def _bring_nothing(self) -> Reduction:
         reduction = self.reducer.begin(active=False)
         self.reducer.close(reduction)
@@ -423,13 +448,13 @@ class _Guest:
         finally:
             net._refuses = "is closed"
             await net.compute.aclose()
-            net.reducer.detach()
+            net.reducer.release()
 
     def give_up(self) -> None:
         net = self._net
         net._refuses = "was given up"
         net.compute.abandon()
-        net.reducer.detach()
+        net.reducer.release()
 
 
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -6,19 +6,21 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.buckets import Bucket, Slot, deal
-from aiodist.nn.reduction import Paths, Reduction
+from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction
 
 __all__ = ["Reducer", "Sizes", "Statistics"]
 
+_WINDOW_SECONDS = 25e-3  # how long what is in flight may take: later, more urgent buckets wait behind it
 _PRIORITY = 10  # of reductions among what the loop has in flight
 
 
@@ -64,6 +66,9 @@ class Reducer:
     on only the parameter of each bucket whose gradient came last has a hook, which looks whether all have come. Where
     that is not so the bucket goes later, at the latest when backward ends.
     """
+
+    _taken: ClassVar[Any] = WeakIdKeyDictionary()
+    """The parameters that belong to one, of which only few have a hook."""
 
     def __init__(
         self,
@@ -127,20 +132,33 @@ class Reducer:
             if not parameter.requires_grad:
                 self._frozen.append((name, parameter))
                 continue
-            if _hooked(parameter):
-                raise RuntimeError(f"parameter {name!r} belongs to a DataParallel already: aclose() that first")
             slot = Slot(len(self._slots), name, parameter)
             self._slots.append(slot)
-        if not self._slots:
-            raise ValueError("the module has no parameter to train: expected one with requires_grad")
+            self._taken[parameter] = None
         self._learn_hooks()
         self._paths = replace(self._paths, parameters=len(self._slots))
+
+    @classmethod
+    def check_free(cls, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise unless there is something to train, and nothing that belongs to another one."""
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not trained:
+            raise ValueError("the module has no parameter to train: expected one with requires_grad")
+        for name, parameter in trained:
+            if parameter in cls._taken:
+                raise RuntimeError(f"parameter {name!r} belongs to a DataParallel already: aclose() that first")
 
     def detach(self) -> None:
         """Take the hooks off; `.grad` stays as it is."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def release(self) -> None:
+        """Take the hooks off for good: the parameters may belong to another one."""
+        self.detach()
+        for slot in self._slots:
+            self._taken.pop(slot.parameter, None)
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -311,7 +329,10 @@ class Reducer:
         known.passes += 1
         known.buckets += len(reduction.spans)
         known.nbytes += sum(bucket.nbytes for bucket in reduction.buckets)
-        known.seconds += _union(reduction.spans)
+        known.seconds += (seconds := _union(reduction.spans))
+        if seconds:
+            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * sum(b.nbytes for b in self._buckets) / seconds))
+            self._paths = replace(self._paths, window=window)
         if reduction.closed is not None:
             known.exposed += _union([(max(a, reduction.closed), b) for a, b in reduction.spans if b > reduction.closed])
         if self._learnt or not reduction.participants or reduction.failures:
@@ -349,11 +370,6 @@ class _Hook:
 
     def __call__(self, parameter: Tensor) -> None:
         self.reducer.came(self.index)
-
-
-def _hooked(parameter: Tensor) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

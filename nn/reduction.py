@@ -7,7 +7,9 @@ parameters had a gradient, which ranks failed or have no data left, how far each
 
 from __future__ import annotations
 
+import asyncio
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +27,7 @@ from aiodist.nn.buckets import Bucket
 __all__ = ["Observer", "Paths", "Reduction"]
 
 WINDOW_BYTES = 8 << 20
-"""What is in flight where the order may still change; two buckets are, however large."""
+"""What may be in flight where the order may still change, on a slow network; two buckets may, however large."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Paths:
     """How many there are."""
     urgent: bool
     """What is left when backward ends goes in the order of the next forward (N7)."""
+    window: int = WINDOW_BYTES
+    """Then, how many bytes may be in flight. A rank's own affair."""
 
 
 class Observer(Protocol):
@@ -91,6 +95,8 @@ class Reduction:
         self._frozen = False
         """The ranks are about to agree on an order: nothing new is begun."""
         self._moving: dict[int, Permit | None] = {}
+        self._startable: deque[int] = deque()
+        """Those that have leave, and are not issued yet."""
         self._reduced: set[int] = set()
         self._marks: list[float] | None = None
         self._marks_pending = False
@@ -154,7 +160,7 @@ class Reduction:
             index = self._order[self._next]
             self._next += 1
             self._moving[index] = None
-            permit = self.paths.lane.request(self.buckets[index].nbytes, partial(self._start, index))
+            permit = self.paths.lane.request(self.buckets[index].nbytes, partial(self._granted, index))
             if index in self._moving:
                 self._moving[index] = permit
             else:
@@ -162,7 +168,19 @@ class Reduction:
 
     def _fits(self, bucket: Bucket) -> bool:
         moving = sum(self.buckets[index].nbytes for index in self._moving)
-        return len(self._moving) < 2 or moving + bucket.nbytes <= WINDOW_BYTES
+        return len(self._moving) < 2 or moving + bucket.nbytes <= self.paths.window
+
+    def _granted(self, index: int) -> None:
+        """Start it, in order; but not as a call of the task that has just given back leave."""
+        self._startable.append(index)
+        if asyncio.current_task() is None:
+            self._start_all()
+        else:
+            self.paths.progress.post(self._start_all)
+
+    def _start_all(self) -> None:
+        while self._startable:
+            self._start(self._startable.popleft())
 
     def _start(self, index: int) -> None:
         try:
@@ -177,7 +195,7 @@ class Reduction:
             self._fail(error)
             self._conclude()
         else:
-            handle.add_waiter(_Arrival(self._observer.late, partial(self._came, index, perf_counter())))
+            handle.add_waiter(self._arrival(partial(self._came, index, perf_counter())))
 
     def _send_marks(self) -> None:
         """Send, for each parameter, whether it had a gradient; whether this rank failed, is active, how far it is."""
@@ -198,7 +216,10 @@ class Reduction:
             self._conclude()
         else:
             self._marks_pending = True
-            handle.add_waiter(_Arrival(self._observer.late, partial(self._marked, marks)))
+            handle.add_waiter(self._arrival(partial(self._marked, marks)))
+
+    def _arrival(self, then: Callable[[BaseException | None], None]) -> _Arrival:
+        return _Arrival(self.paths.progress, self._observer.late, then)
 
     # --- on the loop: what comes back ---------------------------------------------------------------------------
 
@@ -257,6 +278,11 @@ class Reduction:
             self.on_arrival(self.buckets[index])
 
     @property
+    def error(self) -> BaseException | None:
+        """What it failed with, as far as is known."""
+        return self._error
+
+    @property
     def participants(self) -> int:
         """How many ranks brought data; known when it is finished."""
         return 0 if self._marks is None else round(self._marks[self.paths.parameters + 1])
@@ -272,7 +298,7 @@ class Reduction:
             self._marks_pending = False
             self._fail(error)
         else:
-            told.add_waiter(_Arrival(self._observer.late, partial(self._told, told)))
+            told.add_waiter(self._arrival(partial(self._told, told)))
 
     def _told(self, told: Handle[Any], error: BaseException | None) -> None:
         self._marks_pending = False
@@ -318,9 +344,15 @@ class Reduction:
 class _Arrival:
     """Waits for a handle on behalf of a pass."""
 
-    __slots__ = ("_late", "_then")
+    __slots__ = ("_late", "_progress", "_then")
 
-    def __init__(self, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        late: Callable[[OperationTimeout], None],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        self._progress = progress
         self._late = late
         self._then = then
 
@@ -328,5 +360,8 @@ class _Arrival:
         if late is not None and not handle.done():  # it goes on, and so do its buffers
             self._late(late)
             handle.add_waiter(self)
-        else:
+        elif asyncio.current_task() is None:
             self._then(handle.outcome_error())
+        else:
+            # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
+            self._progress.post(partial(self._then, handle.outcome_error()))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,22 +42,34 @@ def mpi(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Output]:
     """Run a script on `n` ranks in an empty folder; fail when it takes more than a minute."""
+    return partial(start, tmp_path)
 
-    def run(n: int, script: Path, *arguments: str, mpi: str) -> Output:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", mpi, str(script), *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        lines: dict[int, list[str]] = {rank: [] for rank in range(n)}
-        for line in done.stdout.splitlines():
-            rank, _, text = line.removeprefix("[").partition("] ")
-            lines[int(rank)].append(text)
-        return Output(done.returncode, lines, done.stderr)
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Output, Path]]:
+    """As `launch`, for several tests that look at one job: returns the folder too, and runs the same job once."""
+
+    @cache
+    def run(n: int, script: Path, *arguments: str, mpi: str) -> tuple[Output, Path]:
+        folder = tmp_path_factory.mktemp("launched")
+        return start(folder, n, script, *arguments, mpi=mpi), folder
 
     return run
+
+
+def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str) -> Output:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", mpi, str(script), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines: dict[int, list[str]] = {rank: [] for rank in range(n)}
+    for line in done.stdout.splitlines():
+        rank, _, text = line.removeprefix("[").partition("] ")
+        lines[int(rank)].append(text)
+    return Output(done.returncode, lines, done.stderr)

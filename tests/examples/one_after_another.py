@@ -10,6 +10,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 if __name__ == "__main__":
     names = sys.argv[1:]
+    sys.path.insert(0, str(EXAMPLES))  # as for a script there: some import from a neighbour
     for name in names:
         print(f"--- {name}")
         sys.argv = [name]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import aiodist
+from aiodist.nn import DataParallel
 from aiodist.testing import run_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
-
 Launch = Any  # conftest's fixture
+Example = Callable[[str], Any]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
 
@@ -76,8 +77,8 @@ def test_train_digits_with_openmpi(launch: Launch, n: int, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("threads_restored")
-def test_train_digits_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    aiodist.run(train_digits().main, tmp_path / "alone.pt")
+def test_train_digits_alone(example: Example, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    aiodist.run(example("train_digits").main, tmp_path / "alone.pt")
     check_accuracy(capsys.readouterr().out.splitlines()[-1], tmp_path / "alone.pt")
 
 
@@ -85,32 +86,149 @@ def check_accuracy(last_line: str, checkpoint: Path) -> None:
     """Check the line, and that the checkpoint holds the weights that it speaks of."""
     match = re.fullmatch(r"test accuracy (\d\.\d{4})", last_line)
     assert match is not None, last_line
-    assert float(match[1]) >= 0.95
+    assert float(match[1]) >= 0.98
     assert f"{accuracy_of(checkpoint):.4f}" == match[1]
 
 
-@pytest.mark.usefixtures("threads_restored")
-def test_train_digits_notices_different_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = train_digits()
+def accuracy_of(checkpoint: Path) -> float:
+    module = load_example("train_digits")
+    net = module.build()
+    net.load_state_dict(torch.load(checkpoint, weights_only=True))
+    images, labels = module.load()
+    with torch.no_grad():
+        right = net(images[-module.HELD_OUT :]).argmax(1) == labels[-module.HELD_OUT :]
+    return int(right.sum()) / len(right)
 
-    async def train(coll: aiodist.Communicator, net: torch.nn.Module, *_: object) -> None:
+
+@pytest.mark.usefixtures("threads_restored")
+def test_train_digits_notices_different_weights(
+    example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = example("train_digits")
+
+    async def train(net: DataParallel, *_: object, show: bool) -> None:
         with torch.no_grad():
-            next(net.parameters()).add_(coll.rank)
+            next(net.parameters()).add_(1.0 if show else 2.0)
 
     monkeypatch.setattr(program, "train", train)
-    with pytest.raises(RuntimeError, match="the ranks ended with different weights"):
+    with pytest.raises(aiodist.MismatchError, match=r"0\.weight"):
         run_ranks(2, lambda: program.main(tmp_path / "never.pt"))
+    assert not (tmp_path / "never.pt").exists()
+
+
+# --- the ways to train ------------------------------------------------------------------------------------------------
+
+SAME_STEPS = ["train_allreduce", "train_async", "train_prefetch", "train_pipelined", "train_evaluate"]
+WAYS = [*SAME_STEPS, "train_uneven"]
+
+
+@pytest.fixture(scope="module")
+def sections(launched: Launch) -> tuple[dict[str, list[str]], Path]:
+    """What rank 0 of two printed in each example, and the folder where they ran: one job for all."""
+    done, folder = launched(2, ONE_AFTER_ANOTHER, *WAYS, mpi="openmpi")
+    assert (done.code, done.errors) == (0, "")
+    assert done.lines[1] == [f"--- {name}" for name in WAYS]
+    printed: dict[str, list[str]] = {}
+    for line in done.lines[0]:
+        if line.startswith("--- "):
+            printed[line.removeprefix("--- ")] = lines = []
+        else:
+            lines.append(line)
+    return printed, folder
+
+
+@pytest.fixture(scope="module")
+def sequential() -> list[str]:
+    """What the program of one process prints, run as a user does."""
+    script = EXAMPLES / "train_sequential.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def same_weights(seen: list[str], expected: list[str]) -> None:
+    """Compare the last two lines: the norm of the weights, within what float64 rounds, and the accuracy."""
+    norms = [re.fullmatch(r"norm of the weights (\d+\.\d{9})", lines[-2]) for lines in (seen, expected)]
+    first, second = (float(match[1]) for match in norms if match is not None)
+    assert first == pytest.approx(second, rel=1e-7)
+    assert seen[-1] == expected[-1]
+
+
+def test_t3_one_process_learns_the_digits(sequential: list[str]) -> None:
+    assert len(sequential) == 2
+    assert accuracy_in(sequential[-1]) >= 0.96
+
+
+def accuracy_in(line: str) -> float:
+    match = re.fullmatch(r"test accuracy (\d\.\d{4})", line)
+    assert match is not None, line
+    return float(match[1])
+
+
+@pytest.mark.parametrize("name", SAME_STEPS)
+def test_t3_two_ranks_end_where_one_process_does(
+    name: str, sections: tuple[dict[str, list[str]], Path], sequential: list[str]
+) -> None:
+    same_weights(sections[0][name], sequential)
+
+
+def test_n11_uneven_data_is_used_up(sections: tuple[dict[str, list[str]], Path]) -> None:
+    lines = sections[0]["train_uneven"]
+    assert lines[0] == "batches of each rank: [64, 128]"
+    assert accuracy_in(lines[-1]) >= 0.9
+
+
+def test_n15_prefetch_tells_what_it_hid(sections: tuple[dict[str, list[str]], Path]) -> None:
+    match = re.fullmatch(r"preparing took \d\.\d\d s, of which (\d+)% were hidden", sections[0]["train_prefetch"][0])
+    assert match is not None
+    assert 0 < int(match[1]) <= 100
+
+
+def test_t3_the_tasks_beside_training(sections: tuple[dict[str, list[str]], Path]) -> None:
+    printed, folder = sections
+    epochs = [re.fullmatch(r"epoch (\d+): (\d\.\d{4})", line) for line in printed["train_evaluate"][:-2]]
+    assert [int(match[1]) for match in epochs if match] == [3, 6, 9, 12, 15]
+    last = epochs[-1]
+    assert last is not None
+    assert float(last[2]) == accuracy_in(printed["train_evaluate"][-1])
+    saved = torch.load(folder / "digits.pt", weights_only=True)
+    norm = sum(float(t.norm()) for t in saved["weights"].values())
+    assert (saved["epoch"], f"norm of the weights {norm:.9f}") == (15, printed["train_evaluate"][-2])
+    assert [file.name for file in folder.iterdir()] == ["digits.pt"]
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", WAYS)
+def test_t3_any_number_of_ranks(
+    name: str, n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = example("train_sequential")
+    monkeypatch.setattr(alone, "EPOCHS", 3)
+    monkeypatch.setitem(sys.modules, "train_sequential", alone)
+    alone.main()
+    expected = capsys.readouterr().out.splitlines()
+    program = example(name)
+    arguments = [Path("digits.pt")] if name == "train_evaluate" else []
+    run_ranks(n, lambda: program.main(*arguments))
+    seen = capsys.readouterr().out.splitlines()
+    if name in SAME_STEPS:
+        same_weights(seen, expected)
+    else:
+        assert seen[0] == f"batches of each rank: {[192] if n == 1 else [32, 64, 96]}"
+        assert accuracy_in(seen[-1]) >= 0.9
 
 
 @pytest.fixture
-def threads_restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Example:
+    """Loads an example anew, as a module; what it writes goes to an empty folder."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    return load_example
 
 
-def train_digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_digits", EXAMPLES / "train_digits.py")
+def load_example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -118,14 +236,11 @@ def train_digits() -> ModuleType:
     return module
 
 
-def accuracy_of(checkpoint: Path) -> float:
-    module = train_digits()
-    net: Callable[..., torch.Tensor] = module.build()
-    net.load_state_dict(torch.load(checkpoint, weights_only=True))  # type: ignore[attr-defined]
-    images, labels = module.load()
-    with torch.no_grad():
-        right = net(images[-module.HELD_OUT :]).argmax(1) == labels[-module.HELD_OUT :]
-    return int(right.sum()) / len(right)
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_examples_are_short_and_runnable() -> None:

@@ -42,6 +42,9 @@ class Trial:
         "adam": lambda params: torch.optim.Adam(params, lr=0.02, weight_decay=0.01),
     }
     Mlp = Mlp
+    SMALL: ClassVar[dict[str, Any]] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+    """A bucket for each parameter."""
+    FEW: ClassVar[dict[str, Any]] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 
     @staticmethod
     def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -86,18 +89,14 @@ class Trial:
         return module
 
     @staticmethod
-    def assert_same(seen: Any, expected: nn.Module, *, buffers: bool = False) -> None:
+    def assert_same(seen: Any, expected: nn.Module) -> None:
         """Compare all parameters: relative 1e-6 for float64, by the dtype otherwise."""
         ours = dict(seen.named_parameters())
         theirs = dict(expected.named_parameters())
-        if buffers:
-            ours |= dict(seen.named_buffers())
-            theirs |= dict(expected.named_buffers())
         assert ours.keys() == theirs.keys()
         for name, parameter in ours.items():
-            double = parameter.dtype is torch.float64
-            how: dict[str, float] = {"rtol": 1e-6, "atol": 1e-9} if double else {}
-            torch.testing.assert_close(parameter, theirs[name], msg=lambda text, name=name: f"{name}: {text}", **how)
+            how: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9} if parameter.dtype is torch.float64 else {}
+            torch.testing.assert_close(parameter, theirs[name], msg=f"{name}: ".__add__, **how)
 
     @staticmethod
     def assert_same_gradients(seen: Any, expected: nn.Module) -> None:
@@ -107,7 +106,7 @@ class Trial:
                 assert ours.grad is None, name
             else:
                 assert ours.grad is not None, name
-                torch.testing.assert_close(ours.grad, theirs.grad)
+                torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{name}: ".__add__)
 
 
 @pytest.fixture

@@ -210,9 +210,7 @@ async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
     opt = sgd(net.parameters())
     async with net.join(opt):
         for step in range(coll.rank):
-            await net.step(
-                lambda step=step: net(torch.randn(4, 4, dtype=torch.float64)).square().sum() + step, opt
-            )
+            await net.step(lambda step=step: net(torch.randn(4, 4, dtype=torch.float64)).square().sum() + step, opt)
     assert net.module[1].num_batches_tracked == coll.rank  # type: ignore[index]
     await assert_synchronized(list(net.parameters()), coll)
 

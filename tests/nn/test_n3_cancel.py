@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ from aiodist.testing import run_ranks
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 STEPS = 3
 
 
@@ -81,7 +82,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, trial: type[Tri
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, where, gate)
-        work = asyncio.ensure_future(net.step(lambda step=step, f=forward: trial.loss(f, coll.rank, step), opt))
+        work = asyncio.ensure_future(net.step(partial(trial.loss, forward, coll.rank, step), opt))
         await gate.reached.wait()
         if coll.rank in who:
             await give_up(work)
@@ -102,9 +103,9 @@ async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, trial:
         last = net.reducer.last
         if coll.rank == step % 2:
             await coll.barrier()
-            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         else:
-            work = asyncio.ensure_future(net.step(lambda step=step: trial.loss(net, coll.rank, step), opt))
+            work = asyncio.ensure_future(net.step(partial(trial.loss, net, coll.rank, step), opt))
             await until(lambda last=last: net.reducer.last is not last and net.reducer.last.closed)
             await give_up(work)
             await coll.barrier()
@@ -154,7 +155,7 @@ async def test_n3_any_way_of_giving_up(coll: Communicator, trial: type[Trial], w
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, "backward", gate)
-        await way(net.step(lambda step=step, f=forward: trial.loss(f, coll.rank, step), opt), gate.reached)
+        await way(net.step(partial(trial.loss, forward, coll.rank, step), opt), gate.reached)
         gate.go.set()
     gate = Gate()
     await net.run(net.zero_grad)
@@ -255,6 +256,7 @@ async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator
         await net.backward(trial.loss(net, coll.rank, 2))
         expected = trial.Mlp()
         for step in range(3):
-            (sum(trial.loss(expected, rank, step) for rank in range(2)) / (2 if op == "mean" else 1)).backward()
+            losses = torch.stack([trial.loss(expected, rank, step) for rank in range(2)])
+            (losses.mean() if op == "mean" else losses.sum()).backward()
         trial.assert_same_gradients(net, expected)
         await net.aclose()

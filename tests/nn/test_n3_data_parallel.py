@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
+import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
 STEPS = 4
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "as they are": {},
     "one parameter each": {"bucket_bytes": 1, "first_bucket_bytes": 1},
-    "everything": {"bucket_bytes": 1 << 20},
     "a few": {"bucket_bytes": 600, "first_bucket_bytes": 100},
 }
 
@@ -36,21 +46,136 @@ async def test_n3_equals_one_process_with_the_joined_batch(
         net = await DataParallel.create(trial.Mlp(coll.rank), coll, **sizes)
         ours = trial.OPTIMIZERS[optimizer](net.parameters())
         for step in range(STEPS):
-            loss = await net.step(lambda step=step: trial.loss(net, coll.rank, step), ours)
+            loss = await net.step(partial(trial.loss, net, coll.rank, step), ours)
             assert not loss.requires_grad
         trial.assert_same(net, module)
         await net.aclose()
 
 
-@pytest.mark.ranks(2, 3, backend="mpi")
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.ranks(2, backend="mpi", checked=False)
-async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank), coll, **SIZES["a few"])
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
-    for step in range(STEPS):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
-    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="adam"))
-    await assert_synchronized(net.module, coll)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sizes", SIZES)
+async def test_n3_the_loss_is_this_ranks_and_the_gradients_are_all_ranks(
+    coll: Communicator, trial: type[Trial], sizes: str
+) -> None:
+    for op in ("mean", "sum"):
+        net = await DataParallel.create(trial.Mlp(), coll, op=op, **SIZES[sizes])
+        alone = trial.Mlp()
+        for step in range(3):
+            opt = torch.optim.SGD(net.parameters(), lr=0.0)
+            loss = await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            torch.testing.assert_close(loss, trial.loss(alone, coll.rank, step).detach())
+            alone.zero_grad()
+            losses = torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)])
+            (losses.mean() if op == "mean" else losses.sum()).backward()
+            trial.assert_same_gradients(net, alone)
+        await net.aclose()
 
 
+@pytest.mark.ranks(2)
+async def test_n3_statistics(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SIZES["one parameter each"])
+    assert net.statistics().passes == 0
+    assert net.statistics().hidden == 0
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for step in range(3):
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+    known = net.statistics()
+    assert (known.passes, known.buckets) == (3, 18)
+    assert known.nbytes == 3 * sum(p.nbytes for p in net.parameters())
+    assert 0 < known.exposed <= known.seconds
+    assert 0 <= known.hidden < 1
+
+
+# --- random models -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A random model, and how it is trained."""
+
+    widths: list[int]
+    path: list[int]
+    """Which layers run, in order; one may come several times."""
+    frozen: set[int]
+    optional: set[int]
+    """Those that each rank uses in some steps only."""
+    bucket_bytes: int
+    first_bucket_bytes: int
+    op: str
+    optimizer: str
+    every: int
+    ranks: int
+    seed: int
+
+
+plans = st.builds(
+    Plan,
+    widths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    path=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    frozen=st.sets(st.integers(1, 5), max_size=2),
+    optional=st.sets(st.integers(0, 5), max_size=3),
+    bucket_bytes=st.sampled_from([1, 200, 800, 1 << 20]),
+    first_bucket_bytes=st.sampled_from([1, 100, 1 << 20]),
+    op=st.sampled_from(["mean", "sum"]),
+    optimizer=st.sampled_from(["sgd", "momentum", "adam"]),
+    every=st.integers(1, 2),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+
+
+class Drawn(nn.Module):
+    """Layers from 6 features through a width to 6, added to what they were given."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        torch.manual_seed(plan.seed)
+        self.plan = plan
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, w), nn.Tanh(), nn.Linear(w, 6)) for w in plan.widths])
+        self.head = nn.Linear(6, 3)
+        self.double()
+        for i in plan.frozen:
+            if i < len(plan.widths):
+                self.layers[i].requires_grad_(False)
+
+    def forward(self, x: Tensor, rank: int, step: int) -> Tensor:
+        rng = random.Random(f"{rank} {step}")
+        for i in self.plan.path:
+            if i < len(self.plan.widths) and (i not in self.plan.optional or rng.random() < 0.5):
+                x = x + self.layers[i](x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=plans)
+def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> None:
+    def loss(module: Any, rank: int, step: int) -> Tensor:
+        x, y = trial.batch(rank, step)
+        return mse_loss(module(x, rank, step), y)
+
+    steps = 4
+    make: Callable[[], nn.Module] = lambda: Drawn(plan)  # noqa: E731
+    expected = trial.alone(
+        plan.ranks, steps, make=make, loss=loss, optimizer=plan.optimizer, op=plan.op, every=plan.every
+    )
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
+            net = await DataParallel.create(make(), coll, op=plan.op, **sizes)
+            opt = trial.OPTIMIZERS[plan.optimizer](list(net.parameters()))
+            for step in range(steps):
+                if plan.every == 1:
+                    await net.step(partial(loss, net, coll.rank, step), opt)
+                    continue
+                if step % 2 == 0:
+                    opt.zero_grad()
+                    with net.no_sync():
+                        await net.backward(loss(net, coll.rank, step))
+                else:
+                    await net.backward(loss(net, coll.rank, step))
+                    await net.run(opt.step)
+            trial.assert_same(net, expected)
+            await assert_synchronized(net.module, coll)
+
+    run_ranks(plan.ranks, main, plan.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from aiodist.nn import DataParallel, assert_synchronized
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
 class Stop(BaseException):
@@ -100,13 +101,13 @@ async def test_n3_an_error_is_raised_there_and_told_to_the_others(
                     )
             else:
                 with pytest.raises(aiodist.RemoteError, match=f"{kind.__name__}: no luck") as caught:
-                    await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
                 assert caught.value.raised_by in failing
                 assert __file__ in caught.value.traceback
                 for rank in failing:
                     assert str(rank) in str(caught.value)
             assert all(map(torch.equal, before, parameters_of(net)))
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
     trial.assert_same(net, trial.alone(3, 3, optimizer="momentum"))
 
 

@@ -1,9 +1,10 @@
-"""N3: the compute thread, the modes that it runs in, and how a net ends: in order, with its communicator, or in ruins."""
+"""N3: the compute thread, the modes that it runs in, and how a net ends: in order or in ruins."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 import aiodist
 from aiodist import Communicator
+from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel
 from aiodist.testing import gather_ranks, run_ranks
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
 def compute_threads() -> list[str]:
@@ -122,7 +124,7 @@ def test_n3_the_world_closes_what_was_left_open(trial: type[Trial]) -> None:
             nets.append(await DataParallel.create(trial.Mlp(), group))
             for net in nets:
                 opt = trial.OPTIMIZERS["sgd"](net.parameters())
-                await net.step(lambda net=net: trial.loss(net, coll.rank, 0), opt)
+                await net.step(partial(trial.loss, net, coll.rank, 0), opt)
             await group.aclose()
             with pytest.raises(RuntimeError, match="closed"):
                 net.run(int)
@@ -233,3 +235,33 @@ async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
             trial.assert_same(net, trial.alone(2, 8, optimizer="momentum"))
 
     await asyncio.wait_for(gather_ranks(2, main), 60)
+
+
+# --- beside others ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+async def test_n3_leave_that_another_task_gives(coll: Communicator, trial: type[Trial]) -> None:
+    """Reductions wait for bytes that a prefetch gives back: they are issued in order, and not as calls of that task."""
+    scheduler = Scheduler.current()
+    scheduler.limit = 300
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    over = False
+
+    async def prefetch() -> None:
+        lane = scheduler.lane("batches")
+        while not over:
+            with await lane.acquire(250):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(prefetch())
+        for step in range(8):
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        over = True
+    trial.assert_same(net, trial.alone(3, 8))
+    await net.aclose()
+    await coll.barrier()
+    assert scheduler.in_flight == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from aiodist.nn import DataParallel, assert_synchronized
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-FEW = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
 unchecked = pytest.mark.ranks(2, backend="mpi", checked=False)
 
@@ -24,13 +25,11 @@ unchecked = pytest.mark.ranks(2, backend="mpi", checked=False)
 @processes
 @unchecked
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
-async def test_n3_equals_one_process_over_a_library(
-    coll: Communicator, trial: type[Trial], bucket_bytes: int
-) -> None:
+async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: type[Trial], bucket_bytes: int) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=100)
     opt = trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(4):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
     trial.assert_same(net, trial.alone(coll.size, 4, optimizer="adam"))
     await assert_synchronized(net.module, coll)
     await net.aclose()
@@ -46,7 +45,7 @@ async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: typ
 
     async def evaluation() -> None:
         while await beside.allreduce(int(over)) < coll.size:
-            await asyncio.sleep(0)
+            pass
 
     async with asyncio.TaskGroup() as group:
         group.create_task(evaluation())
@@ -55,7 +54,7 @@ async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: typ
             if step % 5 == 4:
                 with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck"):
                     await net.step(raising if coll.rank == step % 2 else lambda: trial.loss(net, coll.rank, 0), opt)
-            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         over = True
     trial.assert_same(net, trial.alone(2, 20))
     assert net.reducer._learnt is not None
@@ -76,11 +75,11 @@ async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator, trial:
         assert isinstance(caught.value, aiodist.RemoteError) == (coll.rank != step % 2)
         try:
             async with asyncio.timeout(1e-4 * step):
-                await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+                await net.step(partial(trial.loss, net, coll.rank, step), opt)
         except TimeoutError:
             await net.run(int)
             if net.statistics().passes == 2 * step + 1:  # it never began
-                await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+                await net.step(partial(trial.loss, net, coll.rank, step), opt)
     trial.assert_same(net, trial.alone(2, 3, optimizer="momentum"))
 
 

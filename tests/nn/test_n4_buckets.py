@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,7 @@ from aiodist.nn.buckets import deal
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
 @given(
@@ -124,7 +125,7 @@ async def test_n4_branches_drawn_on_each_rank(
         net = await DataParallel.create(Branches(), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=1, op=op)
         opt = trial.OPTIMIZERS[optimizer](net.parameters())
         for step in range(6):
-            await net.step(lambda net=net, step=step: loss(net, coll.rank, step), opt)
+            await net.step(partial(loss, net, coll.rank, step), opt)
         trial.assert_same(net, trial.alone(coll.size, 6, make=Branches, loss=loss, optimizer=optimizer, op=op))
         await net.aclose()
 
@@ -135,7 +136,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.image = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+        self.image = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.turned = nn.Parameter(torch.randn(5, 4).t())
         self.gaps = nn.Parameter(torch.randn(4, 6)[:, ::2])
         self.number = nn.Parameter(torch.tensor(2.0))
@@ -159,13 +160,15 @@ async def test_n4_any_memory_layout(coll: Communicator, trial: type[Trial], buck
     net = await DataParallel.create(Odd(), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
     opt = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     for step in range(3):
-        await net.step(lambda step=step: loss(net, coll.rank, step), opt)
-    module = trial.alone(coll.size, 3, make=Odd, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+        await net.step(partial(loss, net, coll.rank, step), opt)
+    module = trial.alone(coll.size, 3, make=Odd, loss=loss, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     for (name, ours), theirs in zip(net.named_parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=f"{name}: ".__add__)
         assert ours.grad is not None
         assert ours.grad.shape == ours.shape
-    assert net.module.image.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    grad = net.module.get_parameter("image.weight").grad
+    assert grad is not None
+    assert grad.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,8 @@ from aiodist.nn import DataParallel, assert_synchronized
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-BUCKETS: list[dict[str, int]] = [SMALL, {"bucket_bytes": 600, "first_bucket_bytes": 100}, {}]
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+BUCKETS: list[dict[str, Any]] = [SMALL, {"bucket_bytes": 600, "first_bucket_bytes": 100}, {}]
 each_op = pytest.mark.parametrize("op", ["mean", "sum"])
 each_bucket = pytest.mark.parametrize("sizes", BUCKETS, ids=["each", "few", "all"])
 
@@ -35,7 +36,7 @@ def gradients_of(trial: type[Trial], size: int, steps: range, op: str) -> nn.Mod
 @each_op
 @each_bucket
 async def test_n5_no_sync_adds_up_locally(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
     opt = trial.OPTIMIZERS["adam"](net.parameters())
@@ -56,14 +57,14 @@ async def test_n5_no_sync_adds_up_locally(
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **sizes)
     for begin in (0, 3):
         net.zero_grad()
         with net.no_sync():
             trial.loss(net, coll.rank, begin).backward()
             with net.no_sync():
-                await net.run(lambda begin=begin: trial.loss(net, coll.rank, begin + 1).backward())
+                await net.run(trial.loss(net, coll.rank, begin + 1).backward)
         await net.backward(trial.loss(net, coll.rank, begin + 2))
         trial.assert_same_gradients(net, gradients_of(trial, 2, range(begin, begin + 3), "mean"))
 
@@ -72,7 +73,7 @@ async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type
 @each_op
 @each_bucket
 async def test_n5_gradients_that_are_not_forgotten_add_up(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]
 ) -> None:
     """Backward onto gradients that are reduced already: the total is that of one process."""
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
@@ -88,7 +89,7 @@ async def test_n5_gradients_that_are_not_forgotten_add_up(
 @pytest.mark.ranks(2)
 @each_op
 @each_bucket
-async def test_n5_retain_graph(coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int]) -> None:
+async def test_n5_retain_graph(coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
     for _ in range(2):
         net.zero_grad()
@@ -106,7 +107,7 @@ async def test_n5_retain_graph(coll: Communicator, trial: type[Trial], op: str, 
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_a_gradient_is_given(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+async def test_n5_a_gradient_is_given(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **sizes)
     x, _ = trial.batch(coll.rank, 0)
     await net.backward(net(x), torch.full((4, 3), float(coll.rank + 1), dtype=torch.float64))
@@ -118,12 +119,12 @@ async def test_n5_a_gradient_is_given(coll: Communicator, trial: type[Trial], si
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_inputs(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+async def test_n5_inputs(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     """Only those that are named get a gradient, in each of several backwards."""
     net = await DataParallel.create(trial.Mlp(), coll, **sizes)
     expected = trial.Mlp()
     for layer in (4, 0, 2, 4):
-        await net.backward(trial.loss(net, coll.rank, layer), inputs=[net.module[layer].weight])
+        await net.backward(trial.loss(net, coll.rank, layer), inputs=[net.module.get_parameter(f"{layer}.weight")])
         trial.joined(expected, 2, layer).backward(inputs=[expected[layer].weight])
         trial.assert_same_gradients(net, expected)
 
@@ -154,12 +155,14 @@ class Parts(nn.Module):
             x = self.on_rank_1(x)
         if step % 3 == 2:
             x = self.sometimes(torch.tanh(x))
-        return self.tied(x)[:, :3]
+        out: Tensor = self.tied(x)
+        return out[:, :3]
 
 
 def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
     drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
-    return mse_loss(module(drawn[:, :6], rank, step), drawn[:, 6:])
+    out: Tensor = module(drawn[:, :6], rank, step)
+    return mse_loss(out, drawn[:, 6:])
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -167,21 +170,22 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
 @each_bucket
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 async def test_n5_unused_shared_and_frozen_parameters(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, int], optimizer: str
+    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any], optimizer: str
 ) -> None:
     """Adam and weight decay tell a gradient of zeros from none."""
-    net = await DataParallel.create(Parts(), coll, op=op, **sizes)
-    never = [p.detach().clone() for p in net.module.never.parameters()]
+    module = Parts()
+    net = await DataParallel.create(module, coll, op=op, **sizes)
+    never = [p.detach().clone() for p in module.never.parameters()]
     opt = trial.OPTIMIZERS[optimizer](net.parameters())
     for step in range(7):
-        await net.step(lambda step=step: loss_of_parts(net, coll.rank, step), opt)
-        assert net.module.never.weight.grad is None
-        assert net.module.frozen.weight.grad is None
-        assert (net.module.on_rank_1.weight.grad is None) == (coll.size == 1)
-        assert (net.module.sometimes.weight.grad is None) == (step % 3 != 2)
+        await net.step(partial(loss_of_parts, net, coll.rank, step), opt)
+        assert module.never.weight.grad is None
+        assert module.frozen.weight.grad is None
+        assert (module.on_rank_1.weight.grad is None) == (coll.size == 1)
+        assert (module.sometimes.weight.grad is None) == (step % 3 != 2)
     expected = trial.alone(coll.size, 7, make=Parts, loss=loss_of_parts, optimizer=optimizer, op=op)
     trial.assert_same(net, expected)
-    assert all(map(torch.equal, never, net.module.never.parameters()))
+    assert all(map(torch.equal, never, module.never.parameters()))
     await assert_synchronized(net.module, coll)
 
 
@@ -210,7 +214,7 @@ async def test_n5_either_form_of_zero_grad(coll: Communicator, trial: type[Trial
             (net if who == "net" else opt).zero_grad(set_to_none=set_to_none)
             theirs.zero_grad(set_to_none=set_to_none)
             await net.backward(loss_of_parts(net, coll.rank, step))
-            (sum(loss_of_parts(alone, rank, step) for rank in range(2)) / 2).backward()
+            torch.stack([loss_of_parts(alone, rank, step) for rank in range(2)]).mean().backward()
             trial.assert_same_gradients(net, alone)
             await net.run(opt.step)
             theirs.step()
@@ -232,8 +236,8 @@ class Mixed(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(6, 6).to(dtype) for dtype in self.DTYPES * 2])
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        for layer, dtype in zip(self.layers, self.DTYPES * 2, strict=True):
+            x = torch.tanh(layer(x.to(dtype)))
         return x[:, :3].double()
 
 
@@ -244,7 +248,7 @@ async def test_n5_mixed_dtypes(coll: Communicator, trial: type[Trial], op: str, 
     net = await DataParallel.create(Mixed(), coll, op=op, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
     expected = trial.alone(coll.size, 3, make=Mixed, op=op)
     for (name, ours), theirs in zip(net.named_parameters(), expected.parameters(), strict=True):
         assert ours.dtype is theirs.dtype
@@ -258,7 +262,7 @@ async def test_n5_mixed_dtypes(coll: Communicator, trial: type[Trial], op: str, 
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_several_parameter_groups(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+async def test_n5_several_parameter_groups(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
         groups = [{"params": [first], "lr": 0.2}, {"params": others, "weight_decay": 0.1}]
@@ -271,7 +275,7 @@ async def test_n5_several_parameter_groups(coll: Communicator, trial: type[Trial
     theirs = make(alone.parameters())
     other_schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
     for step in range(4):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
         schedule.step()
         theirs.zero_grad()
         trial.joined(alone, 2, step).backward()
@@ -288,6 +292,6 @@ async def test_n5_two_nets_side_by_side(coll: Communicator, trial: type[Trial]) 
     for step in range(3):
         async with asyncio.TaskGroup() as group:
             for net, opt in ((one, opts[0]), (other, opts[1]))[:: 1 if coll.rank else -1]:
-                group.create_task(net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt))
+                group.create_task(net.step(partial(trial.loss, net, coll.rank, step), opt))
     for net in (one, other):
         trial.assert_same(net, trial.alone(2, 3))

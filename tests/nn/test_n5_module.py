@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,14 +20,14 @@ from aiodist.nn import DataParallel, assert_synchronized
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
-async def trained(coll: Communicator, trial: type[Trial], steps: int = 2) -> DataParallel:
+async def trained(coll: Communicator, trial: type[Trial], steps: int = 2) -> Any:
     net = await DataParallel.create(trial.Mlp(), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     for step in range(steps):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
     return net
 
 
@@ -67,10 +68,10 @@ async def test_n5_state_dict_has_no_prefix(coll: Communicator, trial: type[Trial
 async def test_n5_copies_are_plain_modules(coll: Communicator, trial: type[Trial], how: str) -> None:
     net = await trained(coll, trial)
     if how == "deepcopy":
-        twin = copy.deepcopy(net.module)
+        twin: Any = copy.deepcopy(net.module)
     elif how == "copy of a parameter":
         twin = trial.Mlp()
-        for layer, theirs in zip(twin, net.module, strict=True):  # type: ignore[call-overload]
+        for layer, theirs in zip(twin, net.module, strict=True):
             for name, p in theirs.named_parameters():
                 setattr(layer, name, copy.deepcopy(p))
     elif how == "pickle":
@@ -102,7 +103,7 @@ async def test_n5_closing_takes_the_hooks_off(coll: Communicator, trial: type[Tr
         net = await DataParallel.create(module, coll)
         opt = trial.OPTIMIZERS["sgd"](net.parameters())
         for step in range(times):
-            await net.step(lambda net=net, step=step, times=times: trial.loss(net, coll.rank, times + step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, times + step), opt)
         await net.aclose()
         await net.aclose()
         grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
@@ -191,9 +192,9 @@ async def test_n5_frozen_later_is_as_unused(coll: Communicator, trial: type[Tria
     alone = trial.Mlp()
     theirs = trial.OPTIMIZERS["adam"](alone.parameters())
     for step in range(6):
-        for module in (net.module, alone):
-            module[2].requires_grad_(step not in (2, 3))
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        for layer in (net.module.get_submodule("2"), alone[2]):
+            layer.requires_grad_(step not in (2, 3))
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
         trial.joined(alone, 2, step).backward()
         theirs.step()
@@ -207,7 +208,7 @@ async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator, trial: 
     x, y = trial.batch(coll.rank, 0)
     if coll.rank == 0:
         net.module.double()
-    dtype = net.module[0].weight.dtype
+    dtype = net.module.get_parameter("0.weight").dtype
     with pytest.raises((TypeError, aiodist.RemoteError), match=r"float64, and was torch\.float32 when DataParallel"):
         await net.backward(mse_loss(net(x.to(dtype)), y.to(dtype)))
     net.module.float()

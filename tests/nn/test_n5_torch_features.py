@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,8 +20,8 @@ from aiodist.testing import gather_ranks
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-FEW = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -43,6 +44,10 @@ async def test_n5_clipping_by_the_global_norm(coll: Communicator, trial: type[Tr
     trial.assert_same(net, alone)
 
 
+def loss_on(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mse_loss(module(x), y)
+
+
 @pytest.mark.ranks(2)
 async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
     """A step whose gradients overflow on one rank is left out on all."""
@@ -52,7 +57,7 @@ async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
     for step in range(6):
         opt.zero_grad()
         x, y = trial.batch(coll.rank, step, torch.float32)
-        loss = await net.run(lambda x=x, y=y: mse_loss(net(x), y))
+        loss = await net.run(partial(loss_on, net, x, y))
         if step == 3 and coll.rank == 1:
             loss = loss * float("inf")
         before = [p.detach().clone() for p in net.parameters()]
@@ -72,33 +77,23 @@ async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
     trial.assert_same(net, expected)
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_n5_compiled_modules(trial: type[Trial]) -> None:
-    """The module compiled before it is wrapped, afterwards, or the forward: in real time, since compiling takes some."""
+    """A compiled module that is wrapped, and a compiled forward through one that was wrapped before."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            for way in ("before", "after", "forward"):
-                module: Any = trial.Mlp(coll.rank)
-                net = await DataParallel.create(
-                    torch.compile(module, backend="aot_eager") if way == "before" else module, coll, **FEW
-                )
-                call = net if way == "before" else torch.compile(module, backend="aot_eager")
+            for way in ("module", "forward"):
+                module = trial.Mlp(coll.rank)
+                compiled: Any = torch.compile(module, backend="aot_eager")
+                net = await DataParallel.create(compiled if way == "module" else module, coll, **trial.FEW)
                 opt = trial.OPTIMIZERS["adam"](net.parameters())
-
-                def forward(step: int, call: Any = call, way: str = way) -> Tensor:
-                    x, y = trial.batch(coll.rank, step)
-                    return mse_loss(call(x), y)
-
-                whole = torch.compile(forward, backend="aot_eager") if way == "forward" else forward
                 for step in range(3):
-                    await net.step(lambda step=step, whole=whole: whole(step), opt)
+                    await net.step(partial(trial.loss, compiled, coll.rank, step), opt)
                 trial.assert_same(module, trial.alone(2, 3, optimizer="adam"))
                 await net.aclose()
 
     await asyncio.wait_for(gather_ranks(2, main), 100)
-
-
-test_n5_compiled_modules = pytest.mark.asyncio(loop_factories=["asyncio"])(test_n5_compiled_modules)
 
 
 class Checkpointed(nn.Module):
@@ -133,7 +128,7 @@ async def test_n5_activation_checkpointing(coll: Communicator, trial: type[Trial
         net = await DataParallel.create(Checkpointed(reentrant, times), coll, **sizes)
         opt = trial.OPTIMIZERS["adam"](net.parameters())
         for step in range(4):
-            await net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         expected = trial.alone(2, 4, make=lambda: Checkpointed(reentrant, times), optimizer="adam")
         trial.assert_same(net, expected)
         await net.aclose()
@@ -151,12 +146,12 @@ async def test_n5_checkpointing_that_changes(coll: Communicator, trial: type[Tri
         module.times = alone.times = times
         before = [p.detach().clone() for p in net.parameters()]
         try:
-            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         except RuntimeError as error:
             assert times in (3, 4)
             assert "shared" in str(error)  # noqa: PT017
             assert all(map(torch.equal, before, net.parameters()))
-            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
         trial.joined(alone, 2, step).backward()
         theirs.step()
@@ -194,7 +189,7 @@ async def test_n5_custom_autograd_functions(coll: Communicator, trial: type[Tria
     net = await DataParallel.create(Custom(), coll, **SMALL)
     opt = trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(3):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
     trial.assert_same(net, trial.alone(2, 3, make=Custom, optimizer="adam"))
 
 
@@ -206,7 +201,7 @@ async def test_n5_anomaly_mode(coll: Communicator, trial: type[Trial]) -> None:
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     with torch.autograd.detect_anomaly():
         for step in range(2):
-            await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+            await net.step(partial(trial.loss, net, coll.rank, step), opt)
         nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
         with pytest.raises(RuntimeError if coll.rank else aiodist.RemoteError, match="returned nan"):
             await net.step(lambda: trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
@@ -221,7 +216,7 @@ class Imaging(nn.Module):
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
         self.double()
-        self.to(memory_format=torch.channels_last)
+        self.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()  # type: ignore[no-any-return]
@@ -229,7 +224,7 @@ class Imaging(nn.Module):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
-async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: dict[str, int]) -> None:
+async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(10 * rank + step)
         drawn = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator)
@@ -239,7 +234,7 @@ async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: d
     net = await DataParallel.create(Imaging(), coll, **sizes)
     opt = trial.OPTIMIZERS["momentum"](net.parameters())
     for step in range(3):
-        await net.step(lambda step=step: loss(net, coll.rank, step), opt)
+        await net.step(partial(loss, net, coll.rank, step), opt)
         for p in net.parameters():
             assert p.grad is not None
             assert p.grad.stride() == p.stride()
@@ -248,9 +243,7 @@ async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: d
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
-async def test_n5_sparse_gradients_are_an_error(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, int]
-) -> None:
+async def test_n5_sparse_gradients_are_an_error(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
     module = nn.ModuleDict({"dense": nn.Linear(4, 1), "sparse": nn.Embedding(5, 4, sparse=True)})
     net = await DataParallel.create(module, coll, **sizes)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
@@ -319,7 +312,7 @@ async def test_n5_batch_norm(coll: Communicator, trial: type[Trial]) -> None:
     theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
     own = [{name: b.clone() for name, b in alone.named_buffers()} for _ in range(coll.size)]
     for step in range(3):
-        await net.step(lambda step=step: trial.loss(net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
         for rank in range(coll.size):
             alone.load_state_dict(own[rank], strict=False)
@@ -371,9 +364,9 @@ async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator, tria
         for step in range(3):
             if around:
                 with torch.autocast("cpu", dtype=torch.bfloat16):
-                    await net.step(lambda step=step, forward=forward: forward(step), opt)
+                    await net.step(partial(forward, step), opt)
             else:
-                await net.step(lambda step=step, own_mode=own_mode: own_mode(step), opt)
+                await net.step(partial(own_mode, step), opt)
             assert not await net.run(torch.is_autocast_enabled, "cpu")
         assert seen == [torch.bfloat16] * 3
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import aiodist
@@ -508,7 +508,6 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(monkeypat
     aiodist.testing.run_ranks(3, main)
     for order in orders.values():
         assert order[0] == order[1] == order[2]
-    assert orders[1][0] != sorted(orders[1][0])  # what forward wants first went first
 
 
 @pytest.mark.ranks(2)

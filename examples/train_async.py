@@ -1,0 +1,42 @@
+"""Each gradient is awaited as it arrives, in the middle of backward.
+
+aiodist run -n 2 examples/train_async.py prints on rank 0 what examples/train_sequential.py prints
+
+The last layer's gradients are known first. They travel, arrive, and that layer makes its step, while backward goes on
+in the layers before it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from train_sequential import MOMENTUM, RATE, batches, build, load, report
+
+import aiodist
+from aiodist.nn import DataParallel
+
+
+async def main() -> None:
+    torch.set_num_threads(1)  # the ranks share the cores
+    images, labels = load()  # (1797, 64), (1797,)
+    async with aiodist.init() as coll:
+        # One parameter a bucket: what is small would travel together otherwise, and arrive together.
+        net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+        velocity = {parameter: torch.zeros_like(parameter) for parameter in net.parameters()}
+
+        def forward(mine: Tensor) -> Tensor:
+            return F.cross_entropy(net(images[mine]), labels[mine])
+
+        for mine in batches(coll.rank, coll.size):  # (120 / size,)
+            net.zero_grad()
+            loss = await net.run(forward, mine)  # on the compute thread; the loop is free meanwhile
+            async for parameter, gradient in net.gradients(loss):
+                with torch.no_grad():  # SGD by hand: an optimizer's step would want all gradients to be there
+                    velocity[parameter].mul_(MOMENTUM).add_(gradient)
+                    parameter.sub_(velocity[parameter], alpha=RATE)
+
+        if coll.rank == 0:
+            report(net.module, images, labels)
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

@@ -1,0 +1,328 @@
+"""N6: reductions, prefetched batches and files share one limit on bytes in flight, and nothing waits for ever."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator
+from aiodist.data import prefetch
+from aiodist.handles import Scheduler
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.testing import run_ranks
+
+STEPS = 4
+
+
+def build(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def loader(rank: int) -> Iterator[Tensor]:
+    for step in range(STEPS):
+        yield batch(rank, step)
+
+
+def reference(size: int, seed: int = 3) -> nn.Module:
+    """Train in this process with the data of all ranks."""
+    module = build(seed)
+    opt = sgd(module.parameters())
+    for step in range(STEPS):
+        opt.zero_grad()
+        for rank in range(size):
+            (module(batch(rank, step)).square().mean() / size).backward()
+        opt.step()
+    return module
+
+
+def check(module: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()), rtol=1e-6, atol=1e-9)
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Let the loop run until it is true; in real time, since the threads live in that."""
+    end = monotonic() + 15
+    while not true():
+        assert monotonic() < end, "it never came true"
+        await asyncio.to_thread(lambda: None)
+
+
+async def drained() -> None:
+    """Return when nothing is in flight any more."""
+    await until(lambda: Scheduler.current().in_flight == 0)
+
+
+async def create(coll: Communicator, seed: int = 3) -> DataParallel:
+    return await DataParallel.create(build(seed), coll, bucket_bytes=1, first_bucket_bytes=1)
+
+
+async def write(path: Path, module: nn.Module) -> None:
+    """Save a checkpoint as a writer would: with leave for its bytes, in a thread."""
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    lane = Scheduler.current().lane("checkpoint", -10)
+    with await lane.acquire(sum(t.nbytes for t in state.values())):
+        await asyncio.to_thread(torch.save, state, path)
+
+
+# --- a limit of one byte ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, backend="mpi")
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n6_all_goes_on_with_a_limit_of_one_byte(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
+    """Training, prefetch and a writer of files at once."""
+    Scheduler.current().limit = 1
+    net = await create(coll)
+    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    files: list[asyncio.Task[None]] = []
+    async with prefetch(loader(coll.rank), depth=3) as batches:
+        async for x in batches:
+            await net.step(lambda x=x: net(x).square().mean(), opt)
+            files.append(asyncio.create_task(write(tmp_path / f"{coll.rank} {len(files)}", net.module)))
+    if pipelined:
+        await opt.flush()
+    await asyncio.gather(*files)
+    check(net.module, reference(coll.size))
+    last = torch.load(tmp_path / f"{coll.rank} {STEPS - 1}")
+    assert pipelined or all(torch.equal(last[name], t) for name, t in net.state_dict().items())
+    await drained()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("limit", [1, 700])
+async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
+    """Their reductions interleave differently on each rank, and do not wait for one another in a circle."""
+    Scheduler.current().limit = limit
+    nets = [await create(coll, seed) for seed in (3, 4)]
+
+    async def train(net: DataParallel, delay: int) -> None:
+        opt = sgd(net.parameters())
+        async with prefetch(loader(coll.rank), depth=2) as batches:
+            async for x in batches:
+                for _ in range(delay):
+                    await asyncio.sleep(0)
+                await net.step(lambda x=x: net(x).square().mean(), opt)
+
+    order = nets if coll.rank == 0 else nets[::-1]
+    async with asyncio.TaskGroup() as tasks:
+        for i, net in enumerate(order):
+            tasks.create_task(train(net, 20 * i + 7 * coll.rank))
+    for seed, net in zip((3, 4), nets, strict=True):
+        check(net.module, reference(coll.size, seed))
+    await drained()
+
+
+@pytest.mark.ranks(2)
+async def test_n6_one_net_beside_a_pipelined_one(coll: Communicator) -> None:
+    Scheduler.current().limit = 1
+    plain, other = await create(coll, 3), await create(coll, 4)
+    opt, pipelined = sgd(plain.parameters()), PipelinedOptimizer(other, sgd)
+
+    async def first() -> None:
+        for step in range(STEPS):
+            await plain.step(lambda: plain(batch(coll.rank, step)).square().mean(), opt)  # noqa: B023
+
+    async def second() -> None:
+        for step in range(STEPS):
+            await other.step(lambda: other(batch(coll.rank, step)).square().mean(), pipelined)  # noqa: B023
+        await pipelined.flush()
+
+    await asyncio.gather(*([first(), second()] if coll.rank else [second(), first()]))
+    check(plain.module, reference(2, 3))
+    check(other.module, reference(2, 4))
+    await drained()
+
+
+# --- who goes first ------------------------------------------------------------------------------------------------
+
+
+def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
+    """And prefetch, which has nothing in flight, is not kept out by them."""
+    late = asyncio.Event()
+    seen: list[int] = []
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            scheduler = Scheduler.current()
+            net = await create(coll)
+            opt = sgd(net.parameters())
+            if coll.rank == 1:
+                await late.wait()
+                await net.step(lambda: net(batch(1, 0)).square().mean(), opt)
+                return
+            scheduler.limit = 1
+            work = asyncio.ensure_future(net.step(lambda: net(batch(0, 0)).square().mean(), opt))
+            lane = net.reducer._paths.lane
+            await until(lambda: lane.waiting)
+            count = len(lane.waiting)
+            assert lane.granted == 1  # the first is always granted, the others are more than one byte
+            first = scheduler.in_flight
+            batches = scheduler.lane("batches")
+            permits = [batches.request(4000, lambda i=i: seen.append(i)) for i in range(2)]
+            assert seen == [0]  # one goes though nothing is left
+            scheduler.limit = scheduler.in_flight + 4000
+            assert scheduler.in_flight > first + 4000
+            assert lane.granted == 1 + count  # all the buckets fit in
+            assert seen == [0]  # what they left is less than a batch
+            late.set()
+            await work
+            await until(lambda: seen == [0, 1])
+            for permit in permits:
+                permit.release()
+            await drained()
+
+    run_ranks(2, main)
+    assert seen == [0, 1]
+
+
+@pytest.mark.ranks(2)
+async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll: Communicator) -> None:
+    """Somebody else has all of the room, on one rank or the other."""
+    scheduler = Scheduler.current()
+    scheduler.limit = 2000
+    net = await create(coll)
+    opt = sgd(net.parameters())
+    lane = scheduler.lane("other", 20)
+    for step in range(STEPS):
+        mine = step % 2 == coll.rank
+        permit = await lane.acquire(2000) if mine else None
+        await net.step(lambda step=step: net(batch(coll.rank, step)).square().mean(), opt)
+        if permit is not None:
+            permit.release()
+    check(net.module, reference(coll.size))
+    await drained()
+
+
+# --- nobody starves ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipelined: bool) -> None:
+    """It goes on while forward, backward and the optimizer run: each of them waits until it has."""
+    ticks = 0
+    turn = threading.Condition()
+
+    async def ticker() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            with turn:
+                ticks += 1
+                turn.notify_all()
+
+    def some_ticks() -> None:
+        with turn:
+            goal = ticks + 20
+            assert turn.wait_for(lambda: ticks >= goal, 15), "the loop stood still"
+
+    class Patient(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            some_ticks()
+            return super().step(closure)
+
+    def patient(params: Any) -> torch.optim.Optimizer:
+        return Patient(params, lr=0.05, momentum=0.9)
+
+    def forward(x: Tensor) -> Tensor:
+        some_ticks()
+        out = net(x)
+        out.register_hook(lambda grad: some_ticks())
+        return out.square().mean()  # type: ignore[no-any-return]
+
+    net = await create(coll)
+    opt: Any = PipelinedOptimizer(net, patient) if pipelined else patient(net.parameters())
+    beside = asyncio.create_task(ticker())
+    async with prefetch(loader(coll.rank)) as batches:
+        async for x in batches:
+            await net.step(lambda x=x: forward(x), opt)
+    if pipelined:
+        await opt.flush()
+    beside.cancel()
+    with suppress(asyncio.CancelledError):
+        await beside
+    check(net.module, reference(coll.size))
+
+
+@pytest.mark.ranks(2)
+async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
+    """A writer of the lowest priority, while two nets train and ask for more than there is all the time."""
+    Scheduler.current().limit = 1
+    nets = [await create(coll, seed) for seed in (3, 4)]
+    written = 0
+    lane = Scheduler.current().lane("files", -10)
+
+    async def writer() -> None:
+        nonlocal written
+        while True:
+            with await lane.acquire(100):
+                await asyncio.sleep(0)
+            written += 1
+
+    async def train(net: DataParallel) -> None:
+        opt = sgd(net.parameters())
+        for step in range(STEPS):
+            before = written
+            await net.step(lambda: net(batch(coll.rank, step)).square().mean(), opt)  # noqa: B023
+            await until(lambda: written > before)  # noqa: B023
+
+    beside = asyncio.create_task(writer())
+    await asyncio.gather(*map(train, nets))
+    beside.cancel()
+    with suppress(asyncio.CancelledError):
+        await beside
+    await drained()
+
+
+# --- the account is right in the end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n6_nothing_stays_in_flight_whatever_went_wrong(coll: Communicator, pipelined: bool) -> None:
+    scheduler = Scheduler.current()
+    scheduler.limit = 500
+
+    def forward(step: int) -> Tensor:
+        out = net(batch(coll.rank, step)).square().mean()
+        if step == 1 and coll.rank == 1:
+            raise ArithmeticError("no more")
+        return out  # type: ignore[no-any-return]
+
+    net = await create(coll)
+    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    for step in range(3):
+        with suppress(ArithmeticError, aiodist.RemoteError):
+            await net.step(lambda step=step: forward(step), opt)
+    if pipelined:
+        await opt.flush()
+    await drained()
+    async with prefetch(loader(coll.rank), depth=3) as batches:
+        async for _ in batches:
+            break  # some were prepared in vain
+    await drained()
+    if not pipelined:
+        async for _ in net.gradients(await net.run(forward, 3)):
+            break  # the others go on
+        await net.step(lambda: forward(4), opt)
+    await net.aclose()
+    await drained()
+    await assert_synchronized(list(net.parameters()), coll)
