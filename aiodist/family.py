@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError, MismatchError
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError, MismatchError, OperationTimeout
 from aiodist.handles import Handle, Origin
 from aiodist.issuer import Issuer, all_over
 
@@ -193,7 +193,7 @@ class Family:
         drained = False
         try:
             for guest in reversed(self._guests.pop(communicator, [])):
-                await guest.release()
+                await self._release(guest, communicator, until)
             issuer.withdraw_receives()
             if issuer.refusal is None:
                 await issuer.drain(self._left(until))
@@ -209,6 +209,14 @@ class Family:
                 issuer.close()
             finally:  # a warning that is an error
                 await communicator._transport.aclose(drained=drained)
+
+    async def _release(self, guest: Guest, communicator: Communicator, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await guest.release()
+        except TimeoutError:
+            guest.give_up()
+            raise OperationTimeout(f"{guest} was not over in time", comm=communicator.name, op="aclose") from None
 
     def _left(self, until: float) -> float:
         return max(0.0, until - asyncio.get_running_loop().time())

@@ -440,6 +440,9 @@ class _Guest:
     def __init__(self, net: DataParallel) -> None:
         self._net = net
 
+    def __repr__(self) -> str:
+        return repr(self._net)
+
     async def release(self) -> None:
         net = self._net
         try:

@@ -94,6 +94,11 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, trial: type[Tri
     trial.assert_same(net, trial.alone(2, STEPS, optimizer="momentum"))
 
 
+def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
+    newest = net.reducer.last
+    return newest is not None and newest is not last and newest.closed is not None
+
+
 @pytest.mark.ranks(2)
 async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, trial: type[Trial], until: Any) -> None:
     """This rank's backward is over; its reductions wait for the other rank."""
@@ -106,7 +111,7 @@ async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, trial:
             await net.step(partial(trial.loss, net, coll.rank, step), opt)
         else:
             work = asyncio.ensure_future(net.step(partial(trial.loss, net, coll.rank, step), opt))
-            await until(lambda last=last: net.reducer.last is not last and net.reducer.last.closed)
+            await until(partial(has_another_that_is_closed, net, last))
             await give_up(work)
             await coll.barrier()
     await net.run(int)

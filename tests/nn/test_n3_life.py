@@ -35,7 +35,7 @@ async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator, tri
     def note(what: str, *_: object) -> None:
         seen.append((what, threading.get_ident()))
 
-    net.module[0].weight.register_hook(lambda *_: note("backward"))
+    net.module.get_parameter("0.weight").register_hook(lambda *_: note("backward"))
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     opt.register_step_pre_hook(lambda *_: note("optimizer"))
 
@@ -147,6 +147,7 @@ def test_n3_a_program_that_fails_ends(trial: type[Trial], when: str) -> None:
             net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
             opt = trial.OPTIMIZERS["sgd"](net.parameters())
             await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            work: asyncio.Future[Any]
             reached = asyncio.Event()
             loop = asyncio.get_running_loop()
             if when == "idle" or (when == "the others' step" and coll.rank == 0):
@@ -224,7 +225,7 @@ async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
             tasks = [asyncio.create_task(task()) for task in (evaluation, inference)]
             await asyncio.sleep(0)
             for step in range(8):
-                await net.step(lambda step=step: forward(step), opt)
+                await net.step(partial(forward, step), opt)
                 assert torch.is_grad_enabled()
                 await net.run(leave_modes)
                 assert torch.is_grad_enabled()

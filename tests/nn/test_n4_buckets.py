@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -187,17 +188,21 @@ async def test_n4_gradients_stay_in_their_places(coll: Communicator, trial: type
     assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}) == 1
 
 
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.mark.ranks(2)
-async def test_n4_a_default_dtype_and_device_of_the_user(coll: Communicator, trial: type[Trial]) -> None:
+@pytest.mark.usefixtures("bfloat16")
+async def test_n4_a_default_dtype_of_the_user(coll: Communicator) -> None:
     """What ranks tell each other beside the gradients is ours, whatever torch makes by default."""
     names = [str(i) for i in range(300)]
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
     net = await DataParallel.create(module, coll, **SMALL)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        for step in range(2):
-            await net.backward(torch.stack([module[name] * (coll.rank + 1) for name in names[step:]]).sum())
-    finally:
-        torch.set_default_dtype(before)
+    for step in range(2):
+        await net.backward(torch.stack([module[name] * (coll.rank + 1) for name in names[step:]]).sum())
     assert [p.grad.item() for p in net.parameters() if p.grad is not None] == [1.5] + [3.0] * 299
