@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import handles, streams, testing
+    from aiodist import data, handles, nn, streams, testing
     from aiodist.communicator import Communicator
     from aiodist.errors import (
         AiodistError,
@@ -59,10 +59,12 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_handle",
+    "data",
     "gather",
     "handles",
     "init",
     "isolate",
+    "nn",
     "run",
     "streams",
     "testing",

@@ -59,6 +59,10 @@ class Slot:
         self.result: Tensor | None = None
         """What becomes `.grad` when it is reduced."""
 
+    def surplus(self) -> bool:
+        """A gradient has come after its bucket was filled."""
+        return self.parameter.grad is not None and self.parameter.grad is not self.result
+
     def used(self) -> bool:
         """It has brought something to this pass."""
         return self.result is not None or self.parameter.grad is not None

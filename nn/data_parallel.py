@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout, RemoteError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.compute import Compute
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.reducer import Reducer, Sizes, Statistics
@@ -29,7 +31,6 @@ T = TypeVar("T")
 BUCKET_BYTES = 4 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 _BACKGROUND_BYTES = 32 << 10
-_LOOK_SECONDS = 0.5  # how soon the compute thread notices that its loop is gone
 
 
 @runtime_checkable
@@ -41,6 +42,10 @@ class Driver(Stateful, Protocol):
 
     async def flush(self) -> None:
         """Return when all updates are made."""
+
+    @property
+    def pending(self) -> bool:
+        """Some are not."""
 
 
 class DataParallel:
@@ -58,9 +63,9 @@ class DataParallel:
     """
 
     def __init__(
-        self, module: nn.Module, coll: Communicator, side: Communicator, reducer: Reducer, compute: HostStream
+        self, module: nn.Module, coll: Communicator, side: Communicator, reducer: Reducer, compute: Compute
     ) -> None:
-        """Use `create`. `reducer`, `compute`, `reduce` and `block` are for what drives a step: a `Driver`."""
+        """Use `create`. `reducer` and `compute` are for what drives a step: a `Driver`."""
         self._module = module
         self._coll = coll
         self._side = side  # what the user calls while reductions may be under way
@@ -93,13 +98,16 @@ class DataParallel:
         """
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
+        if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
+            given = f"{type(module).__name__}, {type(coll).__name__}"
+            raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
         sizes = Sizes(bucket_bytes, first_bucket_bytes)
         Reducer.check_free(module.named_parameters())
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
         side = await own.dup()
         marks = await own.dup()
-        compute = HostStream(f"compute {own.name}")
+        stream = HostStream(f"compute {own.name}")
         try:
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
             given = f"op={op!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
@@ -109,8 +117,8 @@ class DataParallel:
         except BaseException:
             await own.aclose()
             raise
-        await compute.__aenter__()
-        net = cls(module, own, side, reducer, compute)
+        await stream.__aenter__()
+        net = cls(module, own, side, reducer, Compute(stream, reducer))
         marks.admit(_Guest(net))  # the last that was made is the first to be closed
         return net
 
@@ -134,7 +142,11 @@ class DataParallel:
         return self._module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's own: no prefix, so that it loads into the plain module."""
+        """Return the module's own: no prefix, so that it loads into the plain module.
+
+        Raises `RuntimeError` while updates are pending: `await opt.flush()` first.
+        """
+        self._check_updated()
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -156,10 +168,13 @@ class DataParallel:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    async def step(self, forward: Callable[[], Tensor], opt: Optimizer | Driver) -> Tensor:
+    async def step(
+        self, forward: Callable[P, Tensor], opt: Optimizer | Driver, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Tensor:
         """Return the loss of one step, this rank's own, detached.
 
-        `forward()` returns it, a tensor of one element. The compute thread forgets the gradients, calls `forward`,
+        `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
+        `forward`,
         runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the reduced
         gradients. A step that has begun ends on every rank alike: cancelling the await does not stop it.
 
@@ -168,10 +183,18 @@ class DataParallel:
         unless the communicator does not.
         """
         self._check()
-        self._optimizer = opt
+        if not callable(forward) or not isinstance(opt, (Optimizer, Driver)):
+            given = f"{type(forward).__name__} and {type(opt).__name__}"
+            raise TypeError(f"step({given}): expected a function that returns the loss, and an optimizer")
+        if self.reducer.local:
+            raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
+        if opt is not self._optimizer:
+            self._check_updated()
+            self._optimizer = opt
+        bound = partial(forward, *args, **kwargs)
         if isinstance(opt, Optimizer):
-            return await self._timely(self.compute.submit(self._train, forward, opt))
-        return await self._timely(self.compute.submit(opt.train, forward))
+            return await self._timely(self.compute.submit(self._train, bound, opt))
+        return await self._timely(self.compute.submit(opt.train, bound))
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier."""
@@ -195,18 +218,18 @@ class DataParallel:
         self._check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
         if self.reducer.local:
-            await self.compute.submit(self._locally, loss, how)
+            await self.compute.submit(self.compute.accumulate, loss, how)
             return
-        await self._timely(self.compute.submit(self._reduced, lambda: loss, **how))
+        await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
 
     async def gradients(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
-        """Yield each parameter with its reduced gradient as they arrive, while `backward` of `loss` goes on (N8).
+        """Yield each parameter with its reduced gradient, now its `.grad`, as they arrive, while backward goes on (N8).
 
         Parameters that this rank did not use come last. Leaving early does not stop the reductions.
         """
         self._check()
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
-        work = self.compute.submit(self.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
+        work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
         late: list[Slot] = []
         ended = asyncio.ensure_future(_ended(work, arrivals))
         try:
@@ -247,7 +270,7 @@ class DataParallel:
         have come to the end too.
         """
         self._check()
-        await self.run(self._drain)  # a step that failed here may not have ended yet
+        await self.run(self.compute.drain)  # a step that failed here may not have ended yet
         before = self.reducer.statistics.passes
         self.reducer.joining += 1
         try:
@@ -260,14 +283,14 @@ class DataParallel:
             while (await self._empty_pass()).participants:
                 pass
         except BaseException as error:
-            self.compute.submit(self._see_out, error).outcome_error()  # nobody waits for it
+            self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
             raise
         finally:
             self.reducer.joining -= 1
         await share_longest(self._coll, mine, self._module, drivers)
 
     async def _empty_pass(self) -> Reduction:
-        reduction = await self.compute.submit(self._bring_nothing)
+        reduction = await self.compute.submit(self.compute.bring_nothing)
         await reduction.finished
         return reduction
 
@@ -280,7 +303,7 @@ class DataParallel:
         """Return what the reductions have cost so far: bytes, seconds, the share hidden behind backward."""
         return self.reducer.statistics
 
-    # --- on the compute thread ----------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------
 
     async def _timely(self, work: Handle[T]) -> T:
         """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
@@ -296,108 +319,21 @@ class DataParallel:
             work.remove_waiter(over)
             self.reducer.waiting.remove(over.future)
 
-    def _reduced(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
-        _, reduction = self.reduce(forward, **how)
-        self.wait(reduction.finished)
-
     def _train(self, forward: Callable[[], Tensor], opt: Optimizer) -> Tensor:
         def prepare() -> Tensor:
-            self._drain()
+            self.compute.drain()
             opt.zero_grad()
             return forward()
 
-        loss, reduction = self.reduce(prepare)
-        self.wait(reduction.finished)
+        loss, reduction = self.compute.reduce(prepare)
+        self.compute.wait(reduction.finished)
         opt.step()
         return loss
-
-    def reduce(
-        self,
-        forward: Callable[[], Tensor],
-        *,
-        on_arrival: Callable[[Bucket], None] | None = None,
-        check: Callable[[], None] | None = None,
-        **how: Any,  # noqa: ANN401
-    ) -> tuple[Tensor, Reduction]:
-        """Run forward and backward; return the loss, and the pass, whose reductions go on.
-
-        `check` may raise after backward, and so fail the step on all ranks. On the compute thread. Whatever goes wrong,
-        this rank sends what the others wait for.
-        """
-        reduction: Reduction | None = None
-        try:
-            loss = forward()
-            if not isinstance(loss, Tensor):
-                raise TypeError(f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element")
-            reduction = self.reducer.begin()
-            reduction.on_arrival = on_arrival
-            loss.backward(**how)
-            if check is not None:
-                check()
-        except BaseException as error:
-            self.reducer.close(reduction or self.reducer.begin(), error)
-            raise
-        self.reducer.close(reduction)
-        return loss.detach(), reduction
-
-    def wait(self, handle: Handle[T]) -> T:
-        """Return the result of `handle`, on the compute thread."""
-        self.block(handle)
-        return handle.wait()
-
-    def block(self, handle: Handle[Any]) -> None:
-        """Block the compute thread until `handle` is over, however it ends; give up when the loop is gone."""
-        progress = self.reducer.progress
-        progress.computing -= 1
-        try:
-            self._block(handle)
-        finally:
-            progress.computing += 1
-
-    def _block(self, handle: Handle[Any]) -> None:
-        while not handle.block(_LOOK_SECONDS):
-            if self.reducer.progress.loop.is_closed():
-                raise RuntimeError(f"the event loop was closed while {handle} was under way")
 
     @property
     def open(self) -> bool:
         """It was not closed."""
         return self._refuses is None
-
-    def _drain(self) -> None:
-        """Let the last pass come to its end: whoever left it early has no gradients of it yet."""
-        if self.reducer.last is not None:
-            self.block(self.reducer.last.over)
-
-    def _locally(self, loss: Tensor, how: dict[str, Any]) -> None:
-        self._drain()
-        self.reducer.share()
-        self.reducer.local += 1
-        try:
-            loss.backward(**how)
-        finally:
-            self.reducer.local -= 1
-
-    def _see_out(self, error: BaseException) -> None:
-        """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
-        last = self.reducer.last
-        if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-            self.reducer.close(self.reducer.begin(active=False), error)
-        while True:
-            try:
-                reduction = self._bring_nothing()
-                self.wait(reduction.finished)
-            except RemoteError:
-                continue
-            except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
-                return
-            if not reduction.participants:
-                return
-
-    def _bring_nothing(self) -> Reduction:
-        reduction = self.reducer.begin(active=False)
-        self.reducer.close(reduction)
-        return reduction
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -414,6 +350,10 @@ class DataParallel:
     async def __aexit__(self, *error: object) -> None:
         if error[0] is None:
             await self.aclose()
+
+    def _check_updated(self) -> None:
+        if isinstance(self._optimizer, Driver) and self._optimizer.pending:
+            raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
 
     def _check(self) -> None:
         if self._refuses is not None:
@@ -450,19 +390,20 @@ class _Guest:
                 await net._optimizer.flush()
         finally:
             net._refuses = "is closed"
-            await net.compute.aclose()
+            await net.compute.stream.aclose()
             net.reducer.release()
 
     def give_up(self) -> None:
         net = self._net
         net._refuses = "was given up"
-        net.compute.abandon()
+        net.compute.stream.abandon()
         net.reducer.release()
 
 
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for slot in slots:
         if slot.result is not None:
+            slot.parameter.grad = slot.result
             yield cast(nn.Parameter, slot.parameter), slot.result
 
 

@@ -47,6 +47,10 @@ class PipelinedOptimizer:
         *,
         clip_norm: float | None = None,
     ) -> None:
+        if isinstance(make_optimizer, Optimizer):
+            raise TypeError(
+                "make_optimizer is an optimizer: expected a function that makes one of a list of parameters"
+            )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")
         net.reducer.keep_buckets()
@@ -75,7 +79,9 @@ class PipelinedOptimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each; `flush` first."""
+        """Return the state of each; raise `RuntimeError` while updates are pending: `await flush()` first."""
+        if self._left:
+            raise RuntimeError("updates are pending: `await opt.flush()` first")
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
@@ -84,6 +90,11 @@ class PipelinedOptimizer:
             raise ValueError(f"state of {len(state)} buckets: expected {len(self._parts)}")
         for optimizer, one in zip(self.optimizers, state, strict=True):
             optimizer.load_state_dict(dict(one))
+
+    @property
+    def pending(self) -> bool:
+        """Updates are still to be made: `await flush()` before you look at parameters or state."""
+        return bool(self._left)
 
     async def flush(self) -> None:
         """Return when every update is made: the correct last step. Raises what the last reduction raised."""
@@ -114,7 +125,7 @@ class PipelinedOptimizer:
                 self._finish()
             return loss
 
-        loss, reduction = self._net.reduce(prepare, check=partial(self._check, late))
+        loss, reduction = self._net.compute.reduce(prepare, check=partial(self._check, late))
         self._left = {part: reduction.settled[reduction.buckets.index(part.bucket)] for part in self._parts}
         for part in self._parts:
             part.keep_settings()
@@ -154,7 +165,7 @@ class PipelinedOptimizer:
                 if not handle.done():
                     ready = next((other for other, come in self._left.items() if come.done()), None)
                     if ready is None:
-                        self._net.block(handle)
+                        self._net.compute.block(handle)
                         continue
                     part_now = ready
                 else:
@@ -176,7 +187,7 @@ class PipelinedOptimizer:
         """Make every update that is left."""
         if self._clip_norm is not None:
             for handle in self._left.values():
-                self._net.block(handle)
+                self._net.compute.block(handle)
             grads = [slot.parameter for part in self._left for slot in part.bucket.slots]
             if all(handle.outcome_error() is None for handle in self._left.values()):
                 torch.nn.utils.clip_grad_norm_(grads, self._clip_norm)

@@ -230,7 +230,7 @@ class Reducer:
     def _surplus(self, reduction: Reduction) -> RuntimeError | None:
         """A gradient that came after its bucket had gone, since this backward visits the parameter once more."""
         for number, bucket in enumerate(self._buckets):
-            late = [slot for slot in bucket.slots if reduction.is_full(number) and slot.parameter.grad is not None]
+            late = [slot for slot in bucket.slots if reduction.is_full(number) and slot.surplus()]
             if late:
                 self._learn_hooks()
                 return RuntimeError(

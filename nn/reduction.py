@@ -95,6 +95,7 @@ class Reduction:
         self._frozen = False
         """The ranks are about to agree on an order: nothing new is begun."""
         self._moving: dict[int, Permit | None] = {}
+        self._was_late = False
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
         self._reduced: set[int] = set()
@@ -219,7 +220,13 @@ class Reduction:
             handle.add_waiter(self._arrival(partial(self._marked, marks)))
 
     def _arrival(self, then: Callable[[BaseException | None], None]) -> _Arrival:
-        return _Arrival(self.paths.progress, self._observer.late, then)
+        return _Arrival(self.paths.progress, self._late, then)
+
+    def _late(self, error: OperationTimeout) -> None:
+        """Tell it once, as any deadline: the next await waits on."""
+        if not self._was_late:
+            self._was_late = True
+            self._observer.late(error)
 
     # --- on the loop: what comes back ---------------------------------------------------------------------------
 
@@ -306,7 +313,7 @@ class Reduction:
             rank, text = next((r, text) for r, text in enumerate(told.result()) if text is not None)
             cause = text.strip().rpartition("\n")[2]
             others = [r for r in self.failures if r != rank]
-            also = f" (and ranks {', '.join(map(str, others))})" if others else ""
+            also = f" (and {', '.join(f'rank {r}' for r in others)})" if others else ""
             error = RemoteError(
                 f"rank {rank}{also} failed in this step: {cause}",
                 raised_by=rank,

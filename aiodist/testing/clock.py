@@ -110,15 +110,15 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         if self._group_of is None or len(ready) < 2:
             return
+        # Other threads append to it meanwhile: what they add stays behind what is taken out here.
+        taken = [ready.popleft() for _ in range(len(ready))]
         groups: dict[object, deque[asyncio.Handle]] = {}
-        for handle in ready:
+        for handle in taken:
             groups.setdefault(self._group_of(handle), deque()).append(handle)
-        if len(groups) < 2:
-            return
         turns = [group for group in groups.values() for _ in group]
-        self._random.shuffle(turns)
-        ready.clear()
-        ready.extend(group.popleft() for group in turns)
+        if len(groups) > 1:
+            self._random.shuffle(turns)
+        ready.extendleft(reversed([group.popleft() for group in turns]))
 
     def next_of_program(self) -> float | None:
         """Return when the program's next timer is due; those that only watch for stalls are not the program's."""

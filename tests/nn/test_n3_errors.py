@@ -92,8 +92,8 @@ async def test_n3_an_error_is_raised_there_and_told_to_the_others(
         for kind in (ValueError, Stop):
             before = parameters_of(net)
             if coll.rank in failing:
+                loss = partial(trial.loss, rank=coll.rank, step=step)
                 with pytest.raises(kind, match="no luck"):
-                    loss = partial(trial.loss, rank=coll.rank, step=step)
                     await net.step(partial(way, net, loss, kind("no luck")), opt)
             else:
                 with pytest.raises(aiodist.RemoteError, match=f"{kind.__name__}: no luck") as caught:

@@ -1,0 +1,143 @@
+"""What runs on the compute thread of a net: forward, backward, and the waiting for reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from aiodist.errors import AiodistError, RemoteError
+from aiodist.handles import Handle
+from aiodist.nn.buckets import Bucket
+from aiodist.nn.reducer import Reducer
+from aiodist.nn.reduction import Reduction
+from aiodist.streams import HostStream
+
+__all__ = ["Compute"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5  # how soon the thread notices that its loop is gone
+
+
+class Compute:
+    """One thread, always the same, and the reducer of what it computes.
+
+    `submit` belongs to the loop, everything else to the thread itself.
+    """
+
+    def __init__(self, stream: HostStream, reducer: Reducer) -> None:
+        self.stream = stream
+        self.reducer = reducer
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Return a handle of `fn(*args, **kwargs)`, which runs behind what was asked earlier."""
+        return self.stream.submit(fn, *args, **kwargs)
+
+    def is_current(self) -> bool:
+        """Return True on the thread."""
+        return self.stream.is_current()
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    def wait(self, handle: Handle[T]) -> T:
+        """Return the result of `handle`."""
+        self.block(handle)
+        return handle.wait()
+
+    def block(self, handle: Handle[Any]) -> None:
+        """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
+        progress = self.reducer.progress
+        progress.computing -= 1
+        try:
+            self._block(handle)
+        finally:
+            progress.computing += 1
+
+    def _block(self, handle: Handle[Any]) -> None:
+        while not handle.block(_LOOK_SECONDS):
+            if self.reducer.progress.loop.is_closed():
+                raise RuntimeError(f"the event loop was closed while {handle} was under way")
+
+    def drain(self) -> None:
+        """Let the last pass come to its end: whoever left it early has no gradients of it yet."""
+        if self.reducer.last is not None:
+            self.block(self.reducer.last.over)
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        forward: Callable[[], Tensor],
+        *,
+        on_arrival: Callable[[Bucket], None] | None = None,
+        check: Callable[[], None] | None = None,
+        **how: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Reduction]:
+        """Run forward and backward; return the loss, and the pass, whose reductions go on.
+
+        `check` may raise after backward, and so fail the step on all ranks. Whatever goes wrong,
+        this rank sends what the others wait for.
+        """
+        reduction: Reduction | None = None
+        try:
+            loss = forward()
+            _check_loss(loss, how)
+            reduction = self.reducer.begin()
+            reduction.on_arrival = on_arrival
+            loss.backward(**how)
+            if check is not None:
+                check()
+        except BaseException as error:
+            self.reducer.close(reduction or self.reducer.begin(), error)
+            raise
+        self.reducer.close(reduction)
+        return loss.detach(), reduction
+
+    def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
+        """As `reduce`, to the end."""
+        _, reduction = self.reduce(forward, **how)
+        self.wait(reduction.finished)
+
+    def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
+        """Run backward and leave its gradients on this rank."""
+        self.drain()
+        self.reducer.share()
+        self.reducer.local += 1
+        try:
+            loss.backward(**how)
+        finally:
+            self.reducer.local -= 1
+
+    def bring_nothing(self) -> Reduction:
+        """Make a pass for the others' sake, with nothing to bring."""
+        reduction = self.reducer.begin(active=False)
+        self.reducer.close(reduction)
+        return reduction
+
+    def see_out(self, error: BaseException) -> None:
+        """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
+        last = self.reducer.last
+        if not isinstance(error, RemoteError) and (last is None or last.error is not error):
+            self.reducer.close(self.reducer.begin(active=False), error)
+        while True:
+            try:
+                reduction = self.bring_nothing()
+                self.wait(reduction.finished)
+            except RemoteError:
+                continue
+            except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
+                return
+            if not reduction.participants:
+                return
+
+
+def _check_loss(loss: object, how: Mapping[str, Any]) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element")
+    if loss.numel() != 1 and how.get("gradient") is None:
+        raise ValueError(f"forward returned a tensor of shape {list(loss.shape)}: expected the loss, one element")
+    if not loss.requires_grad:
+        raise ValueError("forward returned a loss that depends on no parameter that is trained, or was detached")
