@@ -140,4 +140,4 @@ def _check_loss(loss: object, how: Mapping[str, Any]) -> None:
     if loss.numel() != 1 and how.get("gradient") is None:
         raise ValueError(f"forward returned a tensor of shape {list(loss.shape)}: expected the loss, one element")
     if not loss.requires_grad:
-        raise ValueError("forward returned a loss that depends on no parameter that is trained, or was detached")
+        raise ValueError("forward returned a loss that depends on no parameter: it was detached, or made under no_grad")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -97,6 +98,8 @@ class _Uses(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         for tensor in _tensors((args, kwargs)):
             if tensor in self._parameters:
                 self.users.setdefault(tensor, set()).add(self.running[-1] if self.running else None)
@@ -114,13 +117,17 @@ def _tensors(x: object) -> Iterator[Tensor]:
 
 
 class _Hook:
-    """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing."""
+    """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing.
+
+    Compiled code has none at all: what it uses is not seen, and so needed early.
+    """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
     def __call__(self, module: nn.Module, *args: object) -> None:
-        self._call(module, *args)
+        if not torch.compiler.is_compiling():
+            self._call(module, *args)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _no_hook, ()

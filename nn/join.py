@@ -26,17 +26,22 @@ class Stateful(Protocol):
 async def share_longest(coll: Communicator, steps: int, module: nn.Module, optimizers: Sequence[Stateful]) -> None:
     """Give all ranks the parameters and the optimizers' state of the first rank that made most `steps`.
 
-    Buffers stay each rank's own. Collective; costs one small exchange when all made as many.
+    Buffers stay each rank's own. Collective; costs one small exchange when all made as many. Else every rank must give
+    as many `optimizers`: all raise `ValueError` where that is not so, and nothing is shared.
     """
-    made = await coll.allgather_object(steps)
+    told = await coll.allgather_object((steps, len(optimizers)))
+    made = [count for count, _ in told]
     if len(set(made)) == 1:
         return
+    if len({number for _, number in told}) > 1:
+        known = ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(told))
+        raise ValueError(
+            f"ranks know of different numbers of optimizers ({known}), since a rank that made no step knows of none: "
+            "give them to every rank, `net.join(opt)`"
+        )
     root = made.index(max(made))
     await synchronize_parameters(module, coll, root=root, buffers=False)
-    mine = [optimizer.state_dict() for optimizer in optimizers]
-    states = await coll.broadcast_object(mine, root=root)
-    if len(states) != len(optimizers):
-        raise ValueError(f"rank {root} shares the state of {len(states)} optimizers, this rank has {len(optimizers)}")
+    states = await coll.broadcast_object([optimizer.state_dict() for optimizer in optimizers], root=root)
     if coll.rank != root:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)

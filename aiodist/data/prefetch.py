@@ -285,7 +285,7 @@ class Prefetched(Generic[T]):
             return
         item.settled = True
         if made.outcome is Outcome.VALUE:
-            self._estimate = made.nbytes
+            self._expect(made.nbytes)
             if item.permit.nbytes != made.nbytes:
                 item.permit.resize(made.nbytes)
         elif self._last is None or item.seq < self._last.seq:
@@ -294,6 +294,15 @@ class Prefetched(Generic[T]):
             item.permit.release()
             while self._items and self._items[-1].seq > item.seq:
                 self._items.pop().permit.release()
+
+    def _expect(self, nbytes: int) -> None:
+        """Have those that are not ready count as much; the last first, as an earlier one that is granted lets it go."""
+        if nbytes == self._estimate:
+            return
+        self._estimate = nbytes
+        for item in reversed(self._items):
+            if not item.settled:
+                item.permit.resize(nbytes)
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)

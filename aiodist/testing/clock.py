@@ -162,12 +162,11 @@ class _JumpingSelector(selectors.DefaultSelector):
             events = super().select(0)
             loop.shuffle()
             return events
-        if loop.executing:
-            return self._in_real_time(timeout)
-        events = super().select(_GRACE_SECONDS if loop.outside else 0)
-        if not events:
-            events = self._jump(timeout)
-        return events
+        events = [] if loop.executing else super().select(_GRACE_SECONDS if loop.outside else 0)
+        if events:
+            return events
+        # A thread may have begun to compute meanwhile.
+        return self._in_real_time(timeout) if loop.executing else self._jump(timeout)
 
     def _in_real_time(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         began = monotonic()

@@ -1,0 +1,200 @@
+"""What the tests of the pipelined optimizer share: models, steps with reductions held back, the plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aiodist import Communicator
+from aiodist.handles import Handle, Progress
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Held:
+    """A communicator whose reductions are made at once, and told of when the test says so."""
+
+    def __init__(self, net: DataParallel, holding: Callable[[Tensor], bool] = lambda t: True) -> None:
+        self.holding = holding
+        self.issued: list[int] = []
+        """How many elements each reduction had that was issued."""
+        self._coll = net.reducer._paths.data
+        self._held: list[tuple[Handle[Any], Handle[None]]] = []
+        net.reducer._paths = replace(net.reducer._paths, data=self)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coll, name)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def allreduce(self, t: Tensor, op: str) -> Handle[Any]:
+        self.issued.append(t.numel())
+        made = self._coll.allreduce(t, op)
+        if not self.holding(t):
+            return made
+        told: Handle[None] = Handle(Progress.current(), "held")
+        told.polled = False
+        self._held.append((made, told))
+        return told
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for made, told in held:
+            made.add_done_callback(lambda made, told=told: _pass_on(made, told))
+
+    def end(self) -> None:
+        """Hold nothing from now on."""
+        self.holding = lambda t: False
+        self.release()
+
+
+def _pass_on(made: Handle[Any], told: Handle[None]) -> None:
+    error = made.outcome_error()
+    if error is None:
+        told.resolve(None)
+    else:
+        told.reject(error)
+
+
+class Wait(torch.autograd.Function):
+    """The identity, whose backward calls something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call()
+        return grads[0], None
+
+
+class Course:
+    """A model, the data of each rank and step, and what a plain loop in one process makes of them."""
+
+    STEPS = 4
+    Held = Held
+    wait = staticmethod(Wait.apply)
+    """`wait(x, call)` is x, and its backward calls `call`."""
+
+    @staticmethod
+    def mlp() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    @staticmethod
+    def chain() -> nn.Module:
+        """Layers of one parameter each, of different sizes: 20, 30, 42, 56 and 24 elements."""
+        torch.manual_seed(7)
+        widths = (4, 5, 6, 7, 8, 3)
+        layers = [nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False)]
+        return nn.Sequential(*layers).double()
+
+    @staticmethod
+    def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    @staticmethod
+    def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.02)
+
+    @staticmethod
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    @classmethod
+    def loss_of(cls, module: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
+        out = module(cls.batch(rank, step))
+        return (out * torch.arange(1.0, out.shape[-1] + 1, dtype=out.dtype)).tanh().square().mean()
+
+    @staticmethod
+    async def split(module: nn.Module, coll: Communicator, bucket_bytes: int = 1) -> DataParallel:
+        """Return a net, mostly with a bucket for each parameter."""
+        return await DataParallel.create(module, coll, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+
+    @classmethod
+    def reference(
+        cls,
+        module: nn.Module,
+        opt: torch.optim.Optimizer | None,
+        size: int,
+        steps: Iterable[int] = range(STEPS),
+        between: Callable[[int], object] = lambda step: None,
+        clip: float | None = None,
+    ) -> nn.Module:
+        """Train in this process with the data of all ranks, with `opt` or `sgd`: what must come out."""
+        opt = opt or cls.sgd(module.parameters())
+        for step in steps:
+            opt.zero_grad()
+            for rank in range(size):
+                (cls.loss_of(module, rank, step) / size).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            opt.step()
+            between(step)
+        return module
+
+    @classmethod
+    def check(
+        cls, module: nn.Module, expected: nn.Module, size: int, steps: Iterable[int] = range(STEPS), make: Make = sgd
+    ) -> None:
+        """Compare with what `steps` of the plain loop make of `expected`."""
+        cls.same(module, cls.reference(expected, make(list(expected.parameters())), size, steps))
+
+    @staticmethod
+    def same(module: nn.Module, expected: nn.Module) -> None:
+        ours, theirs = dict(module.named_parameters()), dict(expected.named_parameters())
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+    @classmethod
+    async def train(
+        cls,
+        net: DataParallel,
+        opt: PipelinedOptimizer,
+        coll: Communicator,
+        steps: Iterable[int] = range(STEPS),
+        held: Held | None = None,
+        between: Callable[[int], object] = lambda step: None,
+        call: Any = None,
+    ) -> None:
+        """Make steps, of `call` or of the net; with `held` the reductions of each come only when the next forward runs, or waits."""
+        for step in steps:
+            work = asyncio.ensure_future(net.step(lambda step=step: cls.loss_of(call or net, coll.rank, step), opt))
+            if held is not None:
+                await cls.until(work.done, held.release)
+            await work
+            between(step)
+        flushed = asyncio.ensure_future(opt.flush())
+        if held is not None:
+            await cls.until(flushed.done, held.release)
+        await flushed
+
+    @staticmethod
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    @classmethod
+    async def until(cls, true: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Let the loop run until it is true; in real time, since the compute threads live in that."""
+        end = monotonic() + 15
+        while not true():
+            assert monotonic() < end, "it never came true"
+            await cls.turns(5)
+            await asyncio.to_thread(lambda: None)  # lets the others have the interpreter
+            meanwhile()
+
+
+@pytest.fixture
+def course() -> type[Course]:
+    return Course
