@@ -77,8 +77,8 @@ class Progress:
         self.polls = 0
         self.parked = False
         self.large = 0
-        self.computing = 0
-        """How many streams of the host compute just now."""
+        self.computing: set[int] = set()
+        """The threads of host streams that compute just now, and do not wait for a handle."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
         self.watched = False

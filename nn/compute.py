@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -49,17 +50,14 @@ class Compute:
 
     def block(self, handle: Handle[Any]) -> None:
         """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
-        progress = self.reducer.progress
-        progress.computing -= 1
+        progress, me = self.reducer.progress, get_ident()
+        progress.computing.discard(me)
         try:
-            self._block(handle)
+            while not handle.block(_LOOK_SECONDS):
+                if progress.loop.is_closed():
+                    raise RuntimeError(f"the event loop was closed while {handle} was under way")
         finally:
-            progress.computing += 1
-
-    def _block(self, handle: Handle[Any]) -> None:
-        while not handle.block(_LOOK_SECONDS):
-            if self.reducer.progress.loop.is_closed():
-                raise RuntimeError(f"the event loop was closed while {handle} was under way")
+            progress.computing.add(me)
 
     def drain(self) -> None:
         """Let the last pass come to its end: whoever left it early has no gradients of it yet."""
@@ -78,23 +76,27 @@ class Compute:
     ) -> tuple[Tensor, Reduction]:
         """Run forward and backward; return the loss, and the pass, whose reductions go on.
 
-        `check` may raise after backward, and so fail the step on all ranks. Whatever goes wrong,
-        this rank sends what the others wait for.
+        `check` may raise after backward, and so fail the step on all ranks. Whatever goes wrong, this rank sends what
+        the others wait for.
         """
         reduction: Reduction | None = None
         try:
             loss = forward()
             _check_loss(loss, how)
-            reduction = self.reducer.begin()
+            reduction = self._begin()
             reduction.on_arrival = on_arrival
             loss.backward(**how)
             if check is not None:
                 check()
         except BaseException as error:
-            self.reducer.close(reduction or self.reducer.begin(), error)
+            self.reducer.close(reduction or self._begin(), error)
             raise
         self.reducer.close(reduction)
         return loss.detach(), reduction
+
+    def _begin(self, *, active: bool = True) -> Reduction:
+        self.drain()
+        return self.reducer.begin(active=active)
 
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
         """As `reduce`, to the end."""
@@ -113,7 +115,7 @@ class Compute:
 
     def bring_nothing(self) -> Reduction:
         """Make a pass for the others' sake, with nothing to bring."""
-        reduction = self.reducer.begin(active=False)
+        reduction = self._begin(active=False)
         self.reducer.close(reduction)
         return reduction
 
@@ -121,7 +123,7 @@ class Compute:
         """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
         last = self.reducer.last
         if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-            self.reducer.close(self.reducer.begin(active=False), error)
+            self.reducer.close(self._begin(active=False), error)
         while True:
             try:
                 reduction = self.bring_nothing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.errors import AiodistError, OperationTimeout, RemoteError
+from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Compute
@@ -73,6 +74,7 @@ class DataParallel:
         self.compute = compute
         self._optimizer: Optimizer | Driver | None = None
         self._refuses: str | None = None
+        self._passes: set[asyncio.Future[None]] = set()
 
     @classmethod
     async def create(
@@ -174,9 +176,8 @@ class DataParallel:
         """Return the loss of one step, this rank's own, detached.
 
         `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
-        `forward`,
-        runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the reduced
-        gradients. A step that has begun ends on every rank alike: cancelling the await does not stop it.
+        `forward`, runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the
+        reduced gradients. A step that was asked for ends on every rank alike: cancelling the await does not stop it.
 
         Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,
@@ -231,17 +232,17 @@ class DataParallel:
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
         work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
         late: list[Slot] = []
+        # Where the caller leaves early it goes on, and asyncio reports its error, which nobody awaits then.
         ended = asyncio.ensure_future(_ended(work, arrivals))
-        try:
-            while (bucket := await arrivals.get()) is not None:
-                late += bucket.unused
-                for pair in _pairs([slot for slot in bucket.slots if slot not in bucket.unused]):
-                    yield pair
-            await ended
-            for pair in _pairs(late):
+        self._passes.add(ended)
+        ended.add_done_callback(self._passes.discard)
+        while (bucket := await arrivals.get()) is not None:
+            late += bucket.unused
+            for pair in _pairs([slot for slot in bucket.slots if slot not in bucket.unused]):
                 yield pair
-        finally:
-            ended.cancel()
+        await ended
+        for pair in _pairs(late):
+            yield pair
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -301,7 +302,7 @@ class DataParallel:
 
     def statistics(self) -> Statistics:
         """Return what the reductions have cost so far: bytes, seconds, the share hidden behind backward."""
-        return self.reducer.statistics
+        return replace(self.reducer.statistics)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -385,13 +386,17 @@ class _Guest:
 
     async def release(self) -> None:
         net = self._net
+        failed: Exception | None = None
         try:
             if isinstance(net._optimizer, Driver):
                 await net._optimizer.flush()
-        finally:
-            net._refuses = "is closed"
-            await net.compute.stream.aclose()
-            net.reducer.release()
+        except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
+            failed = error
+        net._refuses = "is closed"
+        await net.compute.stream.aclose()
+        net.reducer.release()
+        if failed is not None:
+            raise failed
 
     def give_up(self) -> None:
         net = self._net

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Guards"]
+__all__ = ["Guards", "leaves"]
 
 T = TypeVar("T")
 
@@ -20,8 +21,9 @@ class Guards(Generic[T]):
 
     Where a parameter is used is learnt from the first forward of a step, by looking at the arguments of every function
     of torch: in the innermost module that runs just then, be it the owner or not (`MultiheadAttention` reads its
-    `out_proj`, a tied weight serves in two places). What is used outside of all modules, or was not seen at all
-    (compiled code), is `early`: needed before forward begins. Learning costs a few microseconds an operation, once.
+    `out_proj`, a tied weight serves in two places), of compiled code in the module that calls it. What is used outside
+    of all modules, or was not seen at all, is `early`: needed before forward begins. Learning costs a few microseconds
+    an operation, once.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Guards(Generic[T]):
 
     def _enter(self, module: nn.Module, *args: object) -> None:
         if not self.learnt:
-            self._uses.running.append(module)
+            self._uses.enter(module)
         self._before(self._needs.get(module, ()), self._training)
 
     def _leave(self, module: nn.Module, *args: object) -> None:
@@ -85,7 +87,7 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[Tensor, object]) -> None:
         super().__init__()
-        self.running: list[nn.Module] = []
+        self.running: list[nn.Module | None] = []
         self.users: dict[Tensor, set[nn.Module | None]] = {}
         self._parameters = parameters
 
@@ -94,16 +96,44 @@ class _Uses(TorchFunctionMode):
         self.users.clear()
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
+    def enter(self, module: nn.Module) -> None:
+        """`module` runs now. In compiled code, whose hooks may be gone the next time, its caller stands for it."""
+        caller = self.running[-1] if self.running else None
+        self.running.append(caller if _in_compiled_code() else module)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         for tensor in _tensors((args, kwargs)):
             if tensor in self._parameters:
                 self.users.setdefault(tensor, set()).add(self.running[-1] if self.running else None)
         return func(*args, **kwargs)
+
+
+def leaves(result: Tensor) -> Iterator[Tensor]:
+    """Yield those that backward of `result` gives a gradient."""
+    seen: set[object] = set()
+    waiting: list[Any] = [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _in_compiled_code() -> bool:
+    """Whether something that was compiled has called what runs here, uncompiled in part or not."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    frame = None if compiler is None else sys._getframe()
+    while frame is not None and frame.f_globals is not vars(compiler):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _tensors(x: object) -> Iterator[Tensor]:
@@ -119,14 +149,14 @@ def _tensors(x: object) -> Iterator[Tensor]:
 class _Hook:
     """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing.
 
-    Compiled code has none at all: what it uses is not seen, and so needed early.
+    Compiled code has none at all: what it uses is needed by whoever calls it.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
     def __call__(self, module: nn.Module, *args: object) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._call(module, *args)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.data_parallel import DataParallel
-from aiodist.nn.guards import Guards
+from aiodist.nn.guards import Guards, leaves
 
 __all__ = ["PipelinedOptimizer"]
 
@@ -37,7 +37,7 @@ class PipelinedOptimizer:
     `optimizers`. The buckets are those of the moment when it is made.
 
     The first step waits for all; from it is learnt which modules run, and so where each parameter is used. A
-    parameter that is used elsewhere later, before its update, raises `RuntimeError` after that backward.
+    parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class PipelinedOptimizer:
         self._parts = [_Part(bucket, make_optimizer) for bucket in net.reducer.buckets]
         self._left: dict[_Part, Handle[None]] = {}
         """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
+        self._unasked: set[_Part] = set()
+        """Those of which the update was due when this forward began, and no module has needed the parameters yet."""
         self._newest: Handle[None] | None = None
         """The end of the last step's reductions."""
         self._failed: BaseException | None = None
@@ -108,7 +110,6 @@ class PipelinedOptimizer:
 
     def train(self, forward: Callable[[], Tensor]) -> Tensor:
         """Do one step, and leave its reductions under way; `net.step` calls it."""
-        late: list[_Part] = []
 
         def prepare() -> Tensor:
             for part in self._parts:
@@ -117,15 +118,16 @@ class PipelinedOptimizer:
             if self._clip_norm is not None or not self._guards.learnt:
                 self._finish()
             self._update(self._guards.early)
+            self._unasked = set(self._left)
             try:
                 with self._guards.forward():
                     loss = forward()
             finally:  # a step that fails sends zeros from where the gradients of the last one lie
-                late.extend(self._left)
                 self._finish()
+            self._check(loss)
             return loss
 
-        loss, reduction = self._net.compute.reduce(prepare, check=partial(self._check, late))
+        loss, reduction = self._net.compute.reduce(prepare)
         self._left = {part: reduction.settled[reduction.buckets.index(part.bucket)] for part in self._parts}
         for part in self._parts:
             part.keep_settings()
@@ -134,21 +136,27 @@ class PipelinedOptimizer:
         self._tell()
         return loss
 
-    def _check(self, late: list[_Part]) -> None:
-        """After backward: whoever was updated behind this forward must not have been used in it."""
-        wrong = [part for part in late if any(slot.used() for slot in part.bucket.slots)]
-        self._guards.early += wrong
-        if names := [slot.name for part in wrong for slot in part.bucket.slots if slot.used()]:
+    def _check(self, loss: Tensor) -> None:
+        """After forward: what no module asked for, and was updated in the meantime, must not have been used."""
+        slots = {slot.parameter: (slot.name, part) for part in self._unasked for slot in part.bucket.slots}
+        if not slots or not isinstance(loss, Tensor):
+            return
+        wrong = [slots[parameter] for parameter in leaves(loss) if parameter in slots]
+        if wrong:
+            self._guards.early += list(dict.fromkeys(part for _, part in wrong))
             raise RuntimeError(
-                f"{', '.join(names)}: used in this forward before the last update was made, by another module than in "
-                "the first step; from now on forward waits for them before it begins"
+                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was on its "
+                "way, by another module than in the first step; from now on forward waits for it before it begins"
             )
 
     def _before(self, parts: Sequence[_Part], training: bool) -> None:
         """A module that needs `parts` is about to run."""
+        current = self._net.compute.is_current()
+        if training and current:
+            self._unasked.difference_update(parts)
         if not self._left:
             return
-        if not self._net.compute.is_current():
+        if not current:
             raise RuntimeError(
                 "updates of this module are still on their way: call it on the compute thread, "
                 "`await net.run(net, x)`, or `await opt.flush()` first"

@@ -195,9 +195,7 @@ class Reducer:
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
     def begin(self, *, active: bool = True) -> Reduction:
-        """Return a new pass, once nothing of the last one is in flight; the gradients that come now are its."""
-        if self.last is not None:
-            self.last.over.block()
+        """Return a new pass; the last one must be `over`. The gradients that come now are its."""
         if self._new_order is not None:
             self._reorder(self._new_order)
             self._new_order = None

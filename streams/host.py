@@ -181,11 +181,11 @@ class _Worker:
 
     def run(self) -> None:
         self.base = Modes.capture()
-        progress = self.progress
+        computing, me = self.progress.computing, threading.get_ident()
         while (item := self.queue.get()) is not None:
-            progress.computing += 1
+            computing.add(me)
             item.run(self)
-            progress.computing -= 1
+            computing.discard(me)
             del item  # the next may be long in coming, and this one's handle may be all that holds a tensor
             if self.abandoned or self.loop.is_closed():
                 self._withdraw_all()

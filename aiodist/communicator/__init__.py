@@ -64,7 +64,7 @@ class Communicator(Reductions, Movement, Objects):
     # --- the end --------------------------------------------------------------------------------------------
 
     def leave_to_thread(self, nbytes: int) -> None:
-        """Have the progress thread drive operations of `nbytes` and more: the loop has better to do, or a core to spare.
+        """Have the progress thread drive allreduces of `nbytes` and more, while the loop does something else.
 
         For communicators whose operations are not awaited at once, such as those of gradients.
         """

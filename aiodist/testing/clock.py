@@ -103,7 +103,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     @property
     def executing(self) -> bool:
         """Whether a function runs in an executor or on a `HostStream`, and does not wait there for a handle."""
-        return self._executing > 0 or self._progress.computing > 0
+        return self._executing > 0 or bool(self._progress.computing)
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""

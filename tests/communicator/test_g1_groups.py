@@ -260,7 +260,7 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
     "group": lambda c: c.group([0]),
     "split": lambda c: c.split(0),
 }
-_LOCAL = {"statistics", "admit", "abort", "aclose"}
+_LOCAL = {"statistics", "admit", "leave_to_thread", "abort", "aclose"}
 
 
 @pytest.mark.ranks(1, 3)

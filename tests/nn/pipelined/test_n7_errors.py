@@ -1,0 +1,226 @@
+"""N7: what goes wrong in a pipelined step, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.runtime import Limits, current_limits
+from aiodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from tests.nn.pipelined.conftest import Course
+
+
+class Wanders(nn.Module):
+    """When it wanders, the root reads the last layer's weight, and that layer does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second, self.last = (nn.Linear(4, n, bias=False) for n in (4, 4, 3))
+        self.double()
+        self.wanders = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return F.linear(x, self.last.weight) if self.wanders else self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2)
+async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, course: type[Course]) -> None:
+    """That step fails on all ranks and changes no weight; from then on forward waits for that one before it begins."""
+    module = Wanders()
+    net = await course.split(module, coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    held = course.Held(net, lambda t: t.numel() == 12)
+    await course.train(net, opt, coll, range(2), held)
+    await net.step(lambda: course.loss_of(net, coll.rank, 2), opt)
+    module.wanders = coll.rank == 1
+    ran = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def forward() -> Tensor:
+        if coll.rank == 0:  # its last layer waits
+            loop.call_soon_threadsafe(ran.set)
+        loss = course.loss_of(net, coll.rank, 3)
+        loop.call_soon_threadsafe(ran.set)
+        return loss
+
+    work = asyncio.ensure_future(net.step(forward, opt))
+    await asyncio.wait_for(ran.wait(), 20)
+    await course.until(lambda: len(held) == 1)
+    held.end()
+    if coll.rank == 1:
+        with pytest.raises(RuntimeError, match=r"last\.weight: used in this forward while the last update was on its way"):
+            await work
+    else:
+        await work
+        with pytest.raises(aiodist.RemoteError, match=r"last\.weight: used in this forward") as caught:
+            await opt.flush()
+        assert caught.value.raised_by == 1
+    await opt.flush()
+    course.check(module, Wanders(), 2, range(3))
+    held.holding = lambda t: t.numel() == 12
+    await course.train(net, opt, coll, range(4, 7), held)
+    course.check(module, Wanders(), 2, [0, 1, 2, 4, 5, 6])
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
+async def test_n7_an_error_on_one_rank(
+    coll: Communicator, course: type[Course], where: str, bucket_bytes: int
+) -> None:
+    """That rank raises it, the others a RemoteError once, nobody makes that step, all go on together."""
+
+    def fail() -> None:
+        raise ArithmeticError("no more")
+
+    def forward(step: int) -> Tensor:
+        wrong = coll.rank == 1 and step == 2
+        if wrong and where == "before":
+            fail()
+        x = course.batch(coll.rank, step)
+        for i, layer in enumerate(net.module.children()):
+            x = layer(x)
+            if wrong and i == 2:
+                if where == "forward":
+                    fail()
+                if where == "backward":
+                    x = course.wait(x, fail)  # type: ignore[no-untyped-call]
+        if wrong and where == "after":
+            fail()
+        return (x * torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype)).tanh().square().mean()
+
+    net = await course.split(course.mlp(), coll, bucket_bytes)
+    opt = PipelinedOptimizer(net, course.sgd)
+    held = course.Held(net)
+    raised: list[BaseException] = []
+    for step in range(course.STEPS):
+        work = asyncio.ensure_future(net.step(lambda step=step: forward(step), opt))
+        await course.until(work.done, held.release)
+        try:
+            await work
+        except (ArithmeticError, aiodist.RemoteError) as error:
+            raised.append(error)
+    held.end()
+    await opt.flush()
+    [error] = raised
+    if coll.rank == 1:
+        assert isinstance(error, ArithmeticError)
+    else:
+        assert isinstance(error, aiodist.RemoteError)
+        assert error.raised_by == 1
+        assert "no more" in str(error)
+    await assert_synchronized(list(net.parameters()), coll)
+    course.check(net.module, course.mlp(), coll.size, [0, 1, 3])
+
+
+@pytest.mark.ranks(2)
+async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator, course: type[Course]) -> None:
+    def forward() -> Tensor:
+        if coll.rank == 0:
+            raise ArithmeticError("no more")
+        return course.loss_of(net, coll.rank, 1)
+
+    net = await DataParallel.create(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    if coll.rank == 0:
+        with pytest.raises(ArithmeticError):
+            await net.step(forward, opt)
+    else:
+        await net.step(forward, opt)
+        with pytest.raises(aiodist.RemoteError, match="no more"):
+            await opt.flush()
+    await opt.flush()
+    course.check(net.module, course.mlp(), coll.size, range(1))
+
+
+@pytest.mark.ranks(2)
+async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator, course: type[Course]) -> None:
+    """Also where the update was made while nobody waited."""
+
+    class Fragile(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            made.append(1)
+            raise FloatingPointError("that is not a number")
+
+    made: list[int] = []
+    net = await DataParallel.create(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, lambda params: Fragile(params, lr=0.1))
+    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    await course.until(lambda: made)
+    with pytest.raises(FloatingPointError, match="not a number"):
+        await opt.flush()
+    await opt.flush()
+
+
+@pytest.mark.ranks(2)
+async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator, course: type[Course]) -> None:
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    for step in range(course.STEPS):
+        work = asyncio.ensure_future(net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt))
+        await course.turns(1 + 20 * coll.rank * (step % 2))
+        if step != 2:
+            work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    await opt.flush()
+    course.check(net.module, course.mlp(), coll.size)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["given", "left to the world"])
+async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, course: type[Course], how: str) -> None:
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    for step in range(course.STEPS):
+        await net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt)
+    if how == "given":
+        await net.aclose()
+    else:
+        await net._coll.aclose()
+    course.check(net.module, course.mlp(), coll.size)
+    net.module(course.batch(0, 0))
+    with pytest.raises(RuntimeError, match="closed"):
+        await opt.flush()
+
+
+def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> None:
+    """It waits for the last updates as long as closing waits at all, and then says what was not over."""
+    waited: list[float] = []
+
+    async def main(rank: int) -> None:
+        current_limits.set(Limits(drain=2.0))
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(course.mlp(), coll)
+            opt = PipelinedOptimizer(net, course.sgd)
+            await net.step(lambda: course.loss_of(net, rank, 0), opt)
+            await opt.flush()
+            if rank == 1:
+                await coll.recv(src=0)  # until it is told that the other has given up
+            await net.step(lambda: course.loss_of(net, rank, 1), opt)
+            began = asyncio.get_running_loop().time()
+            try:
+                await net.aclose()
+            finally:
+                waited.append(asyncio.get_running_loop().time() - began)
+
+    with pytest.raises(aiodist.OperationTimeout, match=r"DataParallel of Sequential.* was not over in time"):
+        run_ranks(2, main)
+    assert waited == [pytest.approx(2.0, abs=0.1)]

@@ -1,0 +1,170 @@
+"""N7: the next forward begins while reductions are on their way, and these go in the order in which it wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.nn.pipelined.conftest import Course
+
+BACKWARD = [24, 56, 42, 30, 20]
+"""Elements of the chain's layers, as backward comes to them."""
+
+
+def recorded(module: nn.Module) -> list[int]:
+    """Return a list to which each linear layer's forward adds its place."""
+    ran: list[int] = []
+    for i, layer in enumerate(module.children()):
+        layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+    return ran
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Communicator, course: type[Course]) -> None:
+    """And so it does in each step, though the bucket of the step before came in the middle of it."""
+    net = await course.split(course.chain(), coll)
+    ran = recorded(net.module)
+    opt = PipelinedOptimizer(net, course.sgd)
+    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    await opt.flush()
+    held = course.Held(net, lambda t: t.numel() == 24)
+    await net.step(lambda: course.loss_of(net, coll.rank, 1), opt)
+    for step in range(2, 5):
+        await course.until(lambda: len(held) == 1)
+        ran.clear()
+        work = asyncio.ensure_future(net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt))
+        await course.until(lambda: ran == [0, 1, 2, 3])
+        assert len(held) == 1
+        assert not work.done()
+        held.release()
+        await work
+        assert ran == [0, 1, 2, 3, 4]
+    held.end()
+    await opt.flush()
+    course.check(net.module, course.chain(), coll.size, range(5))
+
+
+def set_window(net: DataParallel, nbytes: int) -> None:
+    net.reducer._paths = replace(net.reducer._paths, window=nbytes)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first", [2, 3, 4])
+async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forward(
+    coll: Communicator, course: type[Course], first: int
+) -> None:
+    """One rank has sent two buckets then, the other more: all go on from there, with the first layer's first."""
+    net = await course.split(course.chain(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    await course.train(net, opt, coll, range(2))
+    held = course.Held(net)
+    for step in (2, 3):
+        mine = first if coll.rank == step % 2 else 2
+        set_window(net, 1 if mine == 2 else 8 * sum(BACKWARD[:mine]))
+        held.issued.clear()
+        await net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt)
+        last = net.reducer.last
+        assert last is not None
+        await course.until(lambda last=last: last._marks is not None)
+        # Nothing came back yet, so it is for the window alone to say what may go.
+        assert held.issued[:mine] == BACKWARD[:mine]
+        assert len(held.issued) in (mine, first)
+        flushed = asyncio.ensure_future(opt.flush())
+        await course.until(flushed.done, held.release)
+        await flushed
+        assert held.issued == BACKWARD[:first] + BACKWARD[first:][::-1]
+    held.end()
+    course.check(net.module, course.chain(), coll.size)
+
+
+def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: type[Course]) -> None:
+    """One rank is in the middle of its backward while that of the others is over."""
+    late = threading.Event()
+    orders: dict[int, list[int]] = {}
+
+    async def main(rank: int) -> None:
+        async with aiodist.init() as coll:
+            net = await course.split(course.chain(), coll)
+            opt = PipelinedOptimizer(net, course.sgd)
+            await course.train(net, opt, coll, range(2))
+            held = course.Held(net, lambda t: False)
+            set_window(net, 1)
+
+            def forward() -> Tensor:
+                x = course.batch(rank, 2)
+                for i, layer in enumerate(net.module.children()):
+                    x = layer(x)
+                    if rank == 1 and i == 3:
+                        x = course.wait(x, lambda: late.wait(20))  # type: ignore[no-untyped-call]
+                return (x * torch.arange(1.0, 4.0, dtype=x.dtype)).tanh().square().mean()
+
+            work = asyncio.ensure_future(net.step(forward, opt))
+            if rank == 0:  # the second bucket waits for rank 1, and the third for that
+                await course.until(lambda: net.reducer.last is not None and net.reducer.last._frozen)
+                assert held.issued in (BACKWARD[:2], BACKWARD[:3])
+                late.set()
+            await work
+            await opt.flush()
+            orders[rank] = held.issued
+            course.check(net.module, course.chain(), 3, range(3))
+
+    aiodist.testing.run_ranks(3, main)
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0] in [BACKWARD[:i] + BACKWARD[i:][::-1] for i in range(2, 6)]
+
+
+@pytest.mark.ranks(2)
+async def test_n7_only_the_compute_thread_steps(coll: Communicator, course: type[Course]) -> None:
+    threads: set[str] = set()
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            threads.add(threading.current_thread().name)
+            return super().step(closure)
+
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, lambda params: Spy(params, lr=0.1))
+    held = course.Held(net)
+    await course.train(net, opt, coll, held=held)
+    held.holding = lambda t: False
+    await course.train(net, opt, coll)
+    assert threads == {await net.run(lambda: threading.current_thread().name)}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Course], slow: int) -> None:
+    """A forward that takes its time, under a limit of a day: in `run_ranks` that is not over at once."""
+    pauses: list[float] = []
+
+    async def main(rank: int) -> None:
+        async with aiodist.init() as coll, asyncio.timeout(86_000):
+            net = await course.split(course.mlp(), coll)
+            opt = PipelinedOptimizer(net, course.sgd)
+
+            def forward(step: int, pause: Callable[[float], None] = time.sleep) -> Tensor:
+                if rank == slow:
+                    pause(0.3)
+                    pauses.append(time.monotonic())
+                return course.loss_of(net, rank, step)
+
+            for step in range(2):
+                await net.step(lambda step=step: forward(step), opt)
+            await opt.flush()
+            course.check(net.module, course.mlp(), 2, range(2))
+
+    aiodist.testing.run_ranks(2, main)
+    assert all(after - before > 0.29 for before, after in pairwise(pauses))

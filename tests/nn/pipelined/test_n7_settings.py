@@ -1,0 +1,133 @@
+"""N7: learning rates and the like may change at any time: an update is made with those of its step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.nn.pipelined.conftest import Course
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [True, False])
+async def test_n7_an_update_is_made_with_the_settings_of_its_step(
+    coll: Communicator, course: type[Course], late: bool
+) -> None:
+    def turn_down(groups: list[dict[str, Any]], step: int) -> None:
+        for group in groups:
+            group["lr"] = 0.05 / (step + 2)
+            group["momentum"] = 0.9 if step % 2 else 0.5
+
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    held = course.Held(net) if late else None
+    await course.train(net, opt, coll, held=held, between=lambda step: turn_down(opt.param_groups, step))
+    expected = course.mlp()
+    plain = course.sgd(expected.parameters())
+    course.reference(expected, plain, coll.size, between=lambda step: turn_down(plain.param_groups, step))
+    course.same(net.module, expected)
+    assert {group["lr"] for group in opt.param_groups} == {0.05 / (course.STEPS + 1)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [True, False])
+async def test_n7_a_scheduler_of_torch_for_each_optimizer(
+    coll: Communicator, course: type[Course], late: bool
+) -> None:
+    """Nor does torch warn that the optimizer has not stepped yet."""
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in opt.optimizers]
+    held = course.Held(net) if late else None
+    await course.train(net, opt, coll, held=held, between=lambda step: [one.step() for one in schedules])
+    expected = course.mlp()
+    plain = course.sgd(expected.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    course.reference(expected, plain, coll.size, between=lambda step: schedule.step())
+    course.same(net.module, expected)
+
+
+class Slow(torch.optim.SGD):
+    """Its step begins and then waits."""
+
+    def __init__(self, params: list[nn.Parameter], began: threading.Event, go_on: threading.Event) -> None:
+        super().__init__(params, lr=0.05)
+        self.began, self.go_on = began, go_on
+
+    def step(self, closure: Any = None) -> Any:
+        self.began.set()
+        assert self.go_on.wait(20)
+        return super().step(closure)
+
+
+@pytest.mark.ranks(1)
+async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicator, course: type[Course]) -> None:
+    """The compute thread makes it, beside the loop: the new ones are for the next step, and none is lost."""
+    began, go_on = threading.Event(), threading.Event()
+    net = await DataParallel.create(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, lambda params: Slow(params, began, go_on))
+    await net.step(lambda: course.loss_of(net, 0, 0), opt)
+    opt.param_groups[0]["lr"] = 7.0
+    await course.until(began.is_set)
+    opt.param_groups[0]["lr"] = 0.5
+    go_on.set()
+    await opt.flush()
+    assert opt.param_groups[0]["lr"] == 0.5
+    course.check(net.module, course.mlp(), 1, range(1), lambda params: torch.optim.SGD(params, lr=0.05))
+
+
+class Learns(torch.optim.SGD):
+    """It sets its own learning rate, and counts steps in an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / (1 + self.steps)
+        return done
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [True, False])
+async def test_n7_an_optimizer_that_changes_its_own_settings(
+    coll: Communicator, course: type[Course], late: bool
+) -> None:
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Learns)
+    await course.train(net, opt, coll, held=course.Held(net) if late else None)
+    course.check(net.module, course.mlp(), coll.size, make=Learns)
+    assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + course.STEPS)}
+
+
+@pytest.mark.ranks(2)
+async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course]) -> None:
+    net = await course.split(course.mlp(), coll, 100)
+    opt = PipelinedOptimizer(net, course.adam)
+    await course.train(net, opt, coll, range(2))
+    weights, state = copy.deepcopy(net.state_dict()), pickle.loads(pickle.dumps(opt.state_dict()))
+    await course.train(net, opt, coll, range(2, 4))
+    opt.close()
+    await net.aclose()
+
+    other = await course.split(course.mlp(), coll, 100)
+    again = PipelinedOptimizer(other, course.adam)
+    with pytest.raises(ValueError, match="expected"):
+        again.load_state_dict(state[:-1])
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    await course.train(other, again, coll, range(2, 4))
+    course.same(other.module, net.module)
