@@ -71,13 +71,11 @@ class Compute:
         forward: Callable[[], Tensor],
         *,
         on_arrival: Callable[[Bucket], None] | None = None,
-        check: Callable[[], None] | None = None,
         **how: Any,  # noqa: ANN401
     ) -> tuple[Tensor, Reduction]:
         """Run forward and backward; return the loss, and the pass, whose reductions go on.
 
-        `check` may raise after backward, and so fail the step on all ranks. Whatever goes wrong, this rank sends what
-        the others wait for.
+        Whatever goes wrong, this rank sends what the others wait for.
         """
         reduction: Reduction | None = None
         try:
@@ -86,8 +84,6 @@ class Compute:
             reduction = self._begin()
             reduction.on_arrival = on_arrival
             loss.backward(**how)
-            if check is not None:
-                check()
         except BaseException as error:
             self.reducer.close(reduction or self._begin(), error)
             raise

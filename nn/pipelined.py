@@ -145,8 +145,8 @@ class PipelinedOptimizer:
         if wrong:
             self._guards.early += list(dict.fromkeys(part for _, part in wrong))
             raise RuntimeError(
-                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was on its "
-                "way, by another module than in the first step; from now on forward waits for it before it begins"
+                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was on "
+                "its way, by another module than in the first step; from now on forward waits for it before it begins"
             )
 
     def _before(self, parts: Sequence[_Part], training: bool) -> None:

@@ -285,7 +285,7 @@ class Prefetched(Generic[T]):
             return
         item.settled = True
         if made.outcome is Outcome.VALUE:
-            self._estimate = made.nbytes
+            self._expect(made.nbytes)
             if item.permit.nbytes != made.nbytes:
                 item.permit.resize(made.nbytes)
         elif self._last is None or item.seq < self._last.seq:

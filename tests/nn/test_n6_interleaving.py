@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,6 +30,10 @@ def build(seed: int = 3) -> nn.Module:
 
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return module(x).square().mean()
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -64,9 +69,10 @@ async def until(true: Callable[[], object]) -> None:
         await asyncio.to_thread(lambda: None)
 
 
-async def drained() -> None:
-    """Return when nothing is in flight any more."""
+async def drained(coll: Communicator) -> None:
+    """Return when nothing is in flight any more; the ranks have one loop, and so one account."""
     await until(lambda: Scheduler.current().in_flight == 0)
+    await coll.barrier()
 
 
 async def create(coll: Communicator, seed: int = 3) -> DataParallel:
@@ -84,18 +90,26 @@ async def write(path: Path, module: nn.Module) -> None:
 # --- a limit of one byte ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.ranks(2, backend="mpi")
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n6_all_goes_on_with_a_limit_of_one_byte(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
     """Training, prefetch and a writer of files at once."""
+    await _all_at_once(coll, pipelined, tmp_path)
+
+
+@pytest.mark.ranks(2, backend="mpi")
+async def test_n6_all_goes_on_with_a_limit_of_one_byte_on_processes(coll: Communicator, tmp_path: Path) -> None:
+    await _all_at_once(coll, True, tmp_path)
+
+
+async def _all_at_once(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
     Scheduler.current().limit = 1
     net = await create(coll)
     opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
     files: list[asyncio.Task[None]] = []
     async with prefetch(loader(coll.rank), depth=3) as batches:
         async for x in batches:
-            await net.step(lambda x=x: net(x).square().mean(), opt)
+            await net.step(loss_of, opt, net, x)
             files.append(asyncio.create_task(write(tmp_path / f"{coll.rank} {len(files)}", net.module)))
     if pipelined:
         await opt.flush()
@@ -103,10 +117,10 @@ async def test_n6_all_goes_on_with_a_limit_of_one_byte(coll: Communicator, pipel
     check(net.module, reference(coll.size))
     last = torch.load(tmp_path / f"{coll.rank} {STEPS - 1}")
     assert pipelined or all(torch.equal(last[name], t) for name, t in net.state_dict().items())
-    await drained()
+    await drained(coll)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("limit", [1, 700])
 async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
     """Their reductions interleave differently on each rank, and do not wait for one another in a circle."""
@@ -119,7 +133,7 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
             async for x in batches:
                 for _ in range(delay):
                     await asyncio.sleep(0)
-                await net.step(lambda x=x: net(x).square().mean(), opt)
+                await net.step(loss_of, opt, net, x)
 
     order = nets if coll.rank == 0 else nets[::-1]
     async with asyncio.TaskGroup() as tasks:
@@ -127,7 +141,7 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
             tasks.create_task(train(net, 20 * i + 7 * coll.rank))
     for seed, net in zip((3, 4), nets, strict=True):
         check(net.module, reference(coll.size, seed))
-    await drained()
+    await drained(coll)
 
 
 @pytest.mark.ranks(2)
@@ -138,17 +152,17 @@ async def test_n6_one_net_beside_a_pipelined_one(coll: Communicator) -> None:
 
     async def first() -> None:
         for step in range(STEPS):
-            await plain.step(lambda: plain(batch(coll.rank, step)).square().mean(), opt)  # noqa: B023
+            await plain.step(loss_of, opt, plain, batch(coll.rank, step))
 
     async def second() -> None:
         for step in range(STEPS):
-            await other.step(lambda: other(batch(coll.rank, step)).square().mean(), pipelined)  # noqa: B023
+            await other.step(loss_of, pipelined, other, batch(coll.rank, step))
         await pipelined.flush()
 
     await asyncio.gather(*([first(), second()] if coll.rank else [second(), first()]))
     check(plain.module, reference(2, 3))
     check(other.module, reference(2, 4))
-    await drained()
+    await drained(coll)
 
 
 # --- who goes first ------------------------------------------------------------------------------------------------
@@ -166,17 +180,17 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
             opt = sgd(net.parameters())
             if coll.rank == 1:
                 await late.wait()
-                await net.step(lambda: net(batch(1, 0)).square().mean(), opt)
+                await net.step(loss_of, opt, net, batch(1, 0))
                 return
             scheduler.limit = 1
-            work = asyncio.ensure_future(net.step(lambda: net(batch(0, 0)).square().mean(), opt))
+            work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
             lane = net.reducer._paths.lane
             await until(lambda: lane.waiting)
             count = len(lane.waiting)
             assert lane.granted == 1  # the first is always granted, the others are more than one byte
             first = scheduler.in_flight
             batches = scheduler.lane("batches")
-            permits = [batches.request(4000, lambda i=i: seen.append(i)) for i in range(2)]
+            permits = [batches.request(4000, partial(seen.append, i)) for i in range(2)]
             assert seen == [0]  # one goes though nothing is left
             scheduler.limit = scheduler.in_flight + 4000
             assert scheduler.in_flight > first + 4000
@@ -187,7 +201,7 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
             await until(lambda: seen == [0, 1])
             for permit in permits:
                 permit.release()
-            await drained()
+            await until(lambda: scheduler.in_flight == 0)
 
     run_ranks(2, main)
     assert seen == [0, 1]
@@ -204,11 +218,11 @@ async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll:
     for step in range(STEPS):
         mine = step % 2 == coll.rank
         permit = await lane.acquire(2000) if mine else None
-        await net.step(lambda step=step: net(batch(coll.rank, step)).square().mean(), opt)
+        await net.step(loss_of, opt, net, batch(coll.rank, step))
         if permit is not None:
             permit.release()
     check(net.module, reference(coll.size))
-    await drained()
+    await drained(coll)
 
 
 # --- nobody starves ---------------------------------------------------------------------------------------------------
@@ -253,7 +267,7 @@ async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipeline
     beside = asyncio.create_task(ticker())
     async with prefetch(loader(coll.rank)) as batches:
         async for x in batches:
-            await net.step(lambda x=x: forward(x), opt)
+            await net.step(forward, opt, x)
     if pipelined:
         await opt.flush()
     beside.cancel()
@@ -281,7 +295,7 @@ async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
         opt = sgd(net.parameters())
         for step in range(STEPS):
             before = written
-            await net.step(lambda: net(batch(coll.rank, step)).square().mean(), opt)  # noqa: B023
+            await net.step(loss_of, opt, net, batch(coll.rank, step))
             await until(lambda: written > before)  # noqa: B023
 
     beside = asyncio.create_task(writer())
@@ -289,7 +303,7 @@ async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
     beside.cancel()
     with suppress(asyncio.CancelledError):
         await beside
-    await drained()
+    await drained(coll)
 
 
 # --- the account is right in the end ----------------------------------------------------------------------------------
@@ -311,18 +325,44 @@ async def test_n6_nothing_stays_in_flight_whatever_went_wrong(coll: Communicator
     opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
     for step in range(3):
         with suppress(ArithmeticError, aiodist.RemoteError):
-            await net.step(lambda step=step: forward(step), opt)
+            await net.step(forward, opt, step)
     if pipelined:
         await opt.flush()
-    await drained()
+    await drained(coll)
     async with prefetch(loader(coll.rank), depth=3) as batches:
         async for _ in batches:
             break  # some were prepared in vain
-    await drained()
+    await drained(coll)
     if not pipelined:
         async for _ in net.gradients(await net.run(forward, 3)):
             break  # the others go on
-        await net.step(lambda: forward(4), opt)
+        await net.step(forward, opt, 4)
     await net.aclose()
-    await drained()
+    await drained(coll)
     await assert_synchronized(list(net.parameters()), coll)
+
+
+@pytest.mark.ranks(2, checked=False)  # else nothing is sent before rank 1 has come
+async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> None:
+    """What waits for leave asks no more, what has it gives it back, and the limit serves others as before."""
+    Scheduler.current().limit = 1
+    net = await create(await coll.dup())
+    opt = sgd(net.parameters())
+    lane = net.reducer._paths.lane
+    if coll.rank == 0:
+        work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
+        await until(lambda: lane.waiting)
+        assert lane.granted == 1  # and rank 1 has sent nothing yet
+        net._coll.abort("had enough")
+        await coll.send(torch.ones(1), 1)
+    else:
+        await coll.recv(src=0)
+        work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(1, 0)))
+    with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
+        await asyncio.wait_for(work, 100)
+    await drained(coll)
+    assert (lane.granted, len(lane.waiting)) == (0, 0)
+    other = await create(coll)
+    await other.step(loss_of, sgd(other.parameters()), other, batch(coll.rank, 0))
+    await assert_synchronized(list(other.parameters()), coll)
+    await drained(coll)

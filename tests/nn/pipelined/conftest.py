@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from time import monotonic
 from typing import Any
 
@@ -49,7 +51,7 @@ class Held:
     def release(self) -> None:
         held, self._held = self._held, []
         for made, told in held:
-            made.add_done_callback(lambda made, told=told: _pass_on(made, told))
+            made.add_done_callback(partial(_pass_on, told))
 
     def end(self) -> None:
         """Hold nothing from now on."""
@@ -57,7 +59,7 @@ class Held:
         self.release()
 
 
-def _pass_on(made: Handle[Any], told: Handle[None]) -> None:
+def _pass_on(told: Handle[None], made: Handle[Any]) -> None:
     error = made.outcome_error()
     if error is None:
         told.resolve(None)
@@ -83,7 +85,7 @@ class Course:
     """A model, the data of each rank and step, and what a plain loop in one process makes of them."""
 
     STEPS = 4
-    Held = Held
+    hold = Held
     wait = staticmethod(Wait.apply)
     """`wait(x, call)` is x, and its backward calls `call`."""
 
@@ -97,7 +99,7 @@ class Course:
         """Layers of one parameter each, of different sizes: 20, 30, 42, 56 and 24 elements."""
         torch.manual_seed(7)
         widths = (4, 5, 6, 7, 8, 3)
-        layers = [nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
         return nn.Sequential(*layers).double()
 
     @staticmethod
@@ -167,9 +169,9 @@ class Course:
         between: Callable[[int], object] = lambda step: None,
         call: Any = None,
     ) -> None:
-        """Make steps, of `call` or of the net; with `held` the reductions of each come only when the next forward runs, or waits."""
+        """Make steps of the net, or of `call`; with `held` the reductions come only while the next forward runs."""
         for step in steps:
-            work = asyncio.ensure_future(net.step(lambda step=step: cls.loss_of(call or net, coll.rank, step), opt))
+            work = asyncio.ensure_future(net.step(cls.loss_of, opt, call or net, coll.rank, step))
             if held is not None:
                 await cls.until(work.done, held.release)
             await work

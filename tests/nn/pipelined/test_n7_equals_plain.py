@@ -120,7 +120,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(2):
-            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-untyped-call]
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
         return self.last(x)  # type: ignore[no-any-return]
 
 
@@ -128,7 +128,7 @@ def pruned() -> nn.Module:
     """Hooks of the modules themselves read the parameters before their forward."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     for i in (0, 2):
-        prune.custom_from_mask(layers[i], "weight", torch.rand_like(layers[i].weight) > 0.3)
+        prune.custom_from_mask(layers[i], "weight", torch.rand_like(layers[i].get_parameter("weight")) > 0.3)
     return layers
 
 
@@ -136,7 +136,7 @@ def parametrized() -> nn.Module:
     """Modules below the layers make their weights."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     nn.utils.parametrizations.weight_norm(layers[0])
-    nn.utils.parametrizations.weight_norm(layers[2], "bias", dim=None)
+    nn.utils.parametrizations.weight_norm(layers[2], dim=1)
     return layers
 
 
@@ -196,7 +196,7 @@ def decayed(module: nn.Module) -> Make:
 async def test_n7_equals_the_plain_loop(coll: Communicator, course: type[Course], kind: str, bucket_bytes: int) -> None:
     net = await course.split(build(kind), coll, bucket_bytes)
     opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, held=course.Held(net))
+    await course.train(net, opt, coll, held=course.hold(net))
     course.check(net.module, build(kind), coll.size)
     await assert_synchronized(list(net.parameters()), coll)
 
@@ -231,9 +231,9 @@ async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, course
     net = await DataParallel.create(course.mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
     plain = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(2):
-        await net.step(lambda step=step: course.loss_of(net, coll.rank, step), plain)
+        await net.step(course.loss_of, plain, net, coll.rank, step)
     opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.05))
-    await course.train(net, opt, coll, range(2, 5), course.Held(net))
+    await course.train(net, opt, coll, range(2, 5), course.hold(net))
     lr = 0.05 * (coll.size if op == "sum" else 1)
     course.check(net.module, course.mlp(), coll.size, range(5), lambda params: torch.optim.SGD(params, lr=lr))
 
@@ -243,7 +243,7 @@ async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, course
 async def test_n7_clipping_by_the_global_norm(coll: Communicator, course: type[Course], kind: str) -> None:
     net = await course.split(build(kind), coll)
     opt = PipelinedOptimizer(net, course.sgd, clip_norm=0.01)
-    await course.train(net, opt, coll, held=course.Held(net))
+    await course.train(net, opt, coll, held=course.hold(net))
     course.same(net.module, course.reference(build(kind), None, coll.size, clip=0.01))
     with pytest.raises(ValueError, match="clip_norm=0"):
         PipelinedOptimizer(net, course.sgd, clip_norm=0)
@@ -262,7 +262,7 @@ async def test_n7_compiled_code(coll: Communicator, course: type[Course], way: s
     net = await course.split(module, coll)
     call: Any = torch.compile(module, backend="eager") if way == "forward" else net
     opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, held=course.Held(net), call=call)
+    await course.train(net, opt, coll, held=course.hold(net), call=call)
     expected = course.reference(course.mlp(), None, coll.size)
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)

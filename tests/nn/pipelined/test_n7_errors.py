@@ -33,7 +33,7 @@ class Wanders(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x))
-        return F.linear(x, self.last.weight) if self.wanders else self.last(x)  # type: ignore[no-any-return]
+        return F.linear(x, self.last.weight) if self.wanders else self.last(x)
 
 
 @pytest.mark.ranks(2)
@@ -42,9 +42,9 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, c
     module = Wanders()
     net = await course.split(module, coll)
     opt = PipelinedOptimizer(net, course.sgd)
-    held = course.Held(net, lambda t: t.numel() == 12)
+    held = course.hold(net, lambda t: t.numel() == 12)
     await course.train(net, opt, coll, range(2), held)
-    await net.step(lambda: course.loss_of(net, coll.rank, 2), opt)
+    await net.step(course.loss_of, opt, net, coll.rank, 2)
     module.wanders = coll.rank == 1
     ran = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, c
     await course.until(lambda: len(held) == 1)
     held.end()
     if coll.rank == 1:
-        with pytest.raises(RuntimeError, match=r"last\.weight: used in this forward while the last update was on its way"):
+        with pytest.raises(RuntimeError, match=r"last\.weight: used in this forward while the last"):
             await work
     else:
         await work
@@ -75,39 +75,41 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, c
     course.check(module, Wanders(), 2, [0, 1, 2, 4, 5, 6])
 
 
+def fail() -> None:
+    raise ArithmeticError("no more")
+
+
+def fails(course: type[Course], module: nn.Module, where: str, x: Tensor) -> Tensor:
+    """Return the loss, unless something raises on the way: `where`."""
+    if where == "before":
+        fail()
+    for i, layer in enumerate(module.children()):
+        x = layer(x)
+        if i == 2 and where == "forward":
+            fail()
+        if i == 2 and where == "backward":
+            x = course.wait(x, fail)
+    if where == "after":
+        fail()
+    return (x * torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype)).tanh().square().mean()
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
-async def test_n7_an_error_on_one_rank(
-    coll: Communicator, course: type[Course], where: str, bucket_bytes: int
-) -> None:
+async def test_n7_an_error_on_one_rank(coll: Communicator, course: type[Course], where: str, bucket_bytes: int) -> None:
     """That rank raises it, the others a RemoteError once, nobody makes that step, all go on together."""
 
-    def fail() -> None:
-        raise ArithmeticError("no more")
-
-    def forward(step: int) -> Tensor:
-        wrong = coll.rank == 1 and step == 2
-        if wrong and where == "before":
-            fail()
-        x = course.batch(coll.rank, step)
-        for i, layer in enumerate(net.module.children()):
-            x = layer(x)
-            if wrong and i == 2:
-                if where == "forward":
-                    fail()
-                if where == "backward":
-                    x = course.wait(x, fail)  # type: ignore[no-untyped-call]
-        if wrong and where == "after":
-            fail()
-        return (x * torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype)).tanh().square().mean()
+    def loss_of(step: int) -> Tensor:
+        at = where if coll.rank == 1 and step == 2 else ""
+        return fails(course, net.module, at, course.batch(coll.rank, step))
 
     net = await course.split(course.mlp(), coll, bucket_bytes)
     opt = PipelinedOptimizer(net, course.sgd)
-    held = course.Held(net)
+    held = course.hold(net)
     raised: list[BaseException] = []
     for step in range(course.STEPS):
-        work = asyncio.ensure_future(net.step(lambda step=step: forward(step), opt))
+        work = asyncio.ensure_future(net.step(loss_of, opt, step))
         await course.until(work.done, held.release)
         try:
             await work
@@ -115,13 +117,13 @@ async def test_n7_an_error_on_one_rank(
             raised.append(error)
     held.end()
     await opt.flush()
-    [error] = raised
+    [told] = raised
     if coll.rank == 1:
-        assert isinstance(error, ArithmeticError)
+        assert isinstance(told, ArithmeticError)
     else:
-        assert isinstance(error, aiodist.RemoteError)
-        assert error.raised_by == 1
-        assert "no more" in str(error)
+        assert isinstance(told, aiodist.RemoteError)
+        assert told.raised_by == 1
+        assert "no more" in str(told)
     await assert_synchronized(list(net.parameters()), coll)
     course.check(net.module, course.mlp(), coll.size, [0, 1, 3])
 
@@ -135,7 +137,7 @@ async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator,
 
     net = await DataParallel.create(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
-    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
     if coll.rank == 0:
         with pytest.raises(ArithmeticError):
             await net.step(forward, opt)
@@ -159,7 +161,7 @@ async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator, course: 
     made: list[int] = []
     net = await DataParallel.create(course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Fragile(params, lr=0.1))
-    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
     await course.until(lambda: made)
     with pytest.raises(FloatingPointError, match="not a number"):
         await opt.flush()
@@ -171,7 +173,7 @@ async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator,
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
     for step in range(course.STEPS):
-        work = asyncio.ensure_future(net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt))
+        work = asyncio.ensure_future(net.step(course.loss_of, opt, net, coll.rank, step))
         await course.turns(1 + 20 * coll.rank * (step % 2))
         if step != 2:
             work.cancel()
@@ -190,7 +192,7 @@ async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, co
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
     for step in range(course.STEPS):
-        await net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt)
+        await net.step(course.loss_of, opt, net, coll.rank, step)
     if how == "given":
         await net.aclose()
     else:
@@ -210,11 +212,11 @@ def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> No
         async with aiodist.init() as coll:
             net = await DataParallel.create(course.mlp(), coll)
             opt = PipelinedOptimizer(net, course.sgd)
-            await net.step(lambda: course.loss_of(net, rank, 0), opt)
+            await net.step(course.loss_of, opt, net, rank, 0)
             await opt.flush()
             if rank == 1:
                 await coll.recv(src=0)  # until it is told that the other has given up
-            await net.step(lambda: course.loss_of(net, rank, 1), opt)
+            await net.step(course.loss_of, opt, net, rank, 1)
             began = asyncio.get_running_loop().time()
             try:
                 await net.aclose()
@@ -222,5 +224,5 @@ def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> No
                 waited.append(asyncio.get_running_loop().time() - began)
 
     with pytest.raises(aiodist.OperationTimeout, match=r"DataParallel of Sequential.* was not over in time"):
-        run_ranks(2, main)
+        run_ranks(2, main, checked=False)
     assert waited == [pytest.approx(2.0, abs=0.1)]

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 async def test_n7_the_module_is_called_while_updates_are_pending(coll: Communicator, course: type[Course]) -> None:
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
-    held = course.Held(net)
+    held = course.hold(net)
     x = course.batch(9, 9)
     expected = course.mlp()
     plain = course.sgd(expected.parameters())
     for step in range(3):
-        work = asyncio.ensure_future(net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt))
+        work = asyncio.ensure_future(net.step(course.loss_of, opt, net, coll.rank, step))
         await work
         with pytest.raises(RuntimeError, match=r"net\.run\(net, x\)"):
             net(x)
@@ -71,8 +71,8 @@ async def test_n7_gradients_from_before_do_not_count(coll: Communicator, course:
 async def test_n7_copies_of_the_module_are_free(coll: Communicator, course: type[Course]) -> None:
     net = await DataParallel.create(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
-    held = course.Held(net)
-    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    held = course.hold(net)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
     x = course.batch(3, 3)
     expected = course.mlp()(x)
     for made in (copy.deepcopy(net.module), pickle.loads(pickle.dumps(net.module))):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn.reduction import Reduction
 
 if TYPE_CHECKING:
     from tests.nn.pipelined.conftest import Course
@@ -39,14 +41,14 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
     net = await course.split(course.chain(), coll)
     ran = recorded(net.module)
     opt = PipelinedOptimizer(net, course.sgd)
-    await net.step(lambda: course.loss_of(net, coll.rank, 0), opt)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
     await opt.flush()
-    held = course.Held(net, lambda t: t.numel() == 24)
-    await net.step(lambda: course.loss_of(net, coll.rank, 1), opt)
+    held = course.hold(net, lambda t: t.numel() == 24)
+    await net.step(course.loss_of, opt, net, coll.rank, 1)
     for step in range(2, 5):
         await course.until(lambda: len(held) == 1)
         ran.clear()
-        work = asyncio.ensure_future(net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt))
+        work = asyncio.ensure_future(net.step(course.loss_of, opt, net, coll.rank, step))
         await course.until(lambda: ran == [0, 1, 2, 3])
         assert len(held) == 1
         assert not work.done()
@@ -56,6 +58,10 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
     held.end()
     await opt.flush()
     course.check(net.module, course.chain(), coll.size, range(5))
+
+
+def has_marks(reduction: Reduction) -> bool:
+    return reduction._marks is not None
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:
@@ -71,15 +77,15 @@ async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forwa
     net = await course.split(course.chain(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
     await course.train(net, opt, coll, range(2))
-    held = course.Held(net)
+    held = course.hold(net)
     for step in (2, 3):
         mine = first if coll.rank == step % 2 else 2
         set_window(net, 1 if mine == 2 else 8 * sum(BACKWARD[:mine]))
         held.issued.clear()
-        await net.step(lambda step=step: course.loss_of(net, coll.rank, step), opt)
+        await net.step(course.loss_of, opt, net, coll.rank, step)
         last = net.reducer.last
         assert last is not None
-        await course.until(lambda last=last: last._marks is not None)
+        await course.until(partial(has_marks, last))
         # Nothing came back yet, so it is for the window alone to say what may go.
         assert held.issued[:mine] == BACKWARD[:mine]
         assert len(held.issued) in (mine, first)
@@ -101,7 +107,7 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: t
             net = await course.split(course.chain(), coll)
             opt = PipelinedOptimizer(net, course.sgd)
             await course.train(net, opt, coll, range(2))
-            held = course.Held(net, lambda t: False)
+            held = course.hold(net, lambda t: False)
             set_window(net, 1)
 
             def forward() -> Tensor:
@@ -109,7 +115,7 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: t
                 for i, layer in enumerate(net.module.children()):
                     x = layer(x)
                     if rank == 1 and i == 3:
-                        x = course.wait(x, lambda: late.wait(20))  # type: ignore[no-untyped-call]
+                        x = course.wait(x, lambda: late.wait(20))
                 return (x * torch.arange(1.0, 4.0, dtype=x.dtype)).tanh().square().mean()
 
             work = asyncio.ensure_future(net.step(forward, opt))
@@ -138,7 +144,7 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator, course: type
 
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Spy(params, lr=0.1))
-    held = course.Held(net)
+    held = course.hold(net)
     await course.train(net, opt, coll, held=held)
     held.holding = lambda t: False
     await course.train(net, opt, coll)
@@ -162,7 +168,7 @@ def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Cours
                 return course.loss_of(net, rank, step)
 
             for step in range(2):
-                await net.step(lambda step=step: forward(step), opt)
+                await net.step(forward, opt, step)
             await opt.flush()
             course.check(net.module, course.mlp(), 2, range(2))
 

@@ -30,7 +30,7 @@ async def test_n7_an_update_is_made_with_the_settings_of_its_step(
 
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
-    held = course.Held(net) if late else None
+    held = course.hold(net) if late else None
     await course.train(net, opt, coll, held=held, between=lambda step: turn_down(opt.param_groups, step))
     expected = course.mlp()
     plain = course.sgd(expected.parameters())
@@ -39,21 +39,24 @@ async def test_n7_an_update_is_made_with_the_settings_of_its_step(
     assert {group["lr"] for group in opt.param_groups} == {0.05 / (course.STEPS + 1)}
 
 
+def turn(schedules: list[torch.optim.lr_scheduler.ExponentialLR]) -> None:
+    for schedule in schedules:
+        schedule.step()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [True, False])
-async def test_n7_a_scheduler_of_torch_for_each_optimizer(
-    coll: Communicator, course: type[Course], late: bool
-) -> None:
+async def test_n7_a_scheduler_of_torch_for_each_optimizer(coll: Communicator, course: type[Course], late: bool) -> None:
     """Nor does torch warn that the optimizer has not stepped yet."""
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in opt.optimizers]
-    held = course.Held(net) if late else None
-    await course.train(net, opt, coll, held=held, between=lambda step: [one.step() for one in schedules])
+    held = course.hold(net) if late else None
+    await course.train(net, opt, coll, held=held, between=lambda step: turn(schedules))
     expected = course.mlp()
     plain = course.sgd(expected.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-    course.reference(expected, plain, coll.size, between=lambda step: schedule.step())
+    course.reference(expected, plain, coll.size, between=lambda step: turn([schedule]))
     course.same(net.module, expected)
 
 
@@ -76,7 +79,7 @@ async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicat
     began, go_on = threading.Event(), threading.Event()
     net = await DataParallel.create(course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Slow(params, began, go_on))
-    await net.step(lambda: course.loss_of(net, 0, 0), opt)
+    await net.step(course.loss_of, opt, net, 0, 0)
     opt.param_groups[0]["lr"] = 7.0
     await course.until(began.is_set)
     opt.param_groups[0]["lr"] = 0.5
@@ -108,7 +111,7 @@ async def test_n7_an_optimizer_that_changes_its_own_settings(
 ) -> None:
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, Learns)
-    await course.train(net, opt, coll, held=course.Held(net) if late else None)
+    await course.train(net, opt, coll, held=course.hold(net) if late else None)
     course.check(net.module, course.mlp(), coll.size, make=Learns)
     assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + course.STEPS)}
 
