@@ -237,7 +237,7 @@ class Issuer:
         return finished
 
     def _checked_start(
-        self, program: Program[Any], finish: Callable[..., None], nbytes: int, error: MismatchError | None
+        self, program: Program[Any], finish: Callable[..., None], nbytes: int, error: AiodistError | None
     ) -> None:
         if error is not None:
             program.close()
@@ -423,6 +423,7 @@ class Issuer:
             for handle in self.pending():
                 self._failed(handle, copy(error))
             self._pending.clear()
+        self.ledger.give_up(error)
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError):

@@ -9,6 +9,7 @@ In checked mode every record is compared before the data moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ class Ledger:
         self._on_error = on_error
         self._kept: list[tuple[Any, ...] | None] = [None] * _KEPT
         self._awaited: dict[int, tuple[int, list[Any]]] = {}
-        self._verdicts: dict[int, Callable[[MismatchError | None], None]] = {}
+        self._verdicts: dict[int, Callable[[AiodistError | None], None]] = {}
         self._ballots: dict[int, dict[int, list[Any]]] = {}
         channel.subscribe(self._topic, self._heard)
 
@@ -94,11 +95,17 @@ class Ledger:
 
     # --- checked mode ------------------------------------------------------------------------------------
 
-    def check(self, seq: int, verdict: Callable[[MismatchError | None], None]) -> None:
+    def check(self, seq: int, verdict: Callable[[AiodistError | None], None]) -> None:
         """Compare operation `seq` on all ranks, then call `verdict(None or the error)` on the listener thread."""
         record = self._find(seq)
         self._verdicts[seq] = verdict
         self._send(0, "check", seq, _packed(record))
+
+    def give_up(self, error: AiodistError) -> None:
+        """No verdict comes any more: tell whoever waits for one."""
+        while self._verdicts:
+            with suppress(KeyError):  # the listener thread has taken the last
+                self._verdicts.popitem()[1](error)
 
     def _vote(self, src: int, seq: int, claim: list[Any]) -> None:
         """On the communicator's rank 0: collect, compare, tell everybody."""
@@ -154,7 +161,8 @@ class Ledger:
         if what == "check":
             self._vote(src, seq, payload)
         elif what == "verdict":
-            self._verdicts.pop(seq)(MismatchError(payload[0]) if payload[0] else None)
+            if (verdict := self._verdicts.pop(seq, None)) is not None:
+                verdict(MismatchError(payload[0]) if payload[0] else None)
         elif what == "stalled":
             self._stalled(src, seq, payload)
         elif what == "behind":

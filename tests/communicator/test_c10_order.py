@@ -204,3 +204,16 @@ async def test_c10_abort_reaches_all(coll: Communicator) -> None:
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
         other.allreduce(1)
     assert await coll.allreduce(1) == 3
+
+
+@pytest.mark.ranks(2)
+async def test_c10_what_waits_for_a_verdict_when_given_up_gives_its_buffers_back(coll: Communicator) -> None:
+    other = await coll.dup()
+    t = torch.ones(1000)
+    if coll.rank == 0:
+        handle = other.allreduce(t)
+        other.abort("had enough")
+        with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
+            await handle
+    await coll.barrier()
+    assert (await coll.allreduce(t)).tolist() == [2.0] * 1000

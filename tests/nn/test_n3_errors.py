@@ -283,7 +283,7 @@ async def test_n3_arguments_of_a_wrong_kind(coll: Communicator, trial: type[Tria
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     with pytest.raises(TypeError, match=r"step\(SGD and function\): expected a function"):
         await net.step(opt, lambda: None)  # type: ignore[arg-type]
-    with net.no_sync(), pytest.raises(RuntimeError, match="net.backward"):
+    with net.no_sync(), pytest.raises(RuntimeError, match=r"net\.backward"):
         await net.step(partial(trial.loss, net, coll.rank, 0), opt)
     await net.step(trial.loss, opt, net, coll.rank, step=0)  # arguments are bound at the call
     trial.assert_same(net, trial.alone(1, 1))
