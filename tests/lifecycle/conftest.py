@@ -64,7 +64,7 @@ class Ended:
         return found.removeprefix(f"{name}: ")
 
     def codes(self) -> list[int]:
-        """Return the exit codes by rank; 1 too where the launcher ended one that was told of a failure and slow to go."""
+        """Return the exit codes by rank; 1 too for one that was told of a failure, was slow to go, and was ended."""
         codes = [self.exits[rank][0] for rank in sorted(self.exits)]
         return [1 if code == -signal.SIGTERM else code for code in codes]
 
