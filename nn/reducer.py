@@ -374,7 +374,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of what intervals cover together.
 
     >>> _union([(0, 2), (1, 3), (5, 6)])
-    4
+    4.0
     """
     total, end = 0.0, float("-inf")
     for a, b in sorted(spans):

@@ -168,10 +168,10 @@ async def user_thread() -> None:
 async def interrupted() -> None:
     """Waits until somebody presses Ctrl-C."""
     async with aiodist.init() as coll:
-        await coll.barrier()
-        if coll.rank == 0:
-            say("ready")
         try:
+            await coll.barrier()  # now all are in this block
+            if coll.rank == 0:
+                say("ready")
             await coll.recv(torch.zeros(1), src=1 - coll.rank)
         finally:
             say("released: yes")
