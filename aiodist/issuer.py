@@ -178,7 +178,7 @@ class Issuer:
                 handle.resolve(t)
 
         if nbytes >= self.large_bytes:
-            progress.start_in_thread(partial(plan.start, t, self._in_thread(done) if nbytes < LARGE_BYTES else done))
+            progress.start_in_thread(partial(plan.start, t, progress.counted(done) if nbytes < LARGE_BYTES else done))
         else:
             progress.start(partial(plan.start, t, done))
         return handle
@@ -225,16 +225,6 @@ class Issuer:
             self.progress.start_in_thread(call)
         else:
             self.progress.start(call)
-
-    def _in_thread(self, done: Done) -> Done:
-        """Have only the progress thread poll until `done` is called, as backends do for large transfers."""
-        self.progress.add_large(1)
-
-        def finished(error: BaseException | None) -> None:
-            self.progress.add_large(-1)
-            done(error)
-
-        return finished
 
     def _checked_start(
         self, program: Program[Any], finish: Callable[..., None], nbytes: int, error: AiodistError | None

@@ -169,6 +169,16 @@ class Progress:
             # The GIL must still come over quickly to the loop, which learns of the end just now.
             self.post(partial(_thread.hurry, count))
 
+    def counted(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
+        """Have only the thread poll until the returned `done` is called."""
+        self.add_large(1)
+
+        def finished(error: BaseException | None) -> None:
+            self.add_large(-1)
+            done(error)
+
+        return finished
+
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
         return bool(self._inbox) or any(map(len, self._pollers))

@@ -44,7 +44,7 @@ class Conveyor:
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
         pieces = t.view(-1).split(_CONVEYED_BYTES // t.element_size())
-        joined = join(len(pieces), self._requests.counted(done))
+        joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
         self._fill()
 

@@ -23,7 +23,7 @@ class Requests:
     """The pending MPI requests of one loop: one `Testsome` for all of them."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+        self.progress = progress
         self._requests: list[MPI.Request] = []
         self._done: list[Done] = []
         self._misses = 0
@@ -34,19 +34,9 @@ class Requests:
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
         """Call `done` when `request` is over."""
         if nbytes >= LARGE_BYTES:
-            done = self.counted(done)
+            done = self.progress.counted(done)
         self._requests.append(request)
         self._done.append(done)
-
-    def counted(self, done: Done) -> Done:
-        """Have only the progress thread poll until the returned `done` is called."""
-        self._progress.add_large(1)
-
-        def finished(error: BaseException | None) -> None:
-            self._progress.add_large(-1)
-            done(error)
-
-        return finished
 
     def poll(self, until: float = 0.0) -> bool:
         """See the class."""
