@@ -75,6 +75,8 @@ class Environment:
     """The job's secret: who does not know it is not let in."""
     backend: str | None
     checked: bool
+    shared_memory: bool
+    """Ranks of a host may share memory (not with AIODIST_SHM=0)."""
     variables: Mapping[str, str] = field(repr=False)
     """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
@@ -95,6 +97,7 @@ class Environment:
             token=environ.get("AIODIST_TOKEN", ""),
             backend=environ.get("AIODIST_BACKEND") or None,
             checked=_flag(environ, "AIODIST_CHECKED"),
+            shared_memory=_flag(environ, "AIODIST_SHM", default=True),
             variables=dict(environ),
         )
 
@@ -136,9 +139,11 @@ def _optional(environ: Mapping[str, str], name: str | None) -> int | None:
     return _integer(environ, name) if name and name in environ else None
 
 
-def _flag(environ: Mapping[str, str], name: str) -> bool:
+def _flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     value = environ.get(name, "").lower()
-    if value in ("", "0", "false", "no", "off"):
+    if not value:
+        return default
+    if value in ("0", "false", "no", "off"):
         return False
     if value in ("1", "true", "yes", "on"):
         return True

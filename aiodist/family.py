@@ -5,21 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorError, MismatchError, OperationTimeout
-from aiodist.handles import Handle, Origin
+from aiodist.backends.shm import Group, Groups, Neighbourhood, ShmNative
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    CommunicatorError,
+    MismatchError,
+    OperationTimeout,
+)
+from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles.progress import transport_lock
 from aiodist.issuer import Issuer, all_over
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
     from aiodist.control import Channel, Exit
+    from aiodist.levels import Levels
     from aiodist.topology import Topology
 
 __all__ = ["DRAIN_SECONDS", "Family", "Guest"]
+
+T = TypeVar("T")
 
 DRAIN_SECONDS = 30.0
 """How long closing waits for what is in flight."""
@@ -46,14 +59,19 @@ class Family:
         checked: bool,
         timeout: float | None,
         drain_seconds: float = DRAIN_SECONDS,
+        near: Neighbourhood | None = None,
     ) -> None:
+        """`near` are the ranks of this host that share memory with this one."""
         self._channel = channel
         self._make = make
+        self.near = near
+        """The ranks of this host, and this rank's memory that they can map."""
+        self._groups = Groups(Progress.current()) if near is not None else None
         self._checked = checked
         self._timeout = timeout
         self._drain_seconds = drain_seconds
         self._open: list[Communicator] = []
-        self._shared: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._shared: dict[tuple[str, tuple[int, ...], Levels | None], Communicator] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._guests: dict[Communicator, list[Guest]] = {}
@@ -67,11 +85,41 @@ class Family:
     def _communicator(
         self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None
     ) -> Communicator:
-        issuer = Issuer(name, transport, self._channel, ranks, checked=self._checked)
+        repertoire = self._repertoire(name, transport, ranks, topology)
+        issuer = Issuer(name, transport, self._channel, ranks, checked=self._checked, repertoire=repertoire)
         issuer.timeout = self._timeout
         made = self._make(issuer, topology, self)
         self._open.append(made)
         return made
+
+    def _repertoire(
+        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None
+    ) -> Repertoire:
+        """Return what a new communicator can run its collectives with."""
+        hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
+        return Repertoire(transport, hosts=hosts, within=self._shared_memory(name, ranks))
+
+    def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
+        """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
+        if self.near is None or self._groups is None:
+            return None
+        here = [rank for rank in ranks if rank in self.near.members]
+        if len(here) == 1:
+            return None
+        return ShmNative(Group(self.near, self._groups, name, here, here.index(self.near.rank)))
+
+    def _let_go(self, communicator: Communicator) -> None:
+        """Touch no shared memory for it any more; what still had to is over."""
+        issuer = communicator._issuer
+        if (within := issuer.repertoire.within) is not None:
+            with transport_lock:
+                within.group.give_up(issuer.refusal or CommunicatorClosed(f"communicator {issuer.name!r} is closed"))
+
+    def close_memory(self) -> None:
+        """Let go of the other ranks' memory, once every communicator is closed or given up."""
+        if self.near is not None and self._groups is not None:
+            self._groups.close()
+            self.near.close()
 
     def _lost(self, exit: Exit) -> None:
         for communicator in self._open:
@@ -90,7 +138,7 @@ class Family:
     def derive(self, parent: Communicator, kind: str, ranks: Sequence[int]) -> Handle[Communicator]:
         """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
         agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
-        name = self._next_name(parent, kind)
+        name = self.next_name(parent, kind)
 
         def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
             wanted = {rank: row.tolist() for rank, row in enumerate(table)}
@@ -99,35 +147,33 @@ class Family:
                 kinds = {r: "dup" if wanted[r][0] else "group" for r in (0, other)}
                 sides = "; ".join(f"rank {r}: {kind} of {wanted[r][1:]}" for r, kind in kinds.items())
                 raise MismatchError(f"ranks disagree on {name!r}: {sides}")
-            return self._join(parent, name, tuple(ranks), kind != "dup")
+            return self.join(parent, name, tuple(ranks), kind != "dup")
 
-        return self._later(parent, kind, agreed, join)
+        return self.later(parent, kind, agreed, join)
 
     def split(self, parent: Communicator, color: int | None, key: int) -> Handle[Communicator]:
         """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""
         agreed = parent.allgather(torch.tensor([color is None, color or 0, key]))
-        name = self._next_name(parent, "split")
+        name = self.next_name(parent, "split")
 
         def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
             rows = [row.tolist() for row in table]
             group = sorted((row[2], rank) for rank, row in enumerate(rows) if row[:2] == rows[parent.rank][:2])
             ranks = () if color is None else tuple(rank for _, rank in group)
-            return self._join(parent, name, ranks, shared=True)
+            return self.join(parent, name, ranks, shared=True)
 
-        return self._later(parent, "split", agreed, join)
+        return self.later(parent, "split", agreed, join)
 
-    def _later(
+    def later(
         self,
         parent: Communicator,
         kind: str,
         agreed: Handle[Any],
-        join: Callable[[Any], Coroutine[Any, Any, Communicator]],
-    ) -> Handle[Communicator]:
+        join: Callable[[Any], Coroutine[Any, Any, T]],
+    ) -> Handle[T]:
         """Return a handle that a task of the loop settles: the native calls that make communicators block."""
         issuer = parent._issuer
-        handle: Handle[Communicator] = Handle(
-            issuer.progress, kind, agreed.seq, origin=Origin.here(3), account=issuer.account
-        )
+        handle: Handle[T] = Handle(issuer.progress, kind, agreed.seq, origin=Origin.here(3), account=issuer.account)
         handle.polled = False
         earlier = issuer.pending()
 
@@ -145,20 +191,25 @@ class Family:
         task.add_done_callback(self._tasks.discard)
         return handle
 
-    def _next_name(self, parent: Communicator, kind: str) -> str:
+    def next_name(self, parent: Communicator, kind: str) -> str:
+        """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
         number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
         return f"{parent.name}/{kind}{number}"
 
-    async def _join(self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool) -> Communicator:
+    async def join(
+        self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None
+    ) -> Communicator:
+        """Return the communicator among `ranks` of `parent`, made once where it is `shared`; see `Base.levels`."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
-        key = (parent.name, ranks)
+        key = (parent.name, ranks, levels)
         if shared and key in self._shared:
             return self._shared[key]
         name = f"{name}.{ranks[0]}"
         transport = await parent._transport.split(ranks, name)
         world_ranks = [parent._issuer.ranks[rank] for rank in ranks]
         made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks))
+        made._levels, made._made_of = levels, (parent, ranks)
         if shared:
             self._shared[key] = made
         return made
@@ -208,6 +259,7 @@ class Family:
             try:
                 issuer.close()
             finally:  # a warning that is an error
+                self._let_go(communicator)
                 await communicator._transport.aclose(drained=drained)
 
     async def _release(self, guest: Guest, communicator: Communicator, until: float) -> None:
@@ -232,6 +284,7 @@ class Family:
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.give_up()
         for communicator in given_up:
+            self._let_go(communicator)
             with suppress(OSError):
                 await communicator._transport.aclose(drained=False)
 

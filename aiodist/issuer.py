@@ -14,12 +14,14 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
+from aiodist.backends.base import Transport
 from aiodist.claims import Claim
 from aiodist.collectives import operations
+from aiodist.collectives.implementations import Begin
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, run
+from aiodist.collectives.repertoire import Repertoire
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
     AiodistError,
@@ -48,7 +50,7 @@ class Plan(NamedTuple):
     """How to reduce tensors of one kind with a single native call, worked out at the first of them."""
 
     what: Fingerprint
-    start: Callable[[Tensor, Done], None]
+    start: Begin
     nbytes: int
 
 
@@ -62,10 +64,18 @@ class Issuer:
     _alive: ClassVar[WeakSet[Issuer]] = WeakSet()
 
     def __init__(
-        self, name: str, transport: Transport, channel: Channel, ranks: Sequence[int], *, checked: bool
+        self,
+        name: str,
+        transport: Transport,
+        channel: Channel,
+        ranks: Sequence[int],
+        *,
+        checked: bool,
+        repertoire: Repertoire | None = None,
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order."""
         self.name = name
+        self.repertoire = repertoire or Repertoire(transport)
         self.ranks = tuple(ranks)
         self.transport = transport
         self.progress = Progress.current()
@@ -178,9 +188,10 @@ class Issuer:
                 handle.resolve(t)
 
         if nbytes >= self.large_bytes:
-            progress.start_in_thread(partial(plan.start, t, progress.counted(done) if nbytes < LARGE_BYTES else done))
+            then = progress.counted(done) if nbytes < LARGE_BYTES else done
+            progress.start_in_thread(partial(plan.start, t, handle.seq, then))
         else:
-            progress.start(partial(plan.start, t, done))
+            progress.start(partial(plan.start, t, handle.seq, done))
         return handle
 
     def barrier(self, p: Primitives, timeout: float | None) -> Handle[None]:
@@ -321,6 +332,9 @@ class Issuer:
         if isinstance(error, asyncio.CancelledError):
             handle.withdraw()
             return
+        if isinstance(error, MismatchError) and not self.checked:
+            # Found without a message; what else they disagree on nobody knows.
+            self.progress.post(partial(self.abort, error))
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
         handle.reject(error)

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from aiodist.backends.local import LocalHub, LocalTransport
+from aiodist.backends.shm import Neighbourhood, meet
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint
 from aiodist.collectives.program import run as run_program
+from aiodist.collectives.repertoire import Repertoire
 from aiodist.communicator import Communicator
 from aiodist.control import Channel, Exit, connect, host, in_process
 from aiodist.control.forks import guard_polling
@@ -34,6 +36,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError, OperationTimeout
 from aiodist.family import DRAIN_SECONDS, Family
 from aiodist.handles import Handle, Progress, from_future
+from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
 from aiodist.topology import Topology
 
@@ -80,14 +83,20 @@ current_limits: ContextVar[Limits] = ContextVar("aiodist_limits", default=Limits
 
 @asynccontextmanager
 async def init(
-    *, backend: str | None = None, checked: bool | None = None, timeout: float | None = None
+    *,
+    backend: str | None = None,
+    checked: bool | None = None,
+    timeout: float | None = None,
+    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
     The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
     rank and no library is needed. `backend` is "mpi", "gloo" or "local", chosen to fit where None. `checked`
     compares each operation on all ranks before the data moves (AIODIST_CHECKED=1 where None). `timeout` is the
-    default of every operation, in seconds.
+    default of every operation, in seconds. `levels` is called with the world before the block is entered and returns
+    what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those of a host under the
+    last of them.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -100,9 +109,11 @@ async def init(
     environment = Environment.read()
     place = given or await _find_place(environment, _backend(backend, environment), limits)
     transport, channel = place.transport, place.channel
+    near, alone = await _neighbours(channel, transport, environment, limits)
     family = Family(
         channel,
         Communicator,
+        near=near,
         checked=place.checked if checked is None else checked,
         timeout=timeout,
         drain_seconds=limits.drain,
@@ -112,6 +123,8 @@ async def init(
         world = family.world(transport, await _unless_lost(channel, _topology(channel, limits)))
         _limit_spinning(world)
         with guard_polling(_epoll_of(asyncio.get_running_loop())):
+            if levels is not None:
+                await root_levels(world, levels)
             yield world
         if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
             await world.aclose()
@@ -121,8 +134,10 @@ async def init(
             if given is None and transport.size > 1:
                 await _leave_in_time(end.exitcode, limits.leave)
             await _give_up(family, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
+            family.close_memory()
         raise
     if os.getpid() == process:
+        family.close_memory()
         await channel.aclose()
 
 
@@ -257,7 +272,7 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
         elif error is not None:
             handle.reject(error)
 
-    program = broadcast_bytes(Primitives(Endpoint(mpi, 0), "auto"), told, 0)
+    program = broadcast_bytes(Primitives(Endpoint(mpi, 0), Repertoire(mpi)), told, 0)
     progress.start(partial(run_program, program, finish))
     address, token = as_bytes(await handle).decode().split()
     return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
@@ -270,6 +285,15 @@ async def _topology(channel: Channel, limits: Limits) -> Topology:
     await channel.set(f"host/{channel.rank}", socket.gethostname().encode())
     names = [(await channel.get(f"host/{rank}", timeout=limits.rendezvous)).decode() for rank in range(channel.size)]
     return Topology(tuple(names), channel.rank)
+
+
+async def _neighbours(
+    channel: Channel, transport: Transport, environment: Environment, limits: Limits
+) -> tuple[Neighbourhood | None, str]:
+    """Return the ranks of this host that share memory with this one, or why there are none."""
+    if transport.name == "local" or channel.size == 1:
+        return None, "all ranks are in one process"
+    return await _unless_lost(channel, meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous))
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:

@@ -27,6 +27,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
+from aiodist.handles.bell import Bell, LockBell
 from aiodist.handles.timers import Timers
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Poller(Protocol):
 
     def __len__(self) -> int:
         """Return how many requests are pending."""
+
+    @property
+    def rings(self) -> bool:
+        """Return True when the bell that `sleep_at` was given is rung as soon as there is something to poll for."""
 
 
 class Progress:
@@ -183,6 +188,10 @@ class Progress:
         """Return True while anything is to be driven."""
         return bool(self._inbox) or any(map(len, self._pollers))
 
+    def rung(self) -> bool:
+        """Return True when nobody need look: the bell rings when something that is pending may have moved."""
+        return not self._inbox and all(poller.rings for poller in self._pollers if len(poller))
+
     # --- driving ---------------------------------------------------------------------------------------
 
     def poll(self, until: float = 0.0) -> bool:
@@ -195,6 +204,8 @@ class Progress:
             self._empty_inbox()
         completed = False
         pollers = self._pollers
+        if len(pollers) > 1:
+            pollers = tuple([poller for poller in pollers if len(poller)])
         for poller in pollers:
             try:
                 if poller.poll(until if len(pollers) == 1 else 0.0):
@@ -307,8 +318,7 @@ class _ProgressThread:
     def __init__(self) -> None:
         self._members: tuple[ref[Progress], ...] = ()
         self._members_lock = threading.Lock()
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._bell: Bell = LockBell()
         self._thread: threading.Thread | None = None
         self._hurry_lock = threading.Lock()
         self._hurried = 0
@@ -335,11 +345,17 @@ class _ProgressThread:
         if not progress.watched:
             self._add(progress)
         self.asleep = False
-        if self._bell.locked():
-            try:
-                self._bell.release()
-            except RuntimeError:
-                return  # somebody else rang first
+        self._bell.ring()
+
+    def sleep_at(self, bell: Bell) -> None:
+        """Sleep at `bell` from now on."""
+        before, self._bell = self._bell, bell
+        before.ring()
+
+    def leave(self, bell: Bell) -> None:
+        """Sleep at `bell` no more."""
+        if self._bell is bell:
+            self.sleep_at(LockBell())
 
     def _add(self, progress: Progress) -> None:
         with self._members_lock:
@@ -363,7 +379,8 @@ class _ProgressThread:
             completed = any(driven)
             seen = {id(p): p.polls for p in pending}
             large = any(p.large for p in pending)
-            eager = large and not any(p.computing for p in pending)
+            eager = large and not any(p.computing or not p.spin_seconds for p in pending)
+            rung = all(p.rung() for p in pending)
             now = perf_counter()
             if pending or completed:
                 idle_since = now
@@ -372,7 +389,7 @@ class _ProgressThread:
             del pending, due
             if eager and now - busy_since < _EAGER_SECONDS:
                 continue
-            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven else _TICK_SECONDS
+            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS
             self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)
 
     def _sleep(self, pause: float | None) -> None:
@@ -380,10 +397,10 @@ class _ProgressThread:
             self.asleep = True
             # An operation that was issued before it could see us asleep rings no bell.
             if not any(p.pending() for p in self._alive()):
-                self._bell.acquire()
+                self._bell.wait(None)
             self.asleep = False
         else:
-            self._bell.acquire(timeout=pause)
+            self._bell.wait(pause)
 
 
 def _drive(progress: Progress) -> bool:
@@ -395,6 +412,7 @@ def _drive(progress: Progress) -> bool:
 
 
 _thread = _ProgressThread()
+sleep_at, leave_bell = _thread.sleep_at, _thread.leave
 
 
 def _after_fork() -> None:

@@ -28,6 +28,8 @@ class Source(Protocol[T_co]):
 class SourcePoller(Generic[T]):
     """Asks one source; what a library can ask in bulk has a poller of its own."""
 
+    rings = False
+
     def __init__(self, progress: Progress, source: Source[T], handle: Handle[T]) -> None:
         self._progress = progress
         self._source = source

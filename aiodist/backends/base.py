@@ -14,13 +14,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, dtype
 
 from aiodist.types import ReduceOp
 
-__all__ = ["Capabilities", "Done", "Native", "Transport"]
+__all__ = ["DTYPES", "Capabilities", "Done", "Native", "Transport"]
 
 Done = Callable[[BaseException | None], None]
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+"""In the order of their codes on the wire: append only."""
 
 
 @dataclass(frozen=True)

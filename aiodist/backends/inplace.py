@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["copy", "divide", "writable"]
+from aiodist.types import ReduceOp
+
+__all__ = ["COMBINE", "combine", "copy", "divide", "writable"]
 
 _as_it_is = nullcontext()
+
+COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
+    ReduceOp.SUM: lambda into, t: into.add_(t),
+    ReduceOp.PROD: lambda into, t: into.mul_(t),
+    ReduceOp.MIN: lambda into, t: torch.minimum(into, t, out=into),
+    ReduceOp.MAX: lambda into, t: torch.maximum(into, t, out=into),
+    ReduceOp.BAND: lambda into, t: into.bitwise_and_(t),
+    ReduceOp.BOR: lambda into, t: into.bitwise_or_(t),
+    ReduceOp.BXOR: lambda into, t: into.bitwise_xor_(t),
+}
+"""What combines the second tensor into the first; a mean is a sum until it is divided."""
 
 
 def writable(t: Tensor) -> AbstractContextManager[object]:
@@ -21,6 +35,12 @@ def copy(into: Tensor, t: Tensor) -> None:
     """Copy `t` over `into`, without a history."""
     with writable(into):
         into.detach().copy_(t.detach())
+
+
+def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
+    """Combine `t` into `into`, elementwise, in place."""
+    with writable(into):
+        COMBINE[op](into, t)
 
 
 def divide(t: Tensor, ranks: int) -> None:

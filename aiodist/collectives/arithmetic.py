@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import copy, divide, writable
+from aiodist.backends.inplace import combine, copy, divide
 from aiodist.types import ReduceOp
 
 __all__ = ["SUPPORTED", "check_op", "combine", "from_wire", "to_wire", "wire_op"]
@@ -30,16 +28,6 @@ _TAKES = {
     ReduceOp.BXOR: _INTEGERS | {torch.bool},
 }
 
-_COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
-    ReduceOp.SUM: lambda into, t: into.add_(t),
-    ReduceOp.PROD: lambda into, t: into.mul_(t),
-    ReduceOp.MIN: lambda into, t: torch.minimum(into, t, out=into),
-    ReduceOp.MAX: lambda into, t: torch.maximum(into, t, out=into),
-    ReduceOp.BAND: lambda into, t: into.bitwise_and_(t),
-    ReduceOp.BOR: lambda into, t: into.bitwise_or_(t),
-    ReduceOp.BXOR: lambda into, t: into.bitwise_xor_(t),
-}
-
 
 def check_op(op: str, kind: torch.dtype) -> ReduceOp:
     """Return `op` as a ReduceOp; raise ValueError for an unknown one, TypeError where `kind` does not go with it."""
@@ -51,12 +39,6 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
         takes = ", ".join(sorted(str(k).removeprefix("torch.") for k in _TAKES[known]))
         raise TypeError(f"{known} of {str(kind).removeprefix('torch.')}: {known} takes {takes}")
     return known
-
-
-def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
-    """Combine `t` into `into`, elementwise, in place; both in wire dtype."""
-    with writable(into):
-        _COMBINE[op](into, t)
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:

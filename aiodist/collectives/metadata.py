@@ -8,26 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import DTYPES
+
 __all__ = ["DTYPES", "DTYPE_CODES", "META_BYTES", "Meta", "pack_meta", "unpack_meta"]
 
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
-"""In the order of their codes on the wire: append only."""
 DTYPE_CODES = {kind: code for code, kind in enumerate(DTYPES)}
 
 _MAX_DIMS = 16

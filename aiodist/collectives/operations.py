@@ -44,6 +44,9 @@ _FRAME_BYTES = 512
 def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` into `out`, which may be `t`."""
     target = _copied(t, out)
+    if p.finishes("allreduce", target, op):
+        yield from p.allreduce(target.detach().view(-1), op)
+        return target
     wire = to_wire(target)
     yield from p.allreduce(wire, wire_op(op))
     from_wire(wire, target, op, p.ep.size)

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
 
-__all__ = ["Call", "Endpoint", "Program", "lockstep", "run"]
+__all__ = ["Call", "Endpoint", "Program", "concurrently", "lockstep", "run", "tag_of"]
 
 T = TypeVar("T")
+_COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
 Call = Callable[[Done], None]
 Program = Generator[Sequence[Call], None, T]
+
+
+def tag_of(seq: int) -> int:
+    """Return the tag of a communicator's collective number `seq`."""
+    return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
 
 
 class Endpoint:
@@ -84,6 +90,18 @@ class _Run:
         self._left -= 1
         if self._left == 0:
             self.advance(self._error)
+
+
+def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
+    """Run several programs at once, each at its own speed; their messages must have tags of their own."""
+    if len(programs) == 1:
+        yield from programs[0]
+    else:
+        yield [partial(_begin, program) for program in programs]
+
+
+def _begin(program: Program[None], done: Done) -> None:
+    run(program, lambda _, error: done(error))
 
 
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:

@@ -15,6 +15,8 @@ from aiodist.communicator.reductions import Reductions
 from aiodist.errors import CommunicatorAborted
 from aiodist.family import Guest
 from aiodist.handles import Handle
+from aiodist.hierarchy import Hierarchy, build
+from aiodist.levels import Form
 
 __all__ = ["Communicator"]
 
@@ -60,6 +62,23 @@ class Communicator(Reductions, Movement, Objects):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
         return self._family.split(self, color, self.rank if key is None else key)
+
+    def hierarchy(self, *keys: str, form: Form | None = None) -> Handle[Hierarchy]:
+        """Return communicators of groups within groups: a level for each of `keys`, or by host (see `levels`).
+
+        Level 0 is this communicator. Each level splits every group of the level above: equal keys form a group, keys
+        sort as strings, ranks in a group by their rank here. A level has a communicator within each group and one
+        across those that lie in the same group of the level above. `form` says which ranks that one links:
+        "cartesian" the k-th of each with the k-th of the others, "tree" the first ranks; None is cartesian where the
+        groups are of equal size, else tree. Cartesian for groups of unequal size is a tree too, with a RuntimeWarning
+        on rank 0, and `Level.form` says so.
+
+        Collective; begins once all that is in flight here is over. The communicators are made once for the same ranks,
+        as those of `group`, and shared with it. All ranks give as many keys and the same `form`, else `MismatchError`
+        is raised on await. A key that is no str is a TypeError. Cost: the keys of all ranks to all, then at most two
+        communicators a level.
+        """
+        return build(self, keys, form)
 
     # --- the end --------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from aiodist.arguments import check_list, check_tensor, is_number
 from aiodist.claims import Claim
-from aiodist.collectives.primitives import Primitives, implementations
-from aiodist.collectives.program import Endpoint, Program, lockstep
-from aiodist.errors import BackendUnavailable
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Endpoint, Program, lockstep, tag_of
 from aiodist.handles import Handle
 from aiodist.issuer import Issuer, Plan
 from aiodist.ledger import Fingerprint
+from aiodist.levels import Levels
 from aiodist.topology import Topology
 from aiodist.types import ReduceOp
 
@@ -35,8 +35,6 @@ __all__ = [
     "tensors_of",
 ]
 
-_COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
-
 
 class Base:
     """A group of ranks: its place, and the way every call takes."""
@@ -45,9 +43,12 @@ class Base:
         self._issuer = issuer
         self._transport = issuer.transport
         self._topology = topology
+        self._levels: Levels | None = None
+        self._made_of: tuple[Base, Sequence[int]] | None = None
         self._family = family
         self._plans: dict[tuple[torch.dtype, int, str], Plan] = {}
-        self._can_be_quick = self._transport.native is not None and self._transport.size > 1 and not issuer.checked
+        self._repertoire = issuer.repertoire
+        self._can_be_quick = self._transport.size > 1 and not issuer.checked
 
     # --- who and where --------------------------------------------------------------------------------------
 
@@ -83,6 +84,19 @@ class Base:
             self._issuer.check_usable()
         assert self._topology is not None
         return self._topology
+
+    @property
+    def levels(self) -> Levels:
+        """Which groups the ranks form: those of `init(levels=)`, or of a span, else those of a host; `print` shows it.
+
+        The ranks of a `dup`, `group` or `split` form the groups that they form here.
+        """
+        if self._levels is not None:
+            return self._levels
+        if self._made_of is not None:
+            parent, ranks = self._made_of
+            return parent.levels.among(ranks)
+        return Levels(self.size, self.rank).below(self.topology.host_of)
 
     @property
     def local_rank(self) -> int:
@@ -126,6 +140,33 @@ class Base:
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
 
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
+
+        Local and at once; ranks may call it differently. It is a plain tensor, and views of it count. Collectives of
+        `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and done. Its pages
+        are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many bytes were asked
+        for, where there are none. Where no other rank shares memory with this one it is `torch.empty`.
+        """
+        self._issuer.check_usable()
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        near = self._family.near
+        return torch.empty(size, dtype=dtype) if near is None else near.arena.empty(size, dtype)
+
+    def arena(self, nbytes: int) -> None:
+        """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
+
+        Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `empty` does, and
+        ValueError unless `nbytes` is positive.
+        """
+        self._issuer.check_usable()
+        if nbytes <= 0:
+            raise ValueError(f"nbytes={nbytes}: expected a positive number of bytes")
+        if self._family.near is not None:
+            self._family.near.arena.reserve(nbytes)
+
     # --- issuing --------------------------------------------------------------------------------------------
 
     def _issue(
@@ -149,14 +190,11 @@ class Base:
             handle.keep = old
         return handle
 
-    def _primitives(self, impl: str) -> Primitives:
-        native = self._transport.native
-        known = implementations(None if native is None else self._transport.name)
-        if impl not in ("auto", *known):
-            raise BackendUnavailable(f"impl={impl!r}: this communicator has auto, {', '.join(known)}")
+    def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
+        """Return what the next operation is made of; `together`: it is one of several tensors."""
+        self._repertoire.check(impl)
         # From the number that all ranks give the operation, whatever errors each of them raised before it.
-        tag = _COLLECTIVE_TAGS + self.seq % _COLLECTIVE_TAGS
-        return Primitives(Endpoint(self._transport, tag), impl)
+        return Primitives(Endpoint(self._transport, tag_of(self.seq)), self._repertoire, impl, together=together)
 
 
 def tensors_of(t: object) -> list[Tensor]:

@@ -45,7 +45,9 @@ class Movement(Base):
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         parts = check_alike(ts)[:1] if across else ts
-        program = joined([operations.broadcast(self._primitives(impl), x, root) for x in parts], lifted)
+        program = joined(
+            [operations.broadcast(self._primitives(impl, together=len(parts) > 1), x, root) for x in parts], lifted
+        )
         if across:
             program = copied_to_all(program, ts)
         elif isinstance(t, list):
@@ -72,7 +74,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        programs = [operations.allgather(self._primitives(impl), x, out) for x in ts]
+        programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
         program = joined(programs, t)
         if across:
             program = interleaved(program)

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from aiodist.arguments import check_list, check_out, check_rank, check_sizes
 from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
-from aiodist.collectives.arithmetic import check_op, wire_op
+from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
+from aiodist.collectives.implementations import Wanted
 from aiodist.collectives.program import Program
 from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, nothing, returning
 from aiodist.communicator.base import (
@@ -128,7 +129,7 @@ class Reductions(Base):
             check_out(out, ts[0], numel=ts[0].numel())
         targets = [(x if out is None else out) if mine else None for x in ts]
         programs = [
-            operations.reduce(self._primitives(impl), x, target, kind, root)
+            operations.reduce(self._primitives(impl, together=len(ts) > 1), x, target, kind, root)
             for x, target, kind in zip(ts, targets, kinds, strict=True)
         ]
         program = joined(programs, lifted)
@@ -181,7 +182,7 @@ class Reductions(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=blocks[0][self.rank].numel())
         programs = [
-            operations.reduce_scatter(self._primitives(impl), x, out, kind, cut)
+            operations.reduce_scatter(self._primitives(impl, together=len(ts) > 1), x, out, kind, cut)
             for x, kind, cut in zip(ts, kinds, blocks, strict=True)
         ]
         program = joined(programs, t)
@@ -194,15 +195,14 @@ class Reductions(Base):
     def _plan(self, key: tuple[torch.dtype, int, str]) -> Plan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
         kind, numel, op = key
-        native = self._transport.native
-        if native is None or op not in _OPS or not numel or len(self._plans) > _MOST_PLANS:
+        if op not in _OPS or not numel or len(self._plans) > _MOST_PLANS or kind not in SUPPORTED:
             return None
-        known = ReduceOp(op)
-        if kind in (torch.bool, torch.float16, torch.bfloat16) or not native.supports("allreduce", kind, known, numel):
+        known = check_op(op, kind)
+        begin = self._repertoire.pick(Wanted("allreduce", kind, known, numel)).plan_allreduce(kind, numel, known)
+        if begin is None:
             return None
-        check_op(op, kind)
         what = Fingerprint("allreduce", dtype_name(kind), numel, known.value)
-        plan = self._plans[key] = Plan(what, native.plan_allreduce(kind, numel, known), numel * kind.itemsize)
+        plan = self._plans[key] = Plan(what, begin, numel * kind.itemsize)
         return plan
 
     def _reduction(
@@ -222,7 +222,8 @@ class Reductions(Base):
             check_single(lifted, "out")
             check_out(out, ts[0], numel=ts[0].numel())
         programs = [
-            make(self._primitives(impl), x, x if out is None else out, kind) for x, kind in zip(ts, kinds, strict=True)
+            make(self._primitives(impl, together=len(ts) > 1), x, x if out is None else out, kind)
+            for x, kind in zip(ts, kinds, strict=True)
         ]
         program = joined(programs, lifted)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):

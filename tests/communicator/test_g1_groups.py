@@ -259,6 +259,7 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
     "dup": lambda c: c.dup(),
     "group": lambda c: c.group([0]),
     "split": lambda c: c.split(0),
+    "hierarchy": lambda c: c.hierarchy(),
 }
 _LOCAL = {"statistics", "admit", "leave_to_thread", "abort", "aclose"}
 

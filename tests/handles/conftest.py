@@ -36,6 +36,8 @@ class Request:
 class Transport:
     """A poller over requests that the test completes."""
 
+    rings = False
+
     def __init__(self) -> None:
         self.progress = Progress.current()
         self.progress.add_poller(self)

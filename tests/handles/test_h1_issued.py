@@ -94,6 +94,8 @@ async def test_h1_a_poller_that_fails_is_reported_and_stops_nobody_else(
     transport: Any, reports: list[dict[str, Any]], until: Any
 ) -> None:
     class Broken:
+        rings = False
+
         def __len__(self) -> int:
             return 1
 

@@ -22,6 +22,8 @@ address = MPI.buffer.fromaddress
 class Requests:
     """The pending MPI requests of one loop: one `Testsome` for all of them."""
 
+    rings = False
+
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self._requests: list[MPI.Request] = []

@@ -1,0 +1,200 @@
+"""Memory that the other ranks of a host can map: blocks of segments, each segment a memfd.
+
+A segment is a wide range of addresses with nothing behind it. A block has its pages reserved when it is made, so
+that lack of memory is an exception and not a SIGBUS in the middle of a reduction, and gives them back when the last
+tensor in it dies. No name in any file system belongs to it: nothing stays behind, however the process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from bisect import bisect_right, insort
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+from weakref import finalize
+
+import psutil
+import torch
+from torch import Tensor
+
+__all__ = ["Arena", "Place"]
+
+_SEGMENT_BYTES = 1 << 30  # of addresses
+_POPULATE_WRITE = 23  # madvise, from Linux 5.14 on: have the pages in the page table at once
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Place(NamedTuple):
+    """Where in an arena some bytes lie, as its rank tells the others."""
+
+    segment: int
+    offset: int
+
+
+class Arena:
+    """One rank's memory. `empty` and `locate` may be called from any thread, tensors may die in any."""
+
+    def __init__(self) -> None:
+        self.segments: list[_Segment] = []
+        """In order of their numbers; none ever goes, since others have mapped it."""
+        self._bases: list[tuple[int, int]] = []  # address and number of each, in order of addresses
+        self._lock = threading.Lock()
+        self._freed: deque[tuple[_Segment, int, int]] = deque()
+        self._process = os.getpid()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        nbytes = numel * dtype.itemsize
+        segment, start, stop = self._allocate(_in_pages(nbytes))
+        memory = memoryview(segment.map)[start:stop]
+        # The storage holds on to `memory`, which dies with the last tensor that looks at it.
+        finalize(memory, self._free, segment, start, stop).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for `nbytes` more whose pages are there already, and stay."""
+        nbytes = _in_pages(nbytes)
+        _check_room(nbytes)
+        with self._lock:
+            segment = self._add(nbytes, kept=True)
+            try:
+                segment.fill(0, nbytes)
+            except OSError as error:
+                segment.holes.clear()
+                raise _lack(nbytes, error) from error
+
+    def locate(self, address: int, nbytes: int) -> Place | None:
+        """Return where `nbytes` from `address` on lie, None when not in this arena."""
+        at = bisect_right(self._bases, (address, len(self._bases))) - 1
+        if at < 0:
+            return None
+        base, number = self._bases[at]
+        inside = address + nbytes <= base + self.segments[number].nbytes
+        return Place(number, address - base) if inside else None
+
+    def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
+        with self._lock:
+            for segment in sorted(self.segments, key=lambda s: not s.kept):
+                start = segment.take(nbytes)
+                if start is not None:
+                    break
+            else:
+                segment = self._add(max(nbytes, _SEGMENT_BYTES), kept=False)
+                start = segment.take(nbytes)
+                assert start is not None
+        stop = start + nbytes
+        if not segment.kept:
+            try:
+                _check_room(nbytes)
+                segment.fill(start, stop)
+            except OSError as error:
+                self._free(segment, start, stop)
+                raise _lack(nbytes, error) from error
+            except MemoryError:
+                self._free(segment, start, stop)
+                raise
+        self._reclaim()
+        return segment, start, stop
+
+    def _add(self, nbytes: int, *, kept: bool) -> _Segment:
+        try:
+            segment = _Segment(len(self.segments), nbytes, kept=kept)
+        except OSError as error:
+            raise _lack(nbytes, error) from error
+        self.segments.append(segment)
+        insort(self._bases, (segment.address, segment.number))
+        return segment
+
+    def _free(self, segment: _Segment, start: int, stop: int) -> None:
+        """Give a block back; called by the garbage collector, in any thread, in the middle of anything."""
+        if os.getpid() != self._process:  # a forked child's copy: the memory is the parent's
+            return
+        self._freed.append((segment, start, stop))
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        # Whoever has the lock now comes by here afterwards.
+        while self._freed and self._lock.acquire(False):
+            try:
+                while self._freed:
+                    segment, start, stop = self._freed.popleft()
+                    segment.give_back(start, stop)
+            finally:
+                self._lock.release()
+
+
+class _Segment:
+    """A memfd, mapped whole, and the holes in it."""
+
+    def __init__(self, number: int, nbytes: int, *, kept: bool) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.kept = kept
+        """Its pages stay, whether blocks are in them or not."""
+        self.fd = os.memfd_create(f"aiodist-{number}")
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.map = mmap.mmap(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.holes = [(0, nbytes)]
+        self.address = torch.frombuffer(self.map, dtype=torch.uint8, count=1).data_ptr()
+        finalize(self, os.close, self.fd)
+
+    def take(self, nbytes: int) -> int | None:
+        """Return where `nbytes` are free, which they are no longer."""
+        for i, (start, stop) in enumerate(self.holes):
+            if stop - start >= nbytes:
+                self.holes[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return start
+        return None
+
+    def fill(self, start: int, stop: int) -> None:
+        """Have pages behind these bytes; raise OSError where there are none."""
+        os.posix_fallocate(self.fd, start, stop - start)
+        try:
+            self.map.madvise(_POPULATE_WRITE, start, stop - start)
+        except OSError:
+            pass  # an older kernel: each page costs a fault at its first use
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Make a hole, joined with its neighbours."""
+        if not self.kept:
+            self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
+        at = bisect_right(self.holes, (start, stop))
+        if at < len(self.holes) and self.holes[at][0] == stop:
+            stop = self.holes.pop(at)[1]
+        if at and self.holes[at - 1][1] == start:
+            at -= 1
+            start = self.holes.pop(at)[0]
+        self.holes.insert(at, (start, stop))
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _check_room(nbytes: int) -> None:
+    """Raise MemoryError where reserving would have the kernel kill somebody."""
+    available = psutil.virtual_memory().available
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            available = min(available, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
+        except (OSError, ValueError):  # no such limit
+            continue
+    if nbytes > available:
+        raise MemoryError(f"an arena block of {nbytes} bytes was asked for: {available} bytes of memory are available")
+
+
+def _lack(nbytes: int, error: OSError) -> MemoryError:
+    return MemoryError(f"an arena block of {nbytes} bytes was asked for: {error.strerror}")

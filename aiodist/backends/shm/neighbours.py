@@ -1,0 +1,278 @@
+"""The ranks of one host: how they find one another, and what each can see of the others' memory.
+
+Every two of them are joined by a unix socket, over which descriptors of segments travel, and words about where
+things lie. Such a message is in the receiver's queue before anything that was stored after it can be seen, so whoever
+meets an unknown place in shared memory reads its queue and knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.shm.memory import Arena, Place
+from aiodist.backends.threads import in_thread
+from aiodist.errors import BackendError
+from aiodist.handles.bell import FutexBell, SharedWord, futex_number
+from aiodist.handles.progress import leave_bell, sleep_at
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
+
+__all__ = ["BOARD_BYTES", "Neighbour", "Neighbourhood", "meet"]
+
+_MESSAGE_BYTES = 4096
+_MEET_SECONDS = 30.0
+_COUNT_AT, _ASLEEP_AT = 0, 64  # in the first page of a rank's memory
+_WORDS = struct.Struct("16q")
+BOARD_BYTES = _WORDS.size
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Neighbour:
+    """Another rank of this host, as this one sees it."""
+
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        link.setblocking(False)
+        self.rank = rank
+        """In the world."""
+        self.places: dict[str, Place] = {}
+        """Where things lie in its memory, by the names it gave them."""
+        self._boards: dict[str, bytearray] = {}
+        self._link = link
+        self._unsent: deque[tuple[bytes, int | None]] = deque()
+        self._descriptors: dict[int, tuple[int, int]] = {}
+        self._segments: dict[int, Tensor] = {}
+        self._bell: FutexBell | None = None
+
+    def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
+        """Send `message`, now or when its queue has room again."""
+        self._unsent.append((json.dumps(message).encode(), fd))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what is unsent; True when nothing is left."""
+        while self._unsent:
+            data, fd = self._unsent[0]
+            try:
+                socket.send_fds(self._link, [data], [] if fd is None else [fd])
+            except BlockingIOError:
+                return False
+            except OSError:  # it is gone, which the control channel tells
+                self._unsent.clear()
+                break
+            self._unsent.popleft()
+        return True
+
+    def listen(self) -> None:
+        """Read its messages."""
+        with suppress(OSError):  # nothing there, or nobody
+            while True:
+                data, fds, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                if not data:
+                    return
+                self._heard(json.loads(data), fds)
+
+    def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
+        if "segment" in message:
+            self._descriptors[message["segment"]] = (fds[0], message["nbytes"])
+        elif "place" in message:
+            self.places[message["place"]] = Place(*message["at"])
+        elif "board" in message:
+            _WORDS.pack_into(self.board(message["board"]), 0, *message["words"])
+
+    def board(self, name: str) -> bytearray:
+        """Return the numbers it last sent of its board `name`, kept up to date by `listen`."""
+        return self._boards.setdefault(name, bytearray(BOARD_BYTES))
+
+    def memory(self, place: Place, nbytes: int) -> Tensor:
+        """Return the bytes at `place`, mapped on first use; raise BackendError for a place it never told of."""
+        segment = self._segments.get(place.segment)
+        if segment is None:
+            segment = self._segments[place.segment] = self._map(place.segment)
+        return segment[place.offset : place.offset + nbytes]
+
+    def _map(self, number: int) -> Tensor:
+        if number not in self._descriptors:
+            self.listen()
+        if number not in self._descriptors:
+            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which it never sent")
+        fd, nbytes = self._descriptors.pop(number)
+        try:
+            return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise BackendError(f"{nbytes} bytes of rank {self.rank}'s memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    def ring(self) -> None:
+        """Wake its progress thread, if that sleeps."""
+        if self._bell is None:
+            self._bell = _bell(self.memory(Place(0, 0), mmap.PAGESIZE))
+        self._bell.ring_if_asleep()
+
+    def close(self) -> None:
+        """Let go of its memory."""
+        self._link.close()
+        for fd, _ in self._descriptors.values():
+            os.close(fd)
+        self._descriptors.clear()
+        self._segments.clear()
+        self._bell = None
+
+
+class Neighbourhood:
+    """This rank's arena, and its neighbours."""
+
+    def __init__(self, rank: int, links: dict[int, socket.socket], *, ordered: bool | None = None) -> None:
+        """`links` lead to the other ranks; `ordered`: what one process stores, others see in that order."""
+        self.rank = rank
+        self.neighbours = {other: Neighbour(other, link) for other, link in links.items()}
+        self.members = tuple(sorted([rank, *links]))
+        self.ordered = platform.machine() == "x86_64" if ordered is None else ordered
+        self.arena = Arena()
+        self._told = 0
+        self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
+        self._bell = _bell(self._control)
+        self.publish()
+        sleep_at(self._bell)
+
+    def publish(self) -> None:
+        """Send the descriptors of segments that the others have not been sent yet."""
+        while self._told < len(self.arena.segments):
+            segment = self.arena.segments[self._told]
+            self._told += 1
+            for neighbour in self.neighbours.values():
+                neighbour.tell({"segment": segment.number, "nbytes": segment.nbytes}, segment.fd)
+
+    def place(self, name: str, nbytes: int, others: Sequence[int]) -> Tensor:
+        """Return `nbytes` of zeroed memory that `others` find under `name`."""
+        made = self.arena.empty((nbytes,), torch.uint8)
+        made.zero_()
+        where = self.locate(made)
+        for rank in others:
+            self.neighbours[rank].tell({"place": name, "at": where})
+        return made
+
+    def locate(self, t: Tensor) -> Place | None:
+        """Return where `t` lies, as the others may be told; None when its memory is private."""
+        place = self.arena.locate(t.data_ptr(), t.nbytes)
+        if place is not None and place.segment >= self._told:
+            self.publish()
+        return place
+
+    def close(self) -> None:
+        """Let go of the others' memory; ours stays while tensors are in it."""
+        leave_bell(self._bell)
+        for neighbour in self.neighbours.values():
+            neighbour.close()
+
+
+def _bell(page: Tensor) -> FutexBell:
+    memory = memoryview(page.numpy())
+    return FutexBell(SharedWord(memory[_COUNT_AT:]), SharedWord(memory[_ASLEEP_AT:]))
+
+
+# --- meeting -------------------------------------------------------------------------------------------------
+
+
+async def meet(
+    channel: Channel, *, allowed: bool = True, seconds: float = _MEET_SECONDS
+) -> tuple[Neighbourhood | None, str]:
+    """Return this rank's neighbourhood, or None and why there is none; every rank must call it.
+
+    It has all ranks of this host that can share memory, or none: where one of them cannot, they all do without.
+    """
+    listener, reason = _listen() if allowed else (None, "it was turned off (AIODIST_SHM=0)")
+    try:
+        address = listener.getsockname()[1:].decode() if listener else ""
+        cards = await _exchange(channel, "card", [_identity(), address, reason], seconds)
+        mine = [rank for rank, card in enumerate(cards) if card[0] == cards[channel.rank][0]]
+        refusals = [f"rank {rank}: {cards[rank][2]}" for rank in mine if not cards[rank][1]]
+        links: dict[int, socket.socket] = {}
+        if listener is not None and not refusals and len(mine) > 1:
+            try:
+                links = await in_thread(lambda: _connect(listener, channel.rank, mine, cards, seconds))
+            except OSError as error:
+                refusals = [f"rank {channel.rank}: {error}"]
+    finally:
+        if listener is not None:
+            listener.close()
+    met = await _exchange(channel, "met", refusals, seconds)
+    refusals = list(dict.fromkeys(text for rank in mine for text in met[rank]))
+    if refusals or len(mine) == 1:
+        for link in links.values():
+            link.close()
+        return None, "; ".join(refusals) or "no other rank is on this host"
+    return Neighbourhood(channel.rank, links), ""
+
+
+async def _exchange(channel: Channel, what: str, mine: Any, seconds: float) -> list[Any]:  # noqa: ANN401
+    """Return what every rank brought."""
+    await channel.set(f"shm/{what}/{channel.rank}", json.dumps(mine).encode())
+    return [
+        json.loads(await channel.get(f"shm/{what}/{rank}", timeout=seconds)) if rank != channel.rank else mine
+        for rank in range(channel.size)
+    ]
+
+
+def _identity() -> str:
+    """Return what ranks have in common that can map one another's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    net = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {net.stat().st_ino if net.exists() else ''} {os.getuid()}"
+
+
+def _listen() -> tuple[socket.socket | None, str]:
+    """Return a socket that others of this host can connect to, or why there is none."""
+    try:
+        futex_number()
+        if not hasattr(os, "memfd_create"):
+            return None, "this platform has no memfd_create"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0aiodist-{secrets.token_hex(8)}")
+        listener.listen(1024)
+    except OSError as error:
+        return None, str(error)
+    return listener, ""
+
+
+def _connect(
+    listener: socket.socket, rank: int, mine: Sequence[int], cards: Sequence[Any], seconds: float
+) -> dict[int, socket.socket]:
+    """Return a socket to each of the others: the higher rank calls the lower."""
+    links: dict[int, socket.socket] = {}
+    try:
+        for other in (r for r in mine if r < rank):
+            link = links[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.settimeout(seconds)
+            link.connect("\0" + cards[other][1])
+            link.send(str(rank).encode())
+        listener.settimeout(seconds)
+        while len(links) < len(mine) - 1:
+            link, _ = listener.accept()
+            link.settimeout(seconds)
+            _, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            told = link.recv(_MESSAGE_BYTES).decode()
+            if user != os.getuid() or not told.isdecimal() or int(told) not in mine:
+                link.close()  # somebody else's
+                continue
+            links[int(told)] = link
+    except OSError:
+        for link in links.values():
+            link.close()
+        raise
+    return links

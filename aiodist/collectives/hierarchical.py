@@ -1,0 +1,119 @@
+"""Collectives in two levels: within each host, and between hosts.
+
+n bytes per rank, h hosts of l ranks. Between hosts go 2n(h-1)/h bytes for each host where all its ranks take a share
+(*hierarchical*: reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within), and the same
+through its first rank alone where hosts have different numbers of ranks (*leaders*: reduce, allreduce among the
+first, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from aiodist.backends.shm import ShmNative
+from aiodist.collectives.implementations import Implementation, Messages, SharedMemory, Wanted
+from aiodist.collectives.program import Endpoint, Program, concurrently
+from aiodist.collectives.scheduled import SubEndpoint, on_lane
+from aiodist.types import ReduceOp
+
+__all__ = ["Hierarchical"]
+
+_PIECE_BYTES = 4 << 20
+_SHORT_BYTES = 64 << 10
+_OPERATIONS = ("allreduce", "broadcast", "reduce")
+
+
+class Hierarchical(Messages):
+    """See the module; what it lacks is sent directly."""
+
+    def __init__(
+        self, form: str, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, most_pieces: int
+    ) -> None:
+        """`hosts` are the ranks of each host."""
+        super().__init__("direct")
+        self.name = form
+        self._most_pieces = most_pieces
+        self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        self._hosts = [list(ranks) for ranks in hosts]
+        self._here = self._hosts[self._host]
+        self._local = self._here.index(rank)
+        size = len(self._here)
+        self._within: Implementation
+        if within is not None and within.group.size == size:
+            self._within = SharedMemory(within)
+        else:
+            self._within = Messages("direct")
+        self._short, self._long = Messages("doubling", len(hosts)), Messages("ring", len(hosts))
+        self._tree = Messages("tree")
+
+    @classmethod
+    def forms(
+        cls, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, most_pieces: int = 8
+    ) -> list[Implementation]:
+        """Return the forms that these hosts allow, the better first; up to `most_pieces` are on their way at once."""
+        names = ["leaders"] if len({len(ranks) for ranks in hosts}) > 1 else ["hierarchical", "leaders"]
+        return [cls(name, hosts, rank, within, most_pieces) for name in names]
+
+    def lacks(self, wanted: Wanted) -> str | None:
+        if wanted.operation in _OPERATIONS:
+            return None
+        return f"{wanted.operation} in levels is not implemented"
+
+    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        """Reduce `t` in place, in pieces that are on their way at once."""
+        one = self._allreduce_by_shares if self.name == "hierarchical" else self._allreduce_by_leaders
+        pieces = max(1, min(t.nbytes // _PIECE_BYTES, self._most_pieces))
+        cut = [t.numel() * i // pieces for i in range(pieces + 1)]
+        yield from concurrently([one(on_lane(ep, i), t[cut[i] : cut[i + 1]], op) for i in range(pieces)])
+
+    def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        here = SubEndpoint(ep, self._here)
+        cut = [t.numel() * i // here.size for i in range(here.size + 1)]
+        counts = [stop - start for start, stop in zip(cut, cut[1:], strict=False)]
+        mine = t[cut[self._local] : cut[self._local + 1]]
+        if here.size > 1:
+            yield from self._within.reduce_scatter(here, t, mine, counts, op)
+        across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
+        yield from self._between(mine).allreduce(across, mine, op)
+        if here.size > 1:
+            yield from self._within.allgather(here, mine, t, counts)
+
+    def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        here = SubEndpoint(ep, self._here)
+        if here.size > 1:
+            yield from self._within.reduce(here, t, op, 0)
+        if self._local == 0:
+            yield from self._between(t).allreduce(SubEndpoint(ep, [ranks[0] for ranks in self._hosts]), t, op)
+        if here.size > 1:
+            yield from self._within.broadcast(here, t, 0)
+
+    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
+        """Reduce within each host to the one that stands for it, and from there to root."""
+        envoys, home = self._envoys(root)
+        here = SubEndpoint(ep, self._here)
+        mine = here.ranks.index(envoys[self._host])
+        total = t if ep.rank == root or self._local != mine else t.clone()
+        if here.size > 1:
+            yield from self._within.reduce(here, total, op, mine)
+        if self._local == mine:
+            yield from self._tree.reduce(SubEndpoint(ep, envoys), total, op, home)
+
+    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
+        """From root to one rank of each host, and from there to the others."""
+        envoys, home = self._envoys(root)
+        here = SubEndpoint(ep, self._here)
+        mine = here.ranks.index(envoys[self._host])
+        if self._local == mine:
+            yield from self._tree.broadcast(SubEndpoint(ep, envoys), t, home)
+        if here.size > 1:
+            yield from self._within.broadcast(here, t, mine)
+
+    def _envoys(self, root: int) -> tuple[list[int], int]:
+        """Return a rank of each host, of which root stands for its own, and the number of that host."""
+        home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
+        return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
+
+    def _between(self, t: Tensor) -> Messages:
+        return self._short if t.nbytes < _SHORT_BYTES else self._long

@@ -1,0 +1,215 @@
+"""Runs a schedule (`aiodist.schedules`) on tensors, over an endpoint's messages.
+
+Each lane is a program with a tag of its own, so that lanes go on independently of one another. What arrives to be
+combined goes to scratch first, as much as the receives of one step take.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.inplace import copy
+from aiodist.collectives.arithmetic import combine
+from aiodist.collectives.program import Call, Endpoint, Program, concurrently
+from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
+from aiodist.types import ReduceOp
+
+__all__ = ["LANE_TAGS", "Scheduled", "SubEndpoint", "on_lane"]
+
+LANE_TAGS = 1 << 22
+"""Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
+
+_CHUNK_BYTES = {"ring": 4 << 20, "tree": 1 << 62, "chain": 256 << 10}
+_MOST_CHUNKS = {"ring": 4, "tree": 1, "chain": 1024}
+
+
+class SubEndpoint(Endpoint):
+    """Some of an endpoint's ranks, numbered anew in the order given, over the same transport and tag.
+
+    Ranks that are in several groups use them one after another. Raises ValueError when this rank is not among them.
+    """
+
+    __slots__ = ("ranks",)
+
+    def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
+        super().__init__(ep.transport, ep.tag)
+        if ep.rank not in ranks:
+            raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
+        self.rank = ranks.index(ep.rank)
+        self.size = len(ranks)
+        self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
+
+    def send(self, t: Tensor, dst: int) -> Call:
+        """Return the call that sends `t` to rank `dst` of these."""
+        return super().send(t, self.ranks[dst])
+
+    def recv(self, t: Tensor, src: int) -> Call:
+        """Return the call that receives `t` from rank `src` of these."""
+        return super().recv(t, self.ranks[src])
+
+
+def on_lane(ep: Endpoint, lane: int) -> Endpoint:
+    """Return `ep` with the tag of a lane, 0 to `MAX_LANES` - 1.
+
+    A schedule that runs on a lane may have no lanes of its own: give it one chunk.
+    """
+    if lane == 0:
+        return ep
+    other = copying.copy(ep)
+    other.tag = ep.tag + lane * LANE_TAGS
+    return other
+
+
+class Scheduled:
+    """The collectives by the schedule called `name`; tensors are flat, in wire dtype, and all ranks know the counts.
+
+    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size. A
+    schedule that knows none ignores it. Raises ValueError for an unknown name and for too many chunks.
+
+    Programs that run in lockstep share their tags: there, use one chunk. (A "chain" may have more: it is one lane.)
+    """
+
+    __slots__ = ("chunks", "name")
+
+    def __init__(self, name: str, chunks: int | None = None) -> None:
+        known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
+        if name not in known:
+            raise ValueError(f"no schedule {name!r}: there are {', '.join(sorted(known))}")
+        most = max(names[name].most_chunks for names in SCHEDULES.values() if name in names)
+        if chunks is not None and not 1 <= chunks <= max(most, 1):
+            raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
+        self.name = name
+        self.chunks = chunks
+
+    def lacks(self, operation: str, size: int) -> str | None:
+        """Return why `size` ranks cannot run `operation` this way; None where they can."""
+        names = SCHEDULES.get(operation, {})
+        if self.name in names:
+            return None
+        return f"there is no schedule {self.name!r} of {operation}" + (f", only {', '.join(names)}" if names else "")
+
+    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
+        """Overwrite `t` with root's."""
+        yield from _run(ep, self._plan("broadcast", t, ep.rank, ep.size, t.numel(), root), (t,))
+
+    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        """Reduce `t` in place; equal to the bit on all ranks."""
+        yield from _run(ep, self._plan("allreduce", t, ep.rank, ep.size, t.numel()), (t,), op)
+
+    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
+        """Reduce into root's `t`; the others' is only read."""
+        yield from _run(ep, self._plan("reduce", t, ep.rank, ep.size, t.numel(), root), (t,), op)
+
+    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
+        """Fill `out` with everybody's elements, in rank order; `t` may be my block of it."""
+        blocks = Blocks(counts)
+        own = out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
+        if own.data_ptr() != t.data_ptr():
+            copy(own, t)
+        yield from _run(ep, self._plan("allgather", out, ep.rank, ep.size, blocks), (out,))
+
+    def reduce_scatter(
+        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> Program[None]:
+        """Reduce `t`, which is only read; `out` is my block, and may be that of `t`."""
+        blocks = Blocks(counts)
+        apart = out.data_ptr() != t[blocks.start(ep.rank) :].data_ptr()
+        block = out if apart else torch.empty_like(out)
+        yield from _run(ep, self._plan("reduce_scatter", t, ep.rank, ep.size, blocks), (t, block), op)
+        if not apart:
+            copy(out, block)
+
+    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        """Reduce `t` over the ranks up to mine."""
+        yield from _run(ep, self._plan("scan", t, ep.rank, ep.size, t.numel()), (t,), op)
+
+    def alltoall(
+        self,
+        ep: Endpoint,
+        t: Tensor,
+        out: Tensor,
+        sends: Sequence[int] | None = None,
+        receives: Sequence[int] | None = None,
+    ) -> Program[None]:
+        """Send block r of `t` to rank r, and fill `out` with mine in rank order; equal blocks unless said otherwise."""
+        cuts = [
+            Blocks.even(t.numel(), ep.size) if sends is None else Blocks(sends),
+            Blocks.even(out.numel(), ep.size) if receives is None else Blocks(receives),
+        ]
+        yield from _run(ep, self._plan("alltoall", t, ep.rank, ep.size, *cuts), (t, out))
+
+    def _plan(self, operation: str, t: Tensor, *args: Any) -> Schedule:  # noqa: ANN401
+        algorithm = SCHEDULES[operation][self.name]
+        if not algorithm.chunked:
+            return algorithm.plan(*args)
+        chunks = self.chunks
+        if chunks is None:
+            chunks = min(max(t.nbytes // _CHUNK_BYTES[self.name], 1), _MOST_CHUNKS[self.name])
+        return algorithm.plan(*args, chunks=chunks)
+
+
+def _run(ep: Endpoint, schedule: Schedule, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> Program[None]:
+    """Run a schedule whose working buffer begins with `tensors`."""
+    working = _Working(schedule.room, tensors)
+    yield from concurrently([_lane(on_lane(ep, i), working, lane(), op) for i, lane in enumerate(schedule.lanes)])
+
+
+class _Working:
+    """A working buffer: the tensors that it is made of, one behind the other, then scratch."""
+
+    __slots__ = ("_parts", "kind")
+
+    def __init__(self, room: int, tensors: Sequence[Tensor]) -> None:
+        self.kind = tensors[0].dtype
+        self._parts: list[tuple[int, int, Tensor]] = []
+        end = 0
+        for t in tensors:
+            self._parts.append((end, end + t.numel(), t))
+            end += t.numel()
+        if room > end:
+            self._parts.append((end, room, torch.empty(room - end, dtype=self.kind)))
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop), which lie within one tensor."""
+        for first, last, t in self._parts:
+            if stop <= last:
+                return t if stop - start == last - first else t[start - first : stop - first]
+        raise IndexError(f"elements {start} to {stop} of a working buffer of {self._parts[-1][1]}")
+
+
+def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) -> Program[None]:
+    scratch = torch.empty(0, dtype=working.kind)
+    for step in steps:
+        needed = sum(move.stop - move.start for move in step if isinstance(move, Recv) and move.combine)
+        if scratch.numel() < needed:
+            scratch = torch.empty(needed, dtype=working.kind)
+        free = 0
+        receives: list[Call] = []
+        sends: list[Call] = []
+        after: list[tuple[Tensor, Tensor, bool]] = []
+        for move in step:
+            t = working.view(move.start, move.stop)
+            if isinstance(move, Send):
+                sends.append(ep.send(t, move.peer))
+            elif isinstance(move, Copy):
+                after.append((working.view(move.to, move.to + t.numel()), t, move.combine))
+            elif move.combine:
+                arrived = scratch[free : free + t.numel()]
+                free += t.numel()
+                receives.append(ep.recv(arrived, move.peer))
+                after.append((t, arrived, True))
+            else:
+                receives.append(ep.recv(t, move.peer))
+        # Receives first, so that what comes finds its place. And also when there are none: programs in lockstep
+        # count their steps.
+        yield receives + sends
+        for into, t, combining in after:
+            if combining:
+                combine(into, t, op)
+            else:
+                copy(into, t)

@@ -1,0 +1,104 @@
+"""Bruck's algorithms: log2(size) messages for any number of ranks, for short blocks.
+
+Bruck, Ho, Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing
+systems, 1997, DOI 10.1109/71.642949.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
+from aiodist.schedules.steps import rounds, step
+
+__all__ = ["allgather", "allgather_cost", "alltoall", "alltoall_cost"]
+
+
+def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+    """Send all I have to the rank 1, 2, 4 and so on below me; all elements but some block, log2(size) messages.
+
+    Blocks may differ. They lie in scratch, mine first, and are put in their places at the end.
+    """
+    return Schedule(2 * blocks.total if rank else blocks.total, (partial(_allgather, rank, size, blocks),))
+
+
+def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
+    n = blocks.total
+    at = n if rank else 0  # rank 0's lie in their places as they come
+    if rank:
+        yield step(Copy(blocks.start(rank), blocks.stop(rank), at))
+    for have in (1 << i for i in range(rounds(size))):
+        more = min(have, size - have)
+        yield step(
+            Send((rank - have) % size, at, at + _length(blocks, rank, more)),
+            Recv(
+                (rank + have) % size,
+                at + _length(blocks, rank, have),
+                at + _length(blocks, rank, have + more),
+            ),
+        )
+    if rank:
+        first = blocks.start(rank)
+        yield step(Copy(at, at + n - first, first), Copy(at + n - first, at + n, 0))
+
+
+def _length(blocks: Blocks, rank: int, count: int) -> int:
+    """Return the elements of `count` blocks from that of `rank` on, around."""
+    end = rank + count
+    if end <= blocks.parts:
+        return blocks.start(end) - blocks.start(rank)
+    return blocks.total - blocks.start(rank) + blocks.start(end - blocks.parts)
+
+
+def allgather_cost(size: int, blocks: Blocks) -> Cost:
+    """The most that any rank has before each exchange, as far as it is sent."""
+    sent = [min(1 << i, size - (1 << i)) for i in range(rounds(size))]
+    if blocks.total == 0:
+        return Cost(0, 0)
+    messages = elements = 0
+    for rank in range(size):
+        lengths = [_length(blocks, rank, count) for count in sent]
+        messages = max(messages, sum(length > 0 for length in lengths))
+        elements = max(elements, sum(lengths))
+    return Cost(messages, elements)
+
+
+def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
+    """Pass on half of the blocks to the rank 1, 2, 4 and so on above me, until each has arrived; equal blocks.
+
+    log2(size) messages of size / 2 blocks; scratch: size blocks.
+    """
+    if sends.largest * size != sends.total or receives.total != sends.total or receives.largest != sends.largest:
+        raise ValueError("Bruck's alltoall takes blocks of equal length only")
+    return Schedule(3 * sends.total, (partial(_alltoall, rank, size, sends.largest),))
+
+
+def _alltoall(rank: int, size: int, count: int) -> Iterator[Step]:
+    n = size * count
+    out, scratch = n, 2 * n  # what I receive: room to pack blocks in, until the end
+    pack, unpack = out, out + size // 2 * count
+    # In scratch, block i is on its way to the rank i above where it started.
+    first = rank * count
+    yield step(Copy(first, n, scratch), Copy(0, first, scratch + n - first))
+    for distance in (1 << i for i in range(rounds(size))):
+        going = [scratch + i * count for i in range(size) if i & distance]
+        length = len(going) * count
+        yield step(*(Copy(block, block + count, pack + i * count) for i, block in enumerate(going)))
+        yield step(
+            Send((rank + distance) % size, pack, pack + length),
+            Recv((rank - distance) % size, unpack, unpack + length),
+            *(Copy(unpack + i * count, unpack + (i + 1) * count, block) for i, block in enumerate(going)),
+        )
+    places = (out + (rank - i) % size * count for i in range(size))
+    yield step(*(Copy(scratch + i * count, scratch + (i + 1) * count, to) for i, to in enumerate(places)))
+
+
+def alltoall_cost(size: int, sends: Blocks) -> Cost:
+    """At each distance, the blocks whose way has that bit: of each 2 distance blocks in a row, the last half."""
+    count = sends.largest
+    moved = 0
+    for distance in (1 << i for i in range(rounds(size))):
+        whole, rest = divmod(size, 2 * distance)
+        moved += whole * distance + max(rest - distance, 0)
+    return Cost(rounds(size) if count else 0, moved * count)

@@ -1,0 +1,154 @@
+"""Everybody with everybody, or all to one: fewest steps, most messages; for few ranks and as a reference.
+
+Reductions combine in rank order, as a loop over the ranks would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from aiodist.schedules import chain, ring
+from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
+from aiodist.schedules.steps import step
+
+__all__ = [
+    "allgather",
+    "allgather_cost",
+    "allreduce",
+    "alltoall",
+    "alltoall_cost",
+    "broadcast",
+    "broadcast_cost",
+    "reduce",
+    "reduce_cost",
+    "reduce_scatter",
+    "reduce_scatter_cost",
+    "scan",
+    "scan_cost",
+]
+
+_AT_ONCE = 16
+"""Receives that root of a reduction has open: each takes n elements of memory."""
+
+
+def broadcast(rank: int, size: int, n: int, root: int) -> Schedule:
+    """Root sends to each: size - 1 messages of n elements, all from root."""
+    return Schedule(n, (partial(_broadcast, rank, size, n, root),))
+
+
+def _broadcast(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
+    if rank == root:
+        yield step(*(Send(peer, 0, n) for peer in _others(rank, size)))
+    else:
+        yield step(Recv(root, 0, n))
+
+
+def broadcast_cost(size: int, n: int) -> Cost:
+    """What root sends."""
+    return Cost(size - 1 if n else 0, (size - 1) * n)
+
+
+def reduce(rank: int, size: int, n: int, root: int) -> Schedule:
+    """Each sends to root, which combines in rank order: one message of n elements; scratch: n on root, if not 0."""
+    return Schedule(2 * n if rank == root != 0 else n, (partial(_reduce, rank, size, n, root),))
+
+
+def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
+    if rank != root:
+        yield step(Send(root, 0, n))
+        return
+    at = n if root else 0
+    moves: list[Recv | Copy] = [Recv(peer, at, at + n, combine=peer > 0) for peer in range(size) if peer != root]
+    if root:
+        moves.insert(root, Copy(0, n, at, combine=True))
+    for i in range(0, len(moves), _AT_ONCE):
+        yield step(*moves[i : i + _AT_ONCE])
+    if root:
+        yield step(Copy(at, at + n, 0))
+
+
+def reduce_cost(size: int, n: int) -> Cost:
+    """Everybody but root sends everything once."""
+    return Cost(1, n) if size > 1 and n else Cost(0, 0)
+
+
+def allreduce(rank: int, size: int, n: int) -> Schedule:
+    """Reduce to rank 0, broadcast from there: size - 1 messages of n elements from rank 0, one from the others."""
+    return Schedule(n, (partial(_allreduce, rank, size, n),))
+
+
+def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
+    yield from _reduce(rank, size, n, 0)
+    yield from _broadcast(rank, size, n, 0)
+
+
+def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+    """Each sends its block to each: size - 1 messages."""
+    return Schedule(blocks.total, (partial(_allgather, rank, size, blocks),))
+
+
+def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
+    others = _others(rank, size)
+    yield step(
+        *(Recv(peer, blocks.start(peer), blocks.stop(peer)) for peer in others),
+        *(Send(peer, blocks.start(rank), blocks.stop(rank)) for peer in others),
+    )
+
+
+def allgather_cost(size: int, blocks: Blocks) -> Cost:
+    """The rank with the longest block sends it to all others."""
+    return broadcast_cost(size, blocks.largest)
+
+
+def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
+    """Each sends block r to rank r, which combines in rank order: size - 1 messages, all elements but my block."""
+    return Schedule(blocks.total + blocks.count(rank), (partial(_reduce_scatter, rank, size, blocks),))
+
+
+def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
+    out, stop = blocks.total, blocks.total + blocks.count(rank)
+    sends = [Send(peer, blocks.start(peer), blocks.stop(peer)) for peer in _others(rank, size)]
+    receives: list[Recv | Copy] = [Recv(peer, out, stop, combine=peer > 0) for peer in range(size) if peer != rank]
+    receives.insert(rank, Copy(blocks.start(rank), blocks.stop(rank), out, combine=rank > 0))
+    yield step(*receives, *sends)
+
+
+def reduce_scatter_cost(size: int, blocks: Blocks) -> Cost:
+    """Each rank sends all blocks but its own."""
+    return ring.reduce_scatter_cost(size, blocks)
+
+
+def scan(rank: int, size: int, n: int) -> Schedule:
+    """A chain in rank order: one message of n elements in and one out, size - 1 steps."""
+    return chain.scan(rank, size, n)
+
+
+def scan_cost(size: int, n: int) -> Cost:
+    """Everybody but the last sends everything once."""
+    return chain.cost(size, n)
+
+
+def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
+    """Each sends block r to rank r: size - 1 messages, all elements but my own block; blocks may differ."""
+    return Schedule(sends.total + receives.total, (partial(_alltoall, rank, size, sends, receives),))
+
+
+def _alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator[Step]:
+    out = sends.total
+    others = _others(rank, size)
+    yield step(
+        *(Recv(peer, out + receives.start(peer), out + receives.stop(peer)) for peer in others),
+        *(Send(peer, sends.start(peer), sends.stop(peer)) for peer in others),
+        Copy(sends.start(rank), sends.stop(rank), out + receives.start(rank)),
+    )
+
+
+def alltoall_cost(size: int, sends: Blocks) -> Cost:
+    """Exact where all ranks send `sends`, and its own block is not the longest of one that sends most."""
+    return ring.reduce_scatter_cost(size, sends)
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """Return all ranks but mine, from the next one on, so that not all begin with the same."""
+    return [(rank + i) % size for i in range(1, size)]

@@ -1,0 +1,293 @@
+"""Exchanges with partners at distances 1, 2, 4 and so on: log2(size) steps, for any number of ranks.
+
+Where `size` is no power of two, the largest one below it takes part, and each of the other ranks hands its elements
+to a neighbour that does: one message before, one after.
+
+Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005,
+DOI 10.1177/1094342005051521. Rabenseifner: Optimization of collective reduction operations, 2004,
+DOI 10.1007/978-3-540-24685-5_1. Scan: Hillis, Steele: Data parallel algorithms, 1986, DOI 10.1145/7902.7903.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
+from aiodist.schedules.steps import rounds, step
+
+__all__ = [
+    "allgather",
+    "allgather_cost",
+    "allreduce",
+    "allreduce_cost",
+    "halving_allreduce",
+    "halving_allreduce_cost",
+    "reduce_scatter",
+    "reduce_scatter_cost",
+    "scan",
+    "scan_cost",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """A power of two of ranks, by index; the first `extra` of them also act for the rank below them."""
+
+    count: int
+    extra: int
+
+    @classmethod
+    def of(cls, size: int) -> _Core:
+        count = 1 << (size.bit_length() - 1)
+        return cls(count, size - count)
+
+    def rank(self, index: int) -> int:
+        """Return the rank at `index`."""
+        return 2 * index + 1 if index < self.extra else index + self.extra
+
+    def index(self, rank: int) -> int:
+        """Return the index of a rank of the core."""
+        return rank // 2 if self.acts(rank) else rank - self.extra
+
+    def acts(self, rank: int) -> bool:
+        """Return True for a rank of the core that acts for the one below it."""
+        return rank < 2 * self.extra and rank % 2 == 1
+
+    def stands_by(self, rank: int) -> bool:
+        """Return True for a rank outside the core."""
+        return rank < 2 * self.extra and rank % 2 == 0
+
+    def halves(self) -> list[int]:
+        """Return 1, 2, 4 and so on: how many ranks have the same as I before each exchange."""
+        return [1 << i for i in range(self.count.bit_length() - 1)]
+
+    def first(self, index: int) -> int:
+        """Return the first of the ranks for which the one at `index` acts; they lie side by side."""
+        return min(2 * index, index + self.extra)
+
+
+# --- recursive doubling: the whole buffer in each step, for short ones --------------------------------------------
+
+
+def allreduce(rank: int, size: int, n: int) -> Schedule:
+    """Exchange all `n` elements with a partner in each of log2(size) steps; scratch: n.
+
+    Both partners combine the lower one's partial result with the higher one's, in that order: equal to the bit.
+    """
+    return Schedule(2 * n if size > 1 else n, (partial(_allreduce, rank, size, n),))
+
+
+def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
+    core = _Core.of(size)
+    if core.stands_by(rank):
+        yield step(Send(rank + 1, 0, n))
+        yield step(Recv(rank + 1, 0, n))
+        return
+    here, there = 0, n  # my partial result, and room for a partner's
+    if core.acts(rank):
+        yield step(Recv(rank - 1, there, there + n), Copy(there, there + n, here, combine=True))
+    index = core.index(rank)
+    for half in core.halves():
+        peer = core.rank(index ^ half)
+        lower, higher = (there, here) if index & half else (here, there)
+        yield step(
+            Send(peer, here, here + n), Recv(peer, there, there + n), Copy(higher, higher + n, lower, combine=True)
+        )
+        here, there = lower, higher
+    if here:
+        yield step(Copy(here, here + n, 0))
+    if core.acts(rank):
+        yield step(Send(rank - 1, 0, n))
+
+
+def allreduce_cost(size: int, n: int) -> Cost:
+    """A rank that acts for another sends it the result, after log2 of the power of two below `size` exchanges."""
+    core = _Core.of(size)
+    messages = len(core.halves()) + (core.extra > 0)
+    return Cost(messages if n else 0, messages * n)
+
+
+def scan(rank: int, size: int, n: int) -> Schedule:
+    """Send what I have to the rank 1, 2, 4 and so on above me, and combine what comes from below."""
+    return Schedule(n, (partial(_scan, rank, size, n),))
+
+
+def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
+    for distance in (1 << i for i in range(rounds(size))):
+        sends = [Send(rank + distance, 0, n)] if rank + distance < size else []
+        receives = [Recv(rank - distance, 0, n, combine=True)] if rank >= distance else []
+        yield step(*sends, *receives)
+
+
+def scan_cost(size: int, n: int) -> Cost:
+    """Rank 0 has somebody above it at each distance."""
+    return Cost(rounds(size) if n else 0, rounds(size) * n)
+
+
+# --- recursive halving: half of what was sent before in each step, for long ones ----------------------------------
+
+
+def halving_allreduce(rank: int, size: int, n: int) -> Schedule:
+    """Reduce-scatter by halving, then allgather by doubling (Rabenseifner): 2 log2(size) messages.
+
+    2 n (size - 1) / size elements where `size` is a power of two; n more for a rank that acts for another.
+    """
+    return Schedule(n, (partial(_halving_allreduce, rank, size, n),))
+
+
+def _halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
+    core = _Core.of(size)
+    if core.stands_by(rank):
+        yield step(Send(rank + 1, 0, n))
+        yield step(Recv(rank + 1, 0, n))
+        return
+    if core.acts(rank):
+        yield step(Recv(rank - 1, 0, n, combine=True))
+    index = core.index(rank)
+    blocks = Blocks.even(n, core.count)
+    for half in reversed(core.halves()):
+        mine, theirs = _two(blocks.start, index, half)
+        peer = core.rank(index ^ half)
+        yield step(Send(peer, *theirs), Recv(peer, *mine, combine=True))
+    for half in core.halves():
+        mine, theirs = _two(blocks.start, index, half)
+        peer = core.rank(index ^ half)
+        yield step(Send(peer, *mine), Recv(peer, *theirs))
+    if core.acts(rank):
+        yield step(Send(rank - 1, 0, n))
+
+
+def halving_allreduce_cost(size: int, n: int) -> Cost:
+    """The first of the core sends most: its blocks are the longest, and it acts for another if any does."""
+    if size == 1 or n == 0:
+        return Cost(0, 0)
+    core = _Core.of(size)
+    blocks = Blocks.even(n, core.count)
+    acts = core.extra > 0
+    messages = sum(1 + (half < min(n, core.count)) for half in core.halves())
+    return Cost(messages + acts, n * (1 + acts) + sum(blocks.start(half) for half in core.halves()[1:]))
+
+
+def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
+    """Exchange halves of what is left with a partner, log2(size) times, until it is my block.
+
+    All elements but my block; a rank outside the power of two sends all, one that acts for it its neighbour's block
+    besides. Scratch: half of the elements; all, for one that acts for another.
+    """
+    core = _Core.of(size)
+    scratch = 0
+    if core.acts(rank):
+        scratch = blocks.total
+    elif core.count > 2 and not core.stands_by(rank):
+        mine, _ = _two(partial(_bound, blocks, core), core.index(rank), core.count // 2)
+        scratch = mine[1] - mine[0]
+    return Schedule(blocks.total + blocks.count(rank) + scratch, (partial(_reduce_scatter, rank, size, blocks),))
+
+
+def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
+    core = _Core.of(size)
+    n, count = blocks.total, blocks.count(rank)
+    own = blocks.start(rank)
+    if size == 1:
+        yield step(Copy(0, n, n))
+    elif core.stands_by(rank):
+        yield step(Send(rank + 1, 0, n))
+        yield step(Recv(rank + 1, n, n + count))
+    elif core.acts(rank):
+        at = n + count  # element 0 of my partial results: all of them are in scratch
+        yield step(Recv(rank - 1, at, at + n), Copy(0, n, at, combine=True))
+        for _, peer, mine, theirs in _halves(core, rank, blocks):
+            yield step(Send(peer, at + theirs[0], at + theirs[1]), Recv(peer, at + mine[0], at + mine[1], combine=True))
+        yield step(Send(rank - 1, at + blocks.start(rank - 1), at + own), Copy(at + own, at + own + count, n))
+    else:
+        at = 0  # of the tensor at first, which is not written to; then of what is left, in scratch
+        for half, peer, mine, theirs in _halves(core, rank, blocks):
+            length = mine[1] - mine[0]
+            send = Send(peer, at + theirs[0], at + theirs[1])
+            if half == 1:
+                yield step(send, Recv(peer, n, n + length), Copy(at + mine[0], at + mine[1], n, combine=True))
+            elif half == core.count // 2:
+                to = n + count
+                yield step(send, Recv(peer, to, to + length), Copy(*mine, to, combine=True))
+                at = to - mine[0]
+            else:
+                yield step(send, Recv(peer, at + mine[0], at + mine[1], combine=True))
+
+
+def reduce_scatter_cost(size: int, blocks: Blocks) -> Cost:
+    """A rank outside the core sends all elements; inside it, each sends what is not its own."""
+    if size == 1:
+        return Cost(0, 0)
+    core = _Core.of(size)
+    bounds = [_bound(blocks, core, i) for i in range(core.count + 1)]
+    # From the leaves of the tree of halves to its root: the most messages of any rank below each node.
+    most = [int(core.acts(core.rank(i)) and blocks.count(2 * i) > 0) for i in range(core.count)]
+    for half in core.halves():
+        other = [bounds[i + half] > bounds[i] for i in range(0, core.count, half)]
+        sums = [most[i] + other[i ^ 1] for i in range(len(most))]
+        most = _higher(sums)
+    if core.extra:
+        return Cost(max(most[0], int(blocks.total > 0)), blocks.total)
+    return Cost(most[0], blocks.total - min(blocks.counts()))
+
+
+def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+    """Exchange all I have with a partner, log2(size) times, and have twice as much after each.
+
+    All elements but some block where `size` is a power of two; all of them besides for a rank that acts for another.
+    """
+    return Schedule(blocks.total, (partial(_allgather, rank, size, blocks),))
+
+
+def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
+    core = _Core.of(size)
+    if core.stands_by(rank):
+        yield step(Send(rank + 1, blocks.start(rank), blocks.stop(rank)))
+        yield step(Recv(rank + 1, 0, blocks.total))
+        return
+    if core.acts(rank):
+        yield step(Recv(rank - 1, blocks.start(rank - 1), blocks.stop(rank - 1)))
+    for _, peer, mine, theirs in reversed(list(_halves(core, rank, blocks))):
+        yield step(Send(peer, *mine), Recv(peer, *theirs))
+    if core.acts(rank):
+        yield step(Send(rank - 1, 0, blocks.total))
+
+
+def allgather_cost(size: int, blocks: Blocks) -> Cost:
+    """What each rank of the core has before each exchange, and all for one that acts for another."""
+    core = _Core.of(size)
+    bounds = [_bound(blocks, core, i) for i in range(core.count + 1)]
+    acts = [core.acts(core.rank(i)) for i in range(core.count)]
+    messages = [int(act and blocks.total > 0) for act in acts]
+    elements = [blocks.total * act for act in acts]
+    for half in core.halves():
+        lengths = [bounds[i + half] - bounds[i] for i in range(0, core.count, half)]
+        messages = _higher([number + (length > 0) for number, length in zip(messages, lengths, strict=True)])
+        elements = _higher([number + length for number, length in zip(elements, lengths, strict=True)])
+    return Cost(messages[0], elements[0])
+
+
+def _higher(numbers: list[int]) -> list[int]:
+    return [max(numbers[i], numbers[i + 1]) for i in range(0, len(numbers), 2)]
+
+
+def _bound(blocks: Blocks, core: _Core, index: int) -> int:
+    """Return the first element of those for which the rank at `index` acts."""
+    return blocks.start(core.first(index))
+
+
+def _two(bound: Callable[[int], int], index: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the elements of the `half` ranks around `index` that stay together, and of the other half beside them."""
+    mine = index // half * half
+    theirs = mine ^ half
+    return (bound(mine), bound(mine + half)), (bound(theirs), bound(theirs + half))
+
+
+def _halves(core: _Core, rank: int, blocks: Blocks) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int]]]:
+    """Return how many ranks a half has, my partner, my half's elements and its half's; the largest halves first."""
+    index = core.index(rank)
+    for half in reversed(core.halves()):
+        mine, theirs = _two(partial(_bound, blocks, core), index, half)
+        yield half, core.rank(index ^ half), mine, theirs

@@ -1,0 +1,85 @@
+"""Binomial trees: log2(size) steps of the whole buffer, for short ones.
+
+Rank v, counted from the root, hangs below v without its lowest bit. Thakur, Rabenseifner, Gropp: Optimization of
+collective communication operations in MPICH, 2005, DOI 10.1177/1094342005051521.
+
+With `chunks`, parts of the buffer are on their way side by side, each in a tree of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from aiodist.schedules.plan import Copy, Cost, Recv, Schedule, Send, Step
+from aiodist.schedules.steps import lanes_of, rounds, step
+
+__all__ = ["allreduce", "allreduce_cost", "broadcast", "broadcast_cost", "reduce", "reduce_cost"]
+
+
+def broadcast(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
+    """Receive from the parent, send to the children, the one with most below it first; root sends log2(size) times."""
+    return Schedule(n, tuple(partial(_broadcast, rank, size, root, *chunk) for chunk in lanes_of(n, chunks)))
+
+
+def _broadcast(rank: int, size: int, root: int, start: int, stop: int) -> Iterator[Step]:
+    parent, children = _family(rank, size, root)
+    if parent is not None:
+        yield step(Recv(parent, start, stop))
+    if children:
+        yield step(*(Send(child, start, stop) for child in reversed(children)))
+
+
+def broadcast_cost(size: int, n: int, *, chunks: int = 1) -> Cost:
+    """What root sends: everything to each of its children."""
+    return Cost(rounds(size) * len(lanes_of(n, chunks)), rounds(size) * n)
+
+
+def reduce(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
+    """Combine what the children send, the one with least below it first, and send it to the parent.
+
+    One message for each chunk; scratch: n for a rank between root and leaves, whose tensor is not written to.
+    """
+    parent, children = _family(rank, size, root)
+    at = n if parent is not None and children else 0
+    lanes = tuple(partial(_reduce, rank, size, root, *chunk, at) for chunk in lanes_of(n, chunks))
+    return Schedule(n + at, lanes)
+
+
+def _reduce(rank: int, size: int, root: int, start: int, stop: int, at: int) -> Iterator[Step]:
+    """Reduce [start, stop) in place, or `at` elements further on."""
+    parent, children = _family(rank, size, root)
+    for child in children:
+        if at and child == children[0]:
+            yield step(Recv(child, at + start, at + stop), Copy(start, stop, at + start, combine=True))
+        else:
+            yield step(Recv(child, at + start, at + stop, combine=True))
+    if parent is not None:
+        yield step(Send(parent, at + start, at + stop))
+
+
+def reduce_cost(size: int, n: int, *, chunks: int = 1) -> Cost:
+    """Everybody but root sends everything once."""
+    return Cost(len(lanes_of(n, chunks)), n) if size > 1 else Cost(0, 0)
+
+
+def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
+    """Reduce to rank 0, broadcast from there; log2(size) messages for each chunk, no scratch."""
+    return Schedule(n, tuple(partial(_allreduce, rank, size, *chunk) for chunk in lanes_of(n, chunks)))
+
+
+def _allreduce(rank: int, size: int, start: int, stop: int) -> Iterator[Step]:
+    yield from _reduce(rank, size, 0, start, stop, 0)
+    yield from _broadcast(rank, size, 0, start, stop)
+
+
+allreduce_cost = broadcast_cost  # others send once more, to the parent, but have a child less
+
+
+def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Return the parent, None for root, and the children, the one with least below it first."""
+    place = (rank - root) % size
+    below = place & -place or 1 << rounds(size)
+    parent = (rank - below) % size if place else None
+    bits = (1 << i for i in range(below.bit_length() - 1))
+    return parent, [(rank + bit) % size for bit in bits if place + bit < size]

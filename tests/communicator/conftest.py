@@ -1,0 +1,20 @@
+"""Ranks in one process that take themselves to be on two hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiodist.runtime import current_place
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even ranks live on one host, odd ranks on another."""
+
+    def name() -> str:
+        place: Any = current_place.get()
+        return f"host{place._rank % 2}"
+
+    monkeypatch.setattr("socket.gethostname", name)
