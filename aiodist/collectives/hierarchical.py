@@ -9,6 +9,7 @@ first, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between tw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -71,7 +72,7 @@ class Hierarchical(Messages):
     def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         here = SubEndpoint(ep, self._here)
         cut = [t.numel() * i // here.size for i in range(here.size + 1)]
-        counts = [stop - start for start, stop in zip(cut, cut[1:], strict=False)]
+        counts = [stop - start for start, stop in pairwise(cut)]
         mine = t[cut[self._local] : cut[self._local + 1]]
         if here.size > 1:
             yield from self._within.reduce_scatter(here, t, mine, counts, op)

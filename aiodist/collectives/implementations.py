@@ -96,11 +96,11 @@ class Library:
         return f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        if not kind.is_floating_point or kind.itemsize > 2:  # shorter ones are summed in float32
-            if self._native.supports("allreduce", kind, op, numel):
-                begin = self._native.plan_allreduce(kind, numel, op)
-                return lambda t, _, done: begin(t, done)
-        return None
+        short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
+        if short or not self._native.supports("allreduce", kind, op, numel):
+            return None
+        begin = self._native.plan_allreduce(kind, numel, op)
+        return lambda t, _, done: begin(t, done)
 
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         yield [partial(self._native.broadcast, t, root)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ __all__ = ["LANE_TAGS", "Scheduled", "SubEndpoint", "on_lane"]
 LANE_TAGS = 1 << 22
 """Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
 
-_CHUNK_BYTES = {"ring": 4 << 20, "tree": 1 << 62, "chain": 256 << 10}
-_MOST_CHUNKS = {"ring": 4, "tree": 1, "chain": 1024}
+_CHUNK_BYTES = 4 << 20  # each step of a chunk costs some 100 us when ranks outnumber cores
+_MOST_CHUNKS = {"ring": 4, "tree": 1, "chain": 1024}  # unless it is said how many
+
+_SHORT_BYTES = 64 << 10  # below, making the steps takes as long as running them
+_FEW_RANKS = 64
+_MOST_KEPT = 256
 
 
 class SubEndpoint(Endpoint):
@@ -68,42 +73,44 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
 class Scheduled:
     """The collectives by the schedule called `name`; tensors are flat, in wire dtype, and all ranks know the counts.
 
-    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size. A
-    schedule that knows none ignores it. Raises ValueError for an unknown name and for too many chunks.
+    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size. What
+    cannot be cut is not. Raises ValueError for an unknown name and for more chunks than the schedule takes.
 
-    Programs that run in lockstep share their tags: there, use one chunk. (A "chain" may have more: it is one lane.)
+    Chunks of a ring or a tree have tags of their own, which are the same in each program that shares the endpoint:
+    programs in lockstep take one chunk. A chain may have more.
     """
 
-    __slots__ = ("chunks", "name")
+    __slots__ = ("_kept", "_schedule", "chunks", "name")
 
     def __init__(self, name: str, chunks: int | None = None) -> None:
         known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
         if name not in known:
             raise ValueError(f"no schedule {name!r}: there are {', '.join(sorted(known))}")
         most = max(names[name].most_chunks for names in SCHEDULES.values() if name in names)
-        if chunks is not None and not 1 <= chunks <= max(most, 1):
+        if chunks is not None and not 1 <= chunks <= most:
             raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
-        self.name = name
+        self.name = self._schedule = name
         self.chunks = chunks
+        self._kept: dict[tuple[object, ...], Schedule] = {}
 
-    def lacks(self, operation: str, size: int) -> str | None:
-        """Return why `size` ranks cannot run `operation` this way; None where they can."""
+    def missing(self, operation: str) -> str | None:
+        """Return why `operation` cannot be run this way, None where it can; so it is for any number of ranks."""
         names = SCHEDULES.get(operation, {})
-        if self.name in names:
+        if self._schedule in names:
             return None
-        return f"there is no schedule {self.name!r} of {operation}" + (f", only {', '.join(names)}" if names else "")
+        return f"there is no schedule {self._schedule!r} of {operation}, only {', '.join(names) or 'none'}"
 
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         """Overwrite `t` with root's."""
-        yield from _run(ep, self._plan("broadcast", t, ep.rank, ep.size, t.numel(), root), (t,))
+        yield from _run(ep, self._elementwise("broadcast", ep, t, root), (t,))
 
     def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` in place; equal to the bit on all ranks."""
-        yield from _run(ep, self._plan("allreduce", t, ep.rank, ep.size, t.numel()), (t,), op)
+        yield from _run(ep, self._elementwise("allreduce", ep, t), (t,), op)
 
     def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
         """Reduce into root's `t`; the others' is only read."""
-        yield from _run(ep, self._plan("reduce", t, ep.rank, ep.size, t.numel(), root), (t,), op)
+        yield from _run(ep, self._elementwise("reduce", ep, t, root), (t,), op)
 
     def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
         """Fill `out` with everybody's elements, in rank order; `t` may be my block of it."""
@@ -111,7 +118,7 @@ class Scheduled:
         own = out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
         if own.data_ptr() != t.data_ptr():
             copy(own, t)
-        yield from _run(ep, self._plan("allgather", out, ep.rank, ep.size, blocks), (out,))
+        yield from _run(ep, self._plan("allgather", out.nbytes, ep.rank, ep.size, blocks), (out,))
 
     def reduce_scatter(
         self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
@@ -120,13 +127,13 @@ class Scheduled:
         blocks = Blocks(counts)
         apart = out.data_ptr() != t[blocks.start(ep.rank) :].data_ptr()
         block = out if apart else torch.empty_like(out)
-        yield from _run(ep, self._plan("reduce_scatter", t, ep.rank, ep.size, blocks), (t, block), op)
+        yield from _run(ep, self._plan("reduce_scatter", t.nbytes, ep.rank, ep.size, blocks), (t, block), op)
         if not apart:
             copy(out, block)
 
     def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` over the ranks up to mine."""
-        yield from _run(ep, self._plan("scan", t, ep.rank, ep.size, t.numel()), (t,), op)
+        yield from _run(ep, self._elementwise("scan", ep, t), (t,), op)
 
     def alltoall(
         self,
@@ -141,15 +148,28 @@ class Scheduled:
             Blocks.even(t.numel(), ep.size) if sends is None else Blocks(sends),
             Blocks.even(out.numel(), ep.size) if receives is None else Blocks(receives),
         ]
-        yield from _run(ep, self._plan("alltoall", t, ep.rank, ep.size, *cuts), (t, out))
+        yield from _run(ep, self._plan("alltoall", t.nbytes, ep.rank, ep.size, *cuts), (t, out))
 
-    def _plan(self, operation: str, t: Tensor, *args: Any) -> Schedule:  # noqa: ANN401
-        algorithm = SCHEDULES[operation][self.name]
+    def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, *root: int) -> Schedule:
+        """Return the schedule of an operation on `t`; those of few ranks and short tensors are kept."""
+        args = (ep.rank, ep.size, t.numel(), *root)
+        if t.nbytes > _SHORT_BYTES or ep.size > _FEW_RANKS:
+            return self._plan(operation, t.nbytes, *args)
+        key = (operation, *args)
+        schedule = self._kept.get(key)
+        if schedule is None:
+            lazy = self._plan(operation, t.nbytes, *args)
+            schedule = Schedule(lazy.room, tuple(partial(iter, tuple(lane())) for lane in lazy.lanes))
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = schedule
+        return schedule
+
+    def _plan(self, operation: str, nbytes: int, *args: Any) -> Schedule:  # noqa: ANN401
+        algorithm = SCHEDULES[operation][self._schedule]
         if not algorithm.chunked:
             return algorithm.plan(*args)
-        chunks = self.chunks
-        if chunks is None:
-            chunks = min(max(t.nbytes // _CHUNK_BYTES[self.name], 1), _MOST_CHUNKS[self.name])
+        chunks = self.chunks or min(max(nbytes // _CHUNK_BYTES, 1), _MOST_CHUNKS[self._schedule])
         return algorithm.plan(*args, chunks=chunks)
 
 
@@ -162,17 +182,17 @@ def _run(ep: Endpoint, schedule: Schedule, tensors: Sequence[Tensor], op: Reduce
 class _Working:
     """A working buffer: the tensors that it is made of, one behind the other, then scratch."""
 
-    __slots__ = ("_parts", "kind")
+    __slots__ = ("_parts", "like")
 
     def __init__(self, room: int, tensors: Sequence[Tensor]) -> None:
-        self.kind = tensors[0].dtype
+        self.like = tensors[0]
         self._parts: list[tuple[int, int, Tensor]] = []
         end = 0
         for t in tensors:
             self._parts.append((end, end + t.numel(), t))
             end += t.numel()
         if room > end:
-            self._parts.append((end, room, torch.empty(room - end, dtype=self.kind)))
+            self._parts.append((end, room, self.like.new_empty(room - end)))
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which lie within one tensor."""
@@ -182,13 +202,34 @@ class _Working:
         raise IndexError(f"elements {start} to {stop} of a working buffer of {self._parts[-1][1]}")
 
 
+class _Scratch:
+    """Where a lane keeps what arrives until it is combined: the same memory in each step."""
+
+    __slots__ = ("_like", "_room", "_taken")
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._room: Tensor | None = None
+        self._taken = 0
+
+    def take(self, count: int, step: Step) -> Tensor:
+        """Return room for `count` elements; what this step's other receives took stays as it is."""
+        if not self._taken:
+            needed = sum(move.stop - move.start for move in step if isinstance(move, Recv) and move.combine)
+            if self._room is None or self._room.numel() < needed:
+                self._room = torch.empty(needed, dtype=self._like.dtype)
+        assert self._room is not None
+        self._taken += count
+        return self._room[self._taken - count : self._taken]
+
+    def free(self) -> None:
+        """Say that the step is over."""
+        self._taken = 0
+
+
 def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) -> Program[None]:
-    scratch = torch.empty(0, dtype=working.kind)
+    scratch = _Scratch(working.like)
     for step in steps:
-        needed = sum(move.stop - move.start for move in step if isinstance(move, Recv) and move.combine)
-        if scratch.numel() < needed:
-            scratch = torch.empty(needed, dtype=working.kind)
-        free = 0
         receives: list[Call] = []
         sends: list[Call] = []
         after: list[tuple[Tensor, Tensor, bool]] = []
@@ -199,8 +240,7 @@ def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) 
             elif isinstance(move, Copy):
                 after.append((working.view(move.to, move.to + t.numel()), t, move.combine))
             elif move.combine:
-                arrived = scratch[free : free + t.numel()]
-                free += t.numel()
+                arrived = scratch.take(t.numel(), step)
                 receives.append(ep.recv(arrived, move.peer))
                 after.append((t, arrived, True))
             else:
@@ -213,3 +253,4 @@ def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) 
                 combine(into, t, op)
             else:
                 copy(into, t)
+        scratch.free()

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from aiodist.backends.shm.memory import Place
-from aiodist.backends.shm.neighbours import BOARD_BYTES, Neighbour, Neighbourhood
+from aiodist.backends.shm.neighbours import BOARD_BYTES, Neighbour, Neighbourhood, memory_of
 
 __all__ = ["FILLED", "KEY", "NUMBER", "WORKED", "Board", "Boards", "Facts", "Post"]
 
 NUMBER, KEY, FILLED, WORKED = range(4)
-_POST = struct.Struct("9q")
+_POST = struct.Struct("10q")
 _POST_AT = 4 * 8
 _NOWHERE = Place(-1, 0)
 
@@ -29,7 +29,9 @@ class Facts(NamedTuple):
     dtype: int
     op: int
     root: int
-    count: int
+    numel: int
+    cut: int
+    """How it is cut among the ranks, as one number."""
 
 
 class Post(NamedTuple):
@@ -61,8 +63,8 @@ class Board:
     def read(self) -> Post:
         """Return what was written."""
         values = _POST.unpack_from(self._memory, _POST_AT)
-        window, stage = Place(*values[5:7]), Place(*values[7:9])
-        return Post(Facts(*values[:5]), window if window.segment >= 0 else None, stage if stage.segment >= 0 else None)
+        window, stage = Place(*values[6:8]), Place(*values[8:10])
+        return Post(Facts(*values[:6]), window if window.segment >= 0 else None, stage if stage.segment >= 0 else None)
 
 
 class Boards:
@@ -75,7 +77,7 @@ class Boards:
         self._rank = rank
         self._others = [near.neighbours[r] for i, r in enumerate(ranks) if i != rank]
         self._memory = near.place(name, BOARD_BYTES, [n.rank for n in self._others])
-        self.mine = Board(memoryview(self._memory.numpy()))
+        self.mine = Board(memory_of(self._memory))
         self.all: list[Board] = []
         """By rank, once every other rank has made its own."""
         self.others: list[memoryview] = []
@@ -98,7 +100,7 @@ class Boards:
 
     def _seen(self, neighbour: Neighbour, place: Place) -> memoryview:
         if self._near.ordered:
-            return memoryview(neighbour.memory(place, BOARD_BYTES).numpy())
+            return memory_of(neighbour.memory(place, BOARD_BYTES))
         return memoryview(neighbour.board(self._name))
 
     def ring(self) -> None:

@@ -124,9 +124,11 @@ class Group:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
-        for work in self._queue:
-            work.done(error)
-        self._queue.clear()
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        while self._queue:
+            self._queue.pop().done(error)
 
     # --- one operation after another -------------------------------------------------------------------------
 
@@ -136,11 +138,16 @@ class Group:
             work = yield from self._agree()
             try:
                 posts = [board.read() for board in self._boards.all]
-                if len({post.facts for post in posts}) > 1:
-                    raise self._mismatch(posts)
-                if work.longest:
+                differ = len({post.facts for post in posts}) > 1
+                if work.longest and not differ:
                     with writable(work.target):
                         yield from self._perform(work, posts)
+                # Nobody goes on, and says something else, before all have seen what was said of this one.
+                self._rounds += 1
+                self._tell(WORKED, self._rounds)
+                yield from self._wait(WORKED, self._rounds)
+                if differ:
+                    raise self._mismatch(posts)
             except AiodistError as error:
                 failure: BaseException | None = error
             except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
@@ -152,8 +159,7 @@ class Group:
             self._queue.remove(work)
             work.done(failure)
             if self._refusal is not None:
-                self.give_up(self._refusal)
-                return
+                self._fail(self._refusal)
             yield True
 
     def _agree(self) -> Generator[bool, None, Work]:
@@ -218,8 +224,6 @@ class Group:
                 rounds.work_on(j)
                 if j + 1 < rounds.count:
                     yield True
-        self._tell(WORKED, self._rounds)
-        yield from self._wait(WORKED, self._rounds)
 
     def _staged(self, rounds: _Rounds, base: int) -> Steps:
         work, me = rounds.work, self.rank
@@ -240,7 +244,8 @@ class Group:
                 while words[FILLED] < base + j + 1:
                     yield False
             rounds.work_on(j)
-            self._tell(WORKED, base + j + 1)
+            if j + 1 < rounds.count or drains:
+                self._tell(WORKED, base + j + 1)
             yield True
             if drains:
                 yield from self._wait(WORKED, base + j + 1)

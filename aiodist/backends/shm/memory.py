@@ -12,6 +12,7 @@ import os
 import threading
 from bisect import bisect_right, insort
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -25,6 +26,8 @@ __all__ = ["Arena", "Place"]
 _SEGMENT_BYTES = 1 << 30  # of addresses
 _POPULATE_WRITE = 23  # madvise, from Linux 5.14 on: have the pages in the page table at once
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_SMALL_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
@@ -91,7 +94,8 @@ class Arena:
         stop = start + nbytes
         if not segment.kept:
             try:
-                _check_room(nbytes)
+                if nbytes > _SMALL_BYTES:
+                    _check_room(nbytes)
                 segment.fill(start, stop)
             except OSError as error:
                 self._free(segment, start, stop)
@@ -159,10 +163,8 @@ class _Segment:
     def fill(self, start: int, stop: int) -> None:
         """Have pages behind these bytes; raise OSError where there are none."""
         os.posix_fallocate(self.fd, start, stop - start)
-        try:
+        with suppress(OSError):  # an older kernel: each page costs a fault at its first use
             self.map.madvise(_POPULATE_WRITE, start, stop - start)
-        except OSError:
-            pass  # an older kernel: each page costs a fault at its first use
 
     def give_back(self, start: int, stop: int) -> None:
         """Make a hole, joined with its neighbours."""

@@ -32,7 +32,7 @@ from aiodist.handles.progress import leave_bell, sleep_at
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["BOARD_BYTES", "Neighbour", "Neighbourhood", "meet"]
+__all__ = ["BOARD_BYTES", "Neighbour", "Neighbourhood", "meet", "memory_of"]
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
@@ -181,8 +181,13 @@ class Neighbourhood:
             neighbour.close()
 
 
+def memory_of(t: Tensor) -> memoryview:
+    """Return the bytes of a flat uint8 tensor."""
+    return t.numpy().data
+
+
 def _bell(page: Tensor) -> FutexBell:
-    memory = memoryview(page.numpy())
+    memory = memory_of(page)
     return FutexBell(SharedWord(memory[_COUNT_AT:]), SharedWord(memory[_ASLEEP_AT:]))
 
 
@@ -231,9 +236,9 @@ async def _exchange(channel: Channel, what: str, mine: Any, seconds: float) -> l
 
 def _identity() -> str:
     """Return what ranks have in common that can map one another's memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    net = Path("/proc/self/ns/net")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {net.stat().st_ino if net.exists() else ''} {os.getuid()}"
+    namespace, boot = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")
+    network = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {network} {os.getuid()}"
 
 
 def _listen() -> tuple[socket.socket | None, str]:

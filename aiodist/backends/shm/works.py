@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -46,14 +47,15 @@ class Work(ABC):
         """What this rank writes to."""
         self.facts = facts
         self.done = done
-        self.longest = facts.count
+        self.longest = facts.numel
         """The number of elements in the longest part."""
 
     @staticmethod
     def described(facts: Facts) -> str:
         """Return facts as words."""
-        what = f"{_NAMES[facts.kind]} {str(DTYPES[facts.dtype]).removeprefix('torch.')}[{facts.count}]"
+        what = f"{_NAMES[facts.kind]} {str(DTYPES[facts.dtype]).removeprefix('torch.')}[{facts.numel}]"
         op = f" {_OPS[facts.op]}" if facts.op >= 0 else ""
+        op += f" cut {facts.cut:08x}" if facts.cut else ""
         return what + op + (f" root {facts.root}" if facts.root >= 0 else "")
 
     def reads(self, rank: int) -> bool:
@@ -163,7 +165,7 @@ class Broadcast(Work):
         return rank == self.facts.root
 
     def part(self, rank: int, part: int) -> tuple[int, int]:
-        return 0, self.facts.count
+        return 0, self.facts.numel
 
     def step(self, at: At, first: int, last: int) -> None:
         if self.rank != self.facts.root:
@@ -179,7 +181,7 @@ class Allgather(Work):
     def __init__(
         self, key: int, place: tuple[int, int], t: Tensor, out: Tensor, counts: Sequence[int], done: Done
     ) -> None:
-        super().__init__(key, place[0], t, _facts(self.kind, out, None, -1), done)
+        super().__init__(key, place[0], t, _facts(self.kind, out, None, -1, counts), done)
         self.target = out
         self._blocks = out.split(list(counts))
         self.longest = max(counts)
@@ -212,7 +214,7 @@ class ReduceScatter(Work):
         done: Done,
     ) -> None:
         rank, self.parts = place
-        super().__init__(key, rank, t, _facts(self.kind, t, op, -1), done)
+        super().__init__(key, rank, t, _facts(self.kind, t, op, -1, counts), done)
         self.target = out
         self.op = op
         self._cut = [0, *accumulate(counts)]
@@ -240,8 +242,9 @@ def flat(t: Tensor) -> Tensor:
     return one.view(torch.uint8) if one.dtype is torch.bool else one
 
 
-def _facts(kind: int, t: Tensor, op: ReduceOp | None, root: int) -> Facts:
-    return Facts(kind, _CODES[t.dtype], -1 if op is None else _OPS.index(op), root, t.numel())
+def _facts(kind: int, t: Tensor, op: ReduceOp | None, root: int, counts: Sequence[int] = ()) -> Facts:
+    cut = crc32(repr(list(counts)).encode()) if counts else 0
+    return Facts(kind, _CODES[t.dtype], -1 if op is None else _OPS.index(op), root, t.numel(), cut)
 
 
 def _reduce(into: Tensor, first: Tensor, others: Sequence[Tensor], op: ReduceOp, ranks: int) -> None:
