@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +46,23 @@ async def measure_size(session: Session, op: str, nbytes: int, *, name: str | No
 
 def contenders(session: Session, op: str, made: Buffers) -> list[Contender]:
     """Return ours, one for each implementation, and the peers'."""
-    found = [
-        Contender(f"aiodist:{impl}", ours(session.coll, op, made, session.keywords(impl)), awaited=True)
-        for impl in session.impls
-        if impl == "auto" or op not in _WITHOUT_IMPL
-    ]
+    found = []
+    for impl in session.impls:
+        if impl == "auto" or op not in _WITHOUT_IMPL:
+            theirs = _in_arena(session.coll, made) if impl == "shm-arena" else made
+            found.append(Contender(f"aiodist:{impl}", ours(session.coll, op, theirs, session.keywords(impl)), True))
     for peer in session.peers:
         found += peer.contenders(op, made)
+    if "copy" in session.plan.peers:
+        other = torch.empty_like(made.t)
+        found.append(Contender("copy", partial(other.copy_, made.t)))
     return found
+
+
+def _in_arena(coll: Communicator, made: Buffers) -> Buffers:
+    """Return such tensors in memory that the ranks of a host share."""
+    t = coll.empty(made.t.shape, made.t.dtype).zero_()
+    return replace(made, t=t, out=None if made.out is None else coll.empty(made.out.shape, made.out.dtype).zero_())
 
 
 def buffers(session: Session, op: str, nbytes: int) -> Buffers:

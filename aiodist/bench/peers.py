@@ -281,7 +281,7 @@ async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list
     async with AsyncExitStack() as stack:
         peers = []
         for name in names:
-            if name not in openers:  # it needs no library
+            if name not in openers:  # "none", "copy": no library is needed
                 continue
             peer = await openers[name](coll)
             stack.callback(peer.close)

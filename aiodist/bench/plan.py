@@ -25,8 +25,9 @@ __all__ = [
 ]
 
 BACKENDS = ("mpi", "gloo", "local")
-IMPLS = ("auto", "direct", *BACKENDS)
-PEERS = ("mpi4py", "gloo")
+SCHEDULES = ("ring", "doubling", "halving", "tree", "chain", "bruck", "direct")
+IMPLS = ("auto", "shm-arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)
+PEERS = ("mpi4py", "gloo", "copy")
 LOOPS = ("auto", "asyncio", "uvloop")
 DTYPES = {
     "bool": 1,

@@ -54,7 +54,9 @@ class Session:
 
     def keywords(self, impl: str) -> dict[str, str]:
         """Return what a call is given to use `impl`: nothing for auto, as users call."""
-        return {} if impl == "auto" else {"impl": impl}
+        if impl == "auto":
+            return {}
+        return {"impl": "shm" if impl == "shm-arena" else impl}
 
     async def timed(self, op: str, nbytes: int | None, samples: Mapping[str, Sequence[float]]) -> list[Record]:
         """Return on rank 0 a record per contender from the samples of all ranks, elsewhere nothing."""

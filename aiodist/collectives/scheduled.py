@@ -217,7 +217,7 @@ class _Scratch:
         if not self._taken:
             needed = sum(move.stop - move.start for move in step if isinstance(move, Recv) and move.combine)
             if self._room is None or self._room.numel() < needed:
-                self._room = torch.empty(needed, dtype=self._like.dtype)
+                self._room = self._like.new_empty(needed)
         assert self._room is not None
         self._taken += count
         return self._room[self._taken - count : self._taken]

@@ -145,7 +145,7 @@ def _alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator
 
 
 def alltoall_cost(size: int, sends: Blocks) -> Cost:
-    """Exact where all ranks send `sends`, and its own block is not the longest of one that sends most."""
+    """Where all ranks send `sends`, the one whose own block is the shortest."""
     return ring.reduce_scatter_cost(size, sends)
 
 

@@ -228,9 +228,7 @@ def reduce_scatter_cost(size: int, blocks: Blocks) -> Cost:
         other = [bounds[i + half] > bounds[i] for i in range(0, core.count, half)]
         sums = [most[i] + other[i ^ 1] for i in range(len(most))]
         most = _higher(sums)
-    if core.extra:
-        return Cost(max(most[0], int(blocks.total > 0)), blocks.total)
-    return Cost(most[0], blocks.total - min(blocks.counts()))
+    return Cost(most[0], blocks.total if core.extra else blocks.total - min(blocks.counts()))
 
 
 def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
