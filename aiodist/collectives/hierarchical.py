@@ -8,7 +8,7 @@ first, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -21,8 +21,6 @@ from aiodist.types import ReduceOp
 
 __all__ = ["Hierarchical"]
 
-_PIECE_BYTES = 4 << 20
-_SHORT_BYTES = 64 << 10
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 
@@ -30,12 +28,12 @@ class Hierarchical(Messages):
     """See the module; what it lacks is sent directly."""
 
     def __init__(
-        self, form: str, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, most_pieces: int
+        self, form: str, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, limits: Mapping[str, int]
     ) -> None:
-        """`hosts` are the ranks of each host."""
+        """`hosts` are the ranks of each host; see `LIMITS`."""
         super().__init__("direct")
         self.name = form
-        self._most_pieces = most_pieces
+        self._limits = limits
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self._hosts = [list(ranks) for ranks in hosts]
         self._here = self._hosts[self._host]
@@ -46,16 +44,16 @@ class Hierarchical(Messages):
             self._within = SharedMemory(within)
         else:
             self._within = Messages("direct")
-        self._short, self._long = Messages("doubling", len(hosts)), Messages("ring", len(hosts))
+        self._short, self._long = Messages("doubling"), Messages("ring", 1)  # on a lane: in one piece
         self._tree = Messages("tree")
 
     @classmethod
     def forms(
-        cls, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, most_pieces: int = 8
+        cls, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, limits: Mapping[str, int]
     ) -> list[Implementation]:
-        """Return the forms that these hosts allow, the better first; up to `most_pieces` are on their way at once."""
+        """Return the forms that these hosts allow, the better first."""
         names = ["leaders"] if len({len(ranks) for ranks in hosts}) > 1 else ["hierarchical", "leaders"]
-        return [cls(name, hosts, rank, within, most_pieces) for name in names]
+        return [cls(name, hosts, rank, within, limits) for name in names]
 
     def lacks(self, wanted: Wanted) -> str | None:
         if wanted.operation in _OPERATIONS:
@@ -65,7 +63,7 @@ class Hierarchical(Messages):
     def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` in place, in pieces that are on their way at once."""
         one = self._allreduce_by_shares if self.name == "hierarchical" else self._allreduce_by_leaders
-        pieces = max(1, min(t.nbytes // _PIECE_BYTES, self._most_pieces))
+        pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], self._limits["hierarchical.pieces"]))
         cut = [t.numel() * i // pieces for i in range(pieces + 1)]
         yield from concurrently([one(on_lane(ep, i), t[cut[i] : cut[i + 1]], op) for i in range(pieces)])
 
@@ -117,4 +115,4 @@ class Hierarchical(Messages):
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
     def _between(self, t: Tensor) -> Messages:
-        return self._short if t.nbytes < _SHORT_BYTES else self._long
+        return self._short if t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long

@@ -137,8 +137,8 @@ class SharedMemory:
         return None
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        begin = self._native.allreduce
-        return lambda t, seq, done: begin(t, op, tag_of(seq), done)
+        begin = self._native.plan_allreduce(kind, numel, op)
+        return lambda t, seq, done: begin(t, tag_of(seq), done)
 
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         yield [partial(self._native.broadcast, t, root, ep.tag)]

@@ -4,62 +4,165 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from aiodist.backends.base import Transport
 from aiodist.backends.shm import ShmNative
+from aiodist.collectives.availability import Availability, Offer, State, missing_library, on_cuda
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation, Library, Messages, SharedMemory, Wanted
-from aiodist.collectives.selector import Selector
+from aiodist.collectives.table import NAMES, Edit, LimitEdit, RangeEdit, Table, last_resorts
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
+from aiodist.types import ReduceOp
 
 __all__ = ["Repertoire"]
 
 _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
+_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan")
+_MOST_PICKED = 10_000
 
 
 class Repertoire:
-    """What a communicator can run its collectives with; the same on all its ranks."""
+    """What a communicator can run its collectives with, and its table; the same on all its ranks.
+
+    It never changes: an edit makes another one. So an operation that was issued before an edit is run as the table
+    was then, on every rank, whenever each of them starts it.
+    """
 
     def __init__(
         self,
         transport: Transport,
-        selector: Selector | None = None,
+        table: Table | None = None,
         *,
         hosts: Sequence[Sequence[int]] = (),
         within: ShmNative | None = None,
+        alone: str = "",
     ) -> None:
-        """`hosts` are the ranks of each host, `within` the shared memory of those of this one, where there is any."""
+        """`hosts` are the ranks of each host, `within` the shared memory of those of this one; `alone`: why none is."""
+        self._transport = transport
+        self._hosts = hosts
+        self._alone = alone
+        self.within = within
         found: list[Implementation] = []
         if transport.native is not None:
             found.append(Library(transport.name, transport.native))
         if within is not None and within.group.size == transport.size:
             found.append(SharedMemory(within))
+        self.table = table or Table.usual(found[0].name if transport.native is not None else None)
+        limits = self.table.limits
         several = len(hosts) > 1
-        alone = Hierarchical.forms(hosts, transport.rank, within) if several else []
-        together = Hierarchical.forms(hosts, transport.rank, within, 1) if several else []
-        alone += [Messages(name) for name in _SCHEDULES]
-        together += [Messages(name, 1) for name in _SCHEDULES]
-        self.all: dict[str, Implementation] = {one.name: one for one in found + alone}
-        """By name, best known first."""
-        self.together: dict[str, Implementation] = {one.name: one for one in found + together}
+        alone_forms = Hierarchical.forms(hosts, transport.rank, within, limits) if several else []
+        one_piece = {**limits, "hierarchical.pieces": 1}
+        together = Hierarchical.forms(hosts, transport.rank, within, one_piece) if several else []
+        schedules: list[Implementation] = [Messages(name, limits=limits) for name in _SCHEDULES]
+        self.all: dict[str, Implementation] = {one.name: one for one in [*found, *alone_forms, *schedules]}
+        """By name."""
+        in_one: list[Implementation] = [*found, *together, *(Messages(name, 1) for name in _SCHEDULES)]
+        self.together: dict[str, Implementation] = {one.name: one for one in in_one}
         """The same for several tensors in one operation, whose messages share a tag: each in one piece."""
-        self.within = within
-        self.selector = selector or Selector(self.all, several_hosts=len(hosts) > 1)
+        self.hosts = "several" if several else "one"
+        """Which rows of the table are its own."""
+        self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
+
+    # --- choosing -------------------------------------------------------------------------------------------
 
     def check(self, impl: str) -> None:
         """Raise BackendUnavailable unless `impl` names something that this communicator has."""
         if impl != "auto" and impl not in self.all:
-            raise BackendUnavailable(f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}")
+            raise BackendUnavailable(
+                f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
+            )
+
+    def choice(self, operation: str, nbytes: int) -> str:
+        """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
+        name = self.table.choice("cpu", self.hosts, operation, nbytes)
+        return next(one for one in (name, *last_resorts(operation, nbytes)) if one in self.all)
 
     def pick(
         self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
     ) -> Implementation:
-        """Return what runs an operation: what `impl` names or the selector says, unless it cannot.
+        """Return what runs an operation: what `impl` names or the table says, unless it cannot.
 
         `later` leaves out what tells operations apart by the order of its calls, `together` goes with several tensors.
         """
+        key = (wanted, impl, later, together)
+        found = self._picked.get(key)
+        if found is None:
+            if len(self._picked) >= _MOST_PICKED:
+                self._picked.clear()
+            found = self._picked[key] = self._pick(wanted, impl, later, together)
+        return found
+
+    def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
         known = self.together if together else self.all
-        name = self.selector.choose(wanted.operation, wanted.nbytes) if impl == "auto" else impl
-        return next(
-            one for one in (known[name], *known.values()) if not (later and one.in_order) and one.lacks(wanted) is None
-        )
+        name = self.choice(wanted.operation, wanted.nbytes) if impl == "auto" else impl
+        names = (name, *last_resorts(wanted.operation, wanted.nbytes))
+        ranked = [known[one] for one in names if one in known]
+        return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
+
+    # --- editing --------------------------------------------------------------------------------------------
+
+    def refusal(self, edit: Edit) -> str | None:
+        """Return why `edit` asks for what cannot be had here, None where it can.
+
+        What is on other hosts than this communicator's is for communicators made of it, and judged there.
+        """
+        if isinstance(edit, LimitEdit) or (edit.device == "cpu" and edit.hosts != self.hosts):
+            return None
+        offer = self.availability().of(edit.operation, edit.impl, edit.device)
+        return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
+
+    def edited(self, edits: Sequence[Edit]) -> Repertoire:
+        """Return the one after `edits`."""
+        table = self.table
+        for edit in edits:
+            if not isinstance(edit, RangeEdit) or edit.device == "cpu":  # nothing runs elsewhere yet
+                table = table.edited(edit)
+        return Repertoire(self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone)
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    def availability(self) -> Availability:
+        """Return what there is, and why the rest is missing."""
+        offers = [
+            Offer(operation, impl, "cpu", *self._state(operation, impl))
+            for operation, names in NAMES.items()
+            for impl in names
+        ]
+        offers += [
+            Offer(operation, impl, "cuda", *on_cuda(impl)) for operation, names in NAMES.items() for impl in names
+        ]
+        return Availability(offers)
+
+    def _state(self, operation: str, impl: str) -> tuple[State, str]:
+        found = self.all.get(impl)
+        if found is None:
+            return self._missing(impl)
+        example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in _REDUCTIONS else None, 1)
+        if (lacking := found.lacks(example)) is not None:
+            return State.NOT_IMPLEMENTED, lacking
+        if operation == "allgather" and found.in_order:
+            return State.AVAILABLE, "for the sizes, which travel first; the data go by the next best"
+        return State.AVAILABLE, ""
+
+    def _missing(self, impl: str) -> tuple[State, str]:
+        if impl == "shm":
+            return State.NOT_HERE, self._why_no_memory()
+        if impl in ("hierarchical", "leaders"):
+            alike = "the hosts have different numbers of ranks: leaders" if len(self._hosts) > 1 else ""
+            return State.NOT_HERE, alike or "all ranks are on one host"
+        return missing_library(impl, self._transport.name)
+
+    def _why_no_memory(self) -> str:
+        if self._transport.size == 1:
+            return "there is one rank"
+        if len(self._hosts) > 1:
+            return f"the ranks are on {len(self._hosts)} hosts"
+        return self._alone or "its ranks share no memory"
+
+    def _because(self, impl: str) -> str:
+        """Return why `impl` is missing, where it is something that others have."""
+        if not any(impl in names for names in NAMES.values()):
+            return ""
+        return f" ({impl}: {self._missing(impl)[1]})"

@@ -7,7 +7,7 @@ combined goes to scratch first, as much as the receives of one step take.
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Call, Endpoint, Program, concurrently
+from aiodist.collectives.table import USUAL_LIMITS
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -24,9 +25,6 @@ __all__ = ["LANE_TAGS", "Scheduled", "SubEndpoint", "on_lane"]
 
 LANE_TAGS = 1 << 22
 """Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
-
-_CHUNK_BYTES = 4 << 20  # each step of a chunk costs some 100 us when ranks outnumber cores
-_MOST_CHUNKS = {"ring": 4, "tree": 1, "chain": 1024}  # unless it is said how many
 
 _SHORT_BYTES = 64 << 10  # below, making the steps takes as long as running them
 _FEW_RANKS = 64
@@ -73,16 +71,17 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
 class Scheduled:
     """The collectives by the schedule called `name`; tensors are flat, in wire dtype, and all ranks know the counts.
 
-    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size. What
-    cannot be cut is not. Raises ValueError for an unknown name and for more chunks than the schedule takes.
+    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
+    `limits` (see `LIMITS`). What cannot be cut is not. Raises ValueError for an unknown name and for more chunks than
+    the schedule takes.
 
     Chunks of a ring or a tree have tags of their own, which are the same in each program that shares the endpoint:
     programs in lockstep take one chunk. A chain may have more.
     """
 
-    __slots__ = ("_kept", "_schedule", "chunks", "name")
+    __slots__ = ("_kept", "_limits", "_schedule", "chunks", "name")
 
-    def __init__(self, name: str, chunks: int | None = None) -> None:
+    def __init__(self, name: str, chunks: int | None = None, limits: Mapping[str, int] = USUAL_LIMITS) -> None:
         known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
         if name not in known:
             raise ValueError(f"no schedule {name!r}: there are {', '.join(sorted(known))}")
@@ -91,6 +90,7 @@ class Scheduled:
             raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
         self.name = self._schedule = name
         self.chunks = chunks
+        self._limits = limits
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
     def missing(self, operation: str) -> str | None:
@@ -169,7 +169,8 @@ class Scheduled:
         algorithm = SCHEDULES[operation][self._schedule]
         if not algorithm.chunked:
             return algorithm.plan(*args)
-        chunks = self.chunks or min(max(nbytes // _CHUNK_BYTES, 1), _MOST_CHUNKS[self._schedule])
+        most = self._limits[f"{self._schedule}.chunks"]
+        chunks = self.chunks or min(max(nbytes // self._limits["chunk_bytes"], 1), most)
         return algorithm.plan(*args, chunks=chunks)
 
 

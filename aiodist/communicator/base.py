@@ -10,8 +10,12 @@ from torch import Tensor
 
 from aiodist.arguments import check_list, check_tensor, is_number
 from aiodist.claims import Claim
+from aiodist.collectives.agreement import compared
+from aiodist.collectives.availability import Availability
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, lockstep, tag_of
+from aiodist.collectives.selector import Selector
+from aiodist.collectives.table import Edit, LimitEdit
 from aiodist.handles import Handle
 from aiodist.issuer import Issuer, Plan
 from aiodist.ledger import Fingerprint
@@ -46,8 +50,9 @@ class Base:
         self._levels: Levels | None = None
         self._made_of: tuple[Base, Sequence[int]] | None = None
         self._family = family
-        self._plans: dict[tuple[torch.dtype, int, str], Plan] = {}
+        self._plans: dict[tuple[torch.dtype, int, str, str], Plan] = {}
         self._repertoire = issuer.repertoire
+        self._selector = Selector(self._repertoire, lambda edit: family.edit(self, edit), issuer.large_bytes)
         self._can_be_quick = self._transport.size > 1 and not issuer.checked
 
     # --- who and where --------------------------------------------------------------------------------------
@@ -133,6 +138,19 @@ class Base:
         """The library that carries it: "mpi", "gloo" or "local"."""
         return self._transport.name
 
+    @property
+    def selector(self) -> Selector:
+        """Which implementation runs an operation of which size: `print` shows the table, `set` edits it."""
+        self._selector.large_bytes = self._issuer.large_bytes
+        return self._selector
+
+    def availability(self) -> Availability:
+        """Return, for each operation, implementation and device, whether it can be had here, and if not, why.
+
+        Local and at once; `print` shows it.
+        """
+        return self._repertoire.availability()
+
     def statistics(self) -> dict[str, int]:
         """Return how many collectives were issued and how many operations are pending."""
         return self._issuer.statistics()
@@ -188,6 +206,23 @@ class Base:
         )
         if old and not handle.done():
             handle.keep = old
+        return handle
+
+    def _adopt(self, edits: Sequence[Edit]) -> None:
+        """Have the selector's table be as after `edits`, for every operation from the next one on."""
+        self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
+        self._plans.clear()
+        for edit in edits:
+            if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
+                self._issuer.large_bytes = edit.value
+
+    def _announce(self, edit: Edit) -> Handle[None]:
+        """Issue the comparison of `edit` with the other ranks'; whoever differs gives the communicator up."""
+        p = Primitives(Endpoint(self._transport, tag_of(self.seq)), self._repertoire, "direct")
+        issuer = self._issuer
+        program = compared(p, edit, lambda error: issuer.progress.post(lambda: issuer.abort(error)))
+        handle = issuer.collective(Fingerprint("selector"), program)
+        handle._consumed = True  # nobody has to look: what went wrong, every later operation says too
         return handle
 
     def _primitives(self, impl: str, *, together: bool = False) -> Primitives:

@@ -61,9 +61,9 @@ class Reductions(Base):
         `mean` of integers raises TypeError; 16-bit floats are summed in float32 and rounded once. Cost: the native
         library's, or 2(p-1) messages of the tensor's size through rank 0 (`impl="direct"`).
         """
-        if self._can_be_quick and out is None and impl == "auto" and type(t) in (Tensor, Parameter):
+        if self._can_be_quick and out is None and type(t) in (Tensor, Parameter):
             one: Any = t
-            key = (one.dtype, one.numel(), op)
+            key = (one.dtype, one.numel(), op, impl)
             plan = self._plans.get(key) or self._plan(key)
             if plan is not None and one.layout is torch.strided and one.is_cpu and one.is_contiguous():
                 return self._issuer.quick(plan, one, timeout)  # type: ignore[return-value]
@@ -192,13 +192,14 @@ class Reductions(Base):
 
     # --- building them --------------------------------------------------------------------------------------
 
-    def _plan(self, key: tuple[torch.dtype, int, str]) -> Plan | None:
+    def _plan(self, key: tuple[torch.dtype, int, str, str]) -> Plan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
-        kind, numel, op = key
+        kind, numel, op, impl = key
+        self._repertoire.check(impl)
         if op not in _OPS or not numel or len(self._plans) > _MOST_PLANS or kind not in SUPPORTED:
             return None
         known = check_op(op, kind)
-        begin = self._repertoire.pick(Wanted("allreduce", kind, known, numel)).plan_allreduce(kind, numel, known)
+        begin = self._repertoire.pick(Wanted("allreduce", kind, known, numel), impl).plan_allreduce(kind, numel, known)
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), numel, known.value)

@@ -43,6 +43,12 @@ class Post(NamedTuple):
     stage: Place | None
     """Where pieces of it are to be found instead."""
 
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Post:
+        """Return what the numbers of a board mean."""
+        window, stage = Place(*values[6:8]), Place(*values[8:10])
+        return cls(Facts(*values[:6]), window if window.segment >= 0 else None, stage if stage.segment >= 0 else None)
+
 
 class Board:
     """One rank's numbers, as somebody reads them."""
@@ -53,18 +59,16 @@ class Board:
         self._memory = memory
         self.words = memory.cast("q")
 
-    def write(self, number: int, key: int, post: Post) -> None:
-        """Say `post` of operation `number`."""
+    def write(self, number: int, key: int, facts: Facts, window: Place | None, stage: Place | None) -> None:
+        """Say what this rank brings to operation `number`."""
         self.words[KEY] = -1  # whoever sees the key sees all of it
-        _POST.pack_into(self._memory, _POST_AT, *post.facts, *(post.window or _NOWHERE), *(post.stage or _NOWHERE))
+        _POST.pack_into(self._memory, _POST_AT, *facts, *(window or _NOWHERE), *(stage or _NOWHERE))
         self.words[KEY] = key
         self.words[NUMBER] = number
 
-    def read(self) -> Post:
-        """Return what was written."""
-        values = _POST.unpack_from(self._memory, _POST_AT)
-        window, stage = Place(*values[6:8]), Place(*values[8:10])
-        return Post(Facts(*values[:6]), window if window.segment >= 0 else None, stage if stage.segment >= 0 else None)
+    def read(self) -> tuple[int, ...]:
+        """Return what was written, see `Post.of`."""
+        return _POST.unpack_from(self._memory, _POST_AT)
 
 
 class Boards:

@@ -9,7 +9,7 @@ between only where something is staged.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from time import perf_counter
 
 import torch
@@ -18,16 +18,18 @@ from torch import Tensor
 from aiodist.backends.inplace import writable
 from aiodist.backends.shm.boards import FILLED, KEY, NUMBER, WORKED, Boards, Post
 from aiodist.backends.shm.neighbours import Neighbourhood
-from aiodist.backends.shm.works import Work
+from aiodist.backends.shm.memory import Place
+from aiodist.backends.shm.rounds import STAGES, Rounds
+from aiodist.backends.shm.works import Task, described
 from aiodist.errors import AiodistError, BackendError, MismatchError
 from aiodist.handles import LARGE_BYTES, Progress
 
 __all__ = ["Group", "Groups"]
 
-_STAGES = 2
 _STAGED_BYTES = 1 << 20  # of all parts of one stage
 _LEAST_PIECE = 1 << 16
 _PIECE_BYTES = 1 << 18  # what is worked on at once where nothing is staged: it stays in the caches
+_MOST_KNOWN = 256  # operations whose rounds are kept: programs reduce the same tensors again and again
 _LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
 
 Steps = Generator[bool, None, None]  # yields whether anything moved, or there is nothing to do but wait
@@ -78,9 +80,10 @@ class Group:
         self._groups = groups
         self._ranks = list(ranks)
         self._boards = Boards(near, f"{name}", ranks, rank)
-        self._queue: list[Work] = []
+        self._queue: list[Task] = []
         self._number = 0
-        self._rounds = 0  # of all operations so far: FILLED and WORKED never go back
+        self._count = 0  # of rounds in all operations so far: FILLED and WORKED never go back
+        self._known: dict[tuple[tuple[int, ...], ...], Rounds] = {}
         self._steps: Steps | None = None
         self._idle = 0
         self._stage: Tensor | None = None
@@ -91,14 +94,14 @@ class Group:
         """There is something to do or to wait for."""
         return self._steps is not None
 
-    def submit(self, work: Work) -> None:
-        """Have `work` done, and its `done` called."""
+    def submit(self, task: Task) -> None:
+        """Have `task` done, and its `done` called."""
         if self._refusal is not None:
-            work.done(self._refusal)
+            task.done(self._refusal)
             return
-        if work.window.nbytes >= LARGE_BYTES or work.target.nbytes >= LARGE_BYTES:
-            work.done = self._groups.progress.counted(work.done)
-        self._queue.append(work)
+        if task.nbytes >= LARGE_BYTES:
+            task.done = self._groups.progress.counted(task.done)
+        self._queue.append(task)
         if self._steps is None:
             self._steps = self._all()
             self._groups.add(self)
@@ -135,34 +138,24 @@ class Group:
     def _all(self) -> Steps:
         while self._queue:
             self._number += 1
-            work = yield from self._agree()
+            task = yield from self._agree()
             try:
-                posts = [board.read() for board in self._boards.all]
-                differ = len({post.facts for post in posts}) > 1
-                if work.longest and not differ:
-                    with writable(work.target):
-                        yield from self._perform(work, posts)
-                # Nobody goes on, and says something else, before all have seen what was said of this one.
-                self._rounds += 1
-                self._tell(WORKED, self._rounds)
-                yield from self._wait(WORKED, self._rounds)
-                if differ:
-                    raise self._mismatch(posts)
+                yield from self._do(task)
             except AiodistError as error:
                 failure: BaseException | None = error
             except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
                 # The others wait for a round that never ends: nothing can follow it.
-                failure = self._refusal = BackendError(f"{work} failed: {error}")
+                failure = self._refusal = BackendError(f"{described(task.work.facts)} failed: {error}")
                 failure.__cause__ = error
             else:
                 failure = None
-            self._queue.remove(work)
-            work.done(failure)
+            self._queue.remove(task)
+            task.done(failure)
             if self._refusal is not None:
                 self._fail(self._refusal)
             yield True
 
-    def _agree(self) -> Generator[bool, None, Work]:
+    def _agree(self) -> Generator[bool, None, Task]:
         """Return the next operation, once all ranks have posted their parts of it.
 
         The first rank says which it is, since the others may have begun operations of several steps in another
@@ -172,15 +165,14 @@ class Group:
         while not boards.all and not boards.meet():
             yield False
         first = boards.all[0].words
-        proposed: Work | None = None
+        proposed: Task | None = None
         while True:
             chosen = self._queue[0] if self.rank == 0 else proposed or self._queue[0]
             if self.rank and first[NUMBER] == number and first[KEY] != chosen.key:
-                chosen = next((work for work in self._queue if work.key == first[KEY]), chosen)
+                chosen = next((task for task in self._queue if task.key == first[KEY]), chosen)
             if chosen is not proposed:
                 proposed = chosen
-                boards.mine.write(number, chosen.key, self._post(chosen))
-                boards.ring()
+                self._post(chosen)
             key = proposed.key
             for words in boards.others:
                 if words[NUMBER] != number or words[KEY] != key:
@@ -189,52 +181,99 @@ class Group:
                 return proposed
             yield False
 
-    def _post(self, work: Work) -> Post:
-        shared = work.reads(self.rank) or work.writes(self.rank)
-        if not shared or not work.longest:
-            return Post(work.facts, None, None)
-        window = self._near.locate(work.window)
-        stage = None
-        if window is None:
-            if self._stage is None:
-                self._stage = self._near.arena.empty((_STAGES * self._stage_bytes,), torch.uint8)
-            stage = self._near.locate(self._stage)
-        return Post(work.facts, window, stage)
+    def _post(self, task: Task) -> None:
+        work, rank = task.work, self.rank
+        window = stage = None
+        if work.longest and (work.reads(rank) or work.writes(rank)):
+            window = self._near.locate(task.tensor)
+            if window is None:
+                stage = self._own_stage()
+        self._boards.mine.write(self._number, task.key, work.facts, window, stage)
+        self._boards.ring()
+
+    def _own_stage(self) -> Place:
+        if self._stage is None:
+            self._stage = self._near.arena.empty((STAGES * self._stage_bytes,), torch.uint8)
+        place = self._near.locate(self._stage)
+        assert place is not None
+        return place
 
     @property
     def _stage_bytes(self) -> int:
         return self.size * max(_STAGED_BYTES // self.size // _LEAST_PIECE, 1) * _LEAST_PIECE
 
-    def _mismatch(self, posts: Sequence[Post]) -> MismatchError:
-        sides = "; ".join(f"rank {rank}: {Work.described(post.facts)}" for rank, post in enumerate(posts))
-        return MismatchError(f"ranks disagree on an operation in shared memory: {sides}")
+    def _do(self, task: Task) -> Steps:
+        said = tuple([board.read() for board in self._boards.all])
+        rounds = self._known.get(said)
+        differ = False
+        if rounds is None:
+            posts = [Post.of(values) for values in said]
+            differ = any(post.facts != posts[0].facts for post in posts)
+            if task.work.longest and not differ:
+                rounds = self._rounds_of(task, posts)
+                if rounds.cached:
+                    if len(self._known) >= _MOST_KNOWN:
+                        self._known.clear()
+                    self._known[said] = rounds
+        if rounds is not None:
+            yield from self._perform(task, rounds)
+        # Nobody goes on, and says something else, before all have seen what was said of this one.
+        self._count += 1
+        self._tell(WORKED, self._count)
+        yield from self._wait(WORKED, self._count)
+        if differ:
+            sides = "; ".join(f"rank {rank}: {described(post.facts)}" for rank, post in enumerate(posts))
+            raise MismatchError(f"ranks disagree on an operation in shared memory: {sides}")
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
-    def _perform(self, work: Work, posts: Sequence[Post]) -> Steps:
+    def _rounds_of(self, task: Task, posts: Sequence[Post]) -> Rounds:
+        work = task.work
         staged = [post.stage is not None for post in posts]
         nbytes = self._stage_bytes // work.parts if any(staged) else _PIECE_BYTES
-        rounds = _Rounds(work, nbytes // work.window.element_size(), staged)
-        rounds.memory = [self._memory(work, rank, post) for rank, post in enumerate(posts)]
-        base, self._rounds = self._rounds, self._rounds + rounds.count
-        if any(staged):
-            yield from self._staged(rounds, base)
-        else:
+        cached = work.steady and all(post.window is not None for post in posts)
+        memory = [self._memory(task, rank, post, cached) for rank, post in enumerate(posts)]
+        return Rounds(work, nbytes // work.dtype.itemsize, staged, memory, cached=cached)
+
+    def _memory(self, task: Task, rank: int, post: Post, cached: bool) -> Tensor:
+        """Return what is to be looked at of the memory of `rank`: its window, or its stage."""
+        work, place = task.work, post.window or post.stage
+        if place is None or (rank == self.rank and not cached):
+            return task.window
+        kind = work.dtype
+        nbytes = STAGES * self._stage_bytes if post.stage is not None else work.window_numel(rank) * kind.itemsize
+        if rank == self.rank:
+            return self._near.arena.memory(place, nbytes).view(kind)
+        return self._near.neighbours[self._ranks[rank]].memory(place, nbytes).view(kind)
+
+    def _perform(self, task: Task, rounds: Rounds) -> Steps:
+        base, self._count = self._count, self._count + rounds.count
+        if rounds.cached:
             for j in range(rounds.count):
-                rounds.work_on(j)
+                rounds.work_on(j, rounds.memory[self.rank])
                 if j + 1 < rounds.count:
                     yield True
+            return
+        out = task.out
+        with writable(out):
+            if any(rounds.staged):
+                yield from self._staged(rounds, base, out)
+            else:
+                for j in range(rounds.count):
+                    rounds.work_on(j, out)
+                    if j + 1 < rounds.count:
+                        yield True
 
-    def _staged(self, rounds: _Rounds, base: int) -> Steps:
+    def _staged(self, rounds: Rounds, base: int, out: Tensor) -> Steps:
         work, me = rounds.work, self.rank
         fills = rounds.staged[me] and work.reads(me)
         drains = rounds.staged[me] and work.writes(me)
         readable = [i for i, staged in enumerate(rounds.staged) if staged and i != me and work.reads(i)]
         filled = 0
         for j in range(rounds.count):
-            while fills and filled < min(j + _STAGES, rounds.count):
+            while fills and filled < min(j + STAGES, rounds.count):
                 # What was in that stage before has been worked on by everybody.
-                yield from self._wait(WORKED, base + filled + 1 - _STAGES)
+                yield from self._wait(WORKED, base + filled + 1 - STAGES)
                 rounds.fill(filled, self._stage)
                 filled += 1
                 self._tell(FILLED, base + filled)
@@ -243,7 +282,7 @@ class Group:
                 words = self._boards.all[rank].words
                 while words[FILLED] < base + j + 1:
                     yield False
-            rounds.work_on(j)
+            rounds.work_on(j, out)
             if j + 1 < rounds.count or drains:
                 self._tell(WORKED, base + j + 1)
             yield True
@@ -251,18 +290,6 @@ class Group:
                 yield from self._wait(WORKED, base + j + 1)
                 rounds.drain(j, self._stage)
                 yield True
-
-    def _memory(self, work: Work, rank: int, post: Post) -> Tensor:
-        """Return what is to be looked at of the memory of `rank`: its window, or its stage."""
-        window = work.window
-        if rank == self.rank:
-            return window
-        place = post.window or post.stage
-        if place is None:  # nobody looks
-            return window
-        numel = work.window_numel(rank) if post.stage is None else _STAGES * self._stage_bytes // window.element_size()
-        neighbour = self._near.neighbours[self._ranks[rank]]
-        return neighbour.memory(place, numel * window.element_size()).view(window.dtype)
 
     def _tell(self, which: int, count: int) -> None:
         self._boards.mine.words[which] = count
@@ -272,53 +299,3 @@ class Group:
         for words in self._boards.others:
             while words[which] < count:
                 yield False
-
-
-class _Rounds:
-    """One operation, cut into rounds."""
-
-    def __init__(self, work: Work, piece: int, staged: Sequence[bool]) -> None:
-        self.work = work
-        self.staged = staged
-        self.count = -(-work.longest // piece)
-        self.memory: list[Tensor] = []
-        """By rank: its window, or its stage."""
-        self._piece = piece
-
-    def work_on(self, j: int) -> None:
-        self.work.step(self._at, j * self._piece, (j + 1) * self._piece)
-
-    def fill(self, j: int, stage: Tensor | None) -> None:
-        """Copy the pieces of round `j` that others look at into the stage."""
-        for mine, staged in self._pieces(j, stage):
-            staged.copy_(mine)
-
-    def drain(self, j: int, stage: Tensor | None) -> None:
-        """Copy them back."""
-        for mine, staged in self._pieces(j, stage):
-            mine.copy_(staged)
-
-    def _pieces(self, j: int, stage: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        window, rank = self.work.window, self.work.rank
-        assert stage is not None
-        stage = stage.view(window.dtype)
-        for part in self.work.lent():
-            first, last = self._range(rank, part, j * self._piece, (j + 1) * self._piece)
-            if last > first:
-                at = self._in_stage(part, j)
-                yield window[first:last], stage[at : at + last - first]
-
-    def _at(self, rank: int, part: int, first: int, last: int) -> Tensor:
-        j = first // self._piece
-        first, last = self._range(rank, part, first, last)
-        if self.staged[rank] and rank != self.work.rank:
-            at = self._in_stage(part, j)
-            return self.memory[rank][at : at + last - first]
-        return self.memory[rank][first:last]
-
-    def _range(self, rank: int, part: int, first: int, last: int) -> tuple[int, int]:
-        start, stop = self.work.part(rank, part)
-        return min(start + first, stop), min(start + last, stop)
-
-    def _in_stage(self, part: int, j: int) -> int:
-        return (j % _STAGES * self.work.parts + part) * self._piece

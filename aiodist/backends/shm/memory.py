@@ -81,6 +81,10 @@ class Arena:
         inside = address + nbytes <= base + self.segments[number].nbytes
         return Place(number, address - base) if inside else None
 
+    def memory(self, place: Place, nbytes: int) -> Tensor:
+        """Return the bytes at `place`, whatever tensor they belong to."""
+        return self.segments[place.segment].bytes[place.offset : place.offset + nbytes]
+
     def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
         with self._lock:
             for segment in sorted(self.segments, key=lambda s: not s.kept):
@@ -149,7 +153,8 @@ class _Segment:
             os.close(self.fd)
             raise
         self.holes = [(0, nbytes)]
-        self.address = torch.frombuffer(self.map, dtype=torch.uint8, count=1).data_ptr()
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
         finalize(self, os.close, self.fd)
 
     def take(self, nbytes: int) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from aiodist.backends.base import Done
 from aiodist.backends.shm.group import Group
-from aiodist.backends.shm.works import Allgather, Allreduce, Broadcast, Reduce, ReduceScatter, Scan, flat
+from aiodist.backends.shm.works import Allgather, Allreduce, Broadcast, Reduce, ReduceScatter, Scan, Task
 from aiodist.types import ReduceOp
 
 __all__ = ["ShmNative"]
@@ -23,24 +23,29 @@ class ShmNative:
 
     def allreduce(self, t: Tensor, op: ReduceOp, key: int, done: Done) -> None:
         """Reduce `t` in place."""
-        self.group.submit(Allreduce(key, self._place, flat(t), op, -1, done))
+        self.group.submit(Task(key, Allreduce(*self._place, t.dtype, t.numel(), op), t, done))
+
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, int, Done], None]:
+        """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
+        work, submit = Allreduce(*self._place, kind, numel, op), self.group.submit
+        return lambda t, key, done: submit(Task(key, work, t, done))
 
     def broadcast(self, t: Tensor, root: int, key: int, done: Done) -> None:
         """Overwrite `t` with root's."""
-        self.group.submit(Broadcast(key, self._place, flat(t), root, done))
+        self.group.submit(Task(key, Broadcast(*self._place, t.dtype, t.numel(), root), t, done))
 
     def reduce(self, t: Tensor, op: ReduceOp, root: int, key: int, done: Done) -> None:
         """Reduce into root's `t`."""
-        self.group.submit(Reduce(key, self._place, flat(t), op, root, done))
+        self.group.submit(Task(key, Reduce(*self._place, t.dtype, t.numel(), op, root), t, done))
 
     def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], key: int, done: Done) -> None:
         """Fill `out` with everybody's `t`."""
-        self.group.submit(Allgather(key, self._place, flat(t), flat(out), counts, done))
+        self.group.submit(Task(key, Allgather(*self._place, t.dtype, counts), t, done, out))
 
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, key: int, done: Done) -> None:
         """Reduce `t` and keep my block in `out`."""
-        self.group.submit(ReduceScatter(key, self._place, flat(t), flat(out), counts, op, done))
+        self.group.submit(Task(key, ReduceScatter(*self._place, t.dtype, counts, op), t, done, out))
 
     def scan(self, t: Tensor, op: ReduceOp, key: int, done: Done) -> None:
         """Reduce `t` over the ranks up to mine."""
-        self.group.submit(Scan(key, self._place, flat(t), op, -1, done))
+        self.group.submit(Task(key, Scan(*self._place, t.dtype, t.numel(), op), t, done))

@@ -20,7 +20,18 @@ from aiodist.backends.inplace import COMBINE, divide
 from aiodist.backends.shm.boards import Facts
 from aiodist.types import ReduceOp
 
-__all__ = ["Allgather", "Allreduce", "At", "Broadcast", "Reduce", "ReduceScatter", "Scan", "Work", "flat"]
+__all__ = [
+    "Allgather",
+    "Allreduce",
+    "At",
+    "Broadcast",
+    "Reduce",
+    "ReduceScatter",
+    "Scan",
+    "Task",
+    "Work",
+    "described",
+]
 
 At = Callable[[int, int, int, int], Tensor]
 """(rank, part, first, last): elements first to last of a part of that rank's window."""
@@ -31,32 +42,21 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 class Work(ABC):
-    """One rank's side of an operation."""
+    """An operation on tensors of one kind, as one rank does it; good for any number of them."""
 
     kind: ClassVar[int]
     name: ClassVar[str]
     parts: int
     """How many parts of a window are looked at in one round."""
+    steady: ClassVar[bool] = False
+    """It touches nothing but windows."""
 
-    def __init__(self, key: int, rank: int, window: Tensor, facts: Facts, done: Done) -> None:
-        """`key` is the same on all ranks and tells operations apart; `window` is flat."""
-        self.key = key
+    def __init__(self, rank: int, facts: Facts, longest: int) -> None:
         self.rank = rank
-        self.window = window
-        self.target = window
-        """What this rank writes to."""
         self.facts = facts
-        self.done = done
-        self.longest = facts.numel
+        self.longest = longest
         """The number of elements in the longest part."""
-
-    @staticmethod
-    def described(facts: Facts) -> str:
-        """Return facts as words."""
-        what = f"{_NAMES[facts.kind]} {str(DTYPES[facts.dtype]).removeprefix('torch.')}[{facts.numel}]"
-        op = f" {_OPS[facts.op]}" if facts.op >= 0 else ""
-        op += f" cut {facts.cut:08x}" if facts.cut else ""
-        return what + op + (f" root {facts.root}" if facts.root >= 0 else "")
+        self.dtype = DTYPES[facts.dtype]
 
     def reads(self, rank: int) -> bool:
         """Return whether others read the window of `rank`."""
@@ -79,22 +79,24 @@ class Work(ABC):
         return self.part(rank, self.parts - 1)[1]
 
     @abstractmethod
-    def step(self, at: At, first: int, last: int) -> None:
-        """Do elements first to last of what this rank works on."""
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
+        """Do elements first to last of what this rank works on; `out` is what it fills beside windows."""
 
 
 class _Shared(Work):
     """The window is cut in p parts of equal size, of which each rank works on one."""
 
-    def __init__(self, key: int, place: tuple[int, int], t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
-        rank, self.parts = place
-        super().__init__(key, rank, t, _facts(self.kind, t, op, root), done)
+    steady = True
+
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, numel: int, op: ReduceOp, root: int = -1) -> None:
+        super().__init__(rank, _facts(self.kind, dtype, numel, op, root), -(-numel // ranks))
+        self.parts = ranks
         self.op = op
-        self._cut = [t.numel() * i // self.parts for i in range(self.parts + 1)]
-        self.longest = -(-t.numel() // self.parts)
+        self._cut = [numel * i // ranks for i in range(ranks + 1)]
+        self._others = [other for other in range(ranks) if other != rank]
 
     def lent(self) -> Sequence[int]:
-        return [part for part in range(self.parts) if part != self.rank]
+        return self._others
 
     def part(self, rank: int, part: int) -> tuple[int, int]:
         return self._cut[part], self._cut[part + 1]
@@ -108,10 +110,10 @@ class Allreduce(_Shared):
     def writes(self, rank: int) -> bool:
         return True
 
-    def step(self, at: At, first: int, last: int) -> None:
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         me = self.rank
         mine = at(me, me, first, last)
-        others = [at(rank, me, first, last) for rank in range(self.parts) if rank != me]
+        others = [at(rank, me, first, last) for rank in self._others]
         _reduce(mine, mine, others, self.op, self.parts)
         for other in others:
             other.copy_(mine)
@@ -125,7 +127,7 @@ class Reduce(_Shared):
     def writes(self, rank: int) -> bool:
         return rank == self.facts.root
 
-    def step(self, at: At, first: int, last: int) -> None:
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         me, root = self.rank, self.facts.root
         into = at(root, me, first, last)
         others = [at(rank, me, first, last) for rank in range(self.parts) if rank != root]
@@ -140,7 +142,7 @@ class Scan(_Shared):
     def writes(self, rank: int) -> bool:
         return True
 
-    def step(self, at: At, first: int, last: int) -> None:
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         me = self.rank
         total = at(0, me, first, last)
         total = total.float() if total.dtype in _HALVES else total.clone()
@@ -158,8 +160,8 @@ class Broadcast(Work):
     kind, name = 3, "broadcast"
     parts = 1
 
-    def __init__(self, key: int, place: tuple[int, int], t: Tensor, root: int, done: Done) -> None:
-        super().__init__(key, place[0], t, _facts(self.kind, t, None, root), done)
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, numel: int, root: int) -> None:
+        super().__init__(rank, _facts(self.kind, dtype, numel, None, root), numel)
 
     def reads(self, rank: int) -> bool:
         return rank == self.facts.root
@@ -167,9 +169,9 @@ class Broadcast(Work):
     def part(self, rank: int, part: int) -> tuple[int, int]:
         return 0, self.facts.numel
 
-    def step(self, at: At, first: int, last: int) -> None:
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         if self.rank != self.facts.root:
-            at(self.rank, 0, first, last).copy_(at(self.facts.root, 0, first, last))
+            out[first:last].copy_(at(self.facts.root, 0, first, last))
 
 
 class Allgather(Work):
@@ -178,22 +180,19 @@ class Allgather(Work):
     kind, name = 4, "allgather"
     parts = 1
 
-    def __init__(
-        self, key: int, place: tuple[int, int], t: Tensor, out: Tensor, counts: Sequence[int], done: Done
-    ) -> None:
-        super().__init__(key, place[0], t, _facts(self.kind, out, None, -1, counts), done)
-        self.target = out
-        self._blocks = out.split(list(counts))
-        self.longest = max(counts)
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, counts: Sequence[int]) -> None:
+        super().__init__(rank, _facts(self.kind, dtype, sum(counts), None, -1, counts), max(counts))
+        self._counts = counts
+        self._starts = list(accumulate(counts, initial=0))
 
     def part(self, rank: int, part: int) -> tuple[int, int]:
-        return 0, self._blocks[rank].numel()
+        return 0, self._counts[rank]
 
-    def step(self, at: At, first: int, last: int) -> None:
-        for rank, block in enumerate(self._blocks):
-            if first < block.numel():
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
+        for rank, (start, count) in enumerate(zip(self._starts, self._counts, strict=False)):
+            if first < count:
                 piece = at(rank, 0, first, last)
-                into = block[first:last]
+                into = out[start + first : start + min(last, count)]
                 if into.data_ptr() != piece.data_ptr():
                     into.copy_(piece)
 
@@ -203,48 +202,78 @@ class ReduceScatter(Work):
 
     kind, name = 5, "reduce_scatter"
 
-    def __init__(
-        self,
-        key: int,
-        place: tuple[int, int],
-        t: Tensor,
-        out: Tensor,
-        counts: Sequence[int],
-        op: ReduceOp,
-        done: Done,
-    ) -> None:
-        rank, self.parts = place
-        super().__init__(key, rank, t, _facts(self.kind, t, op, -1, counts), done)
-        self.target = out
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, counts: Sequence[int], op: ReduceOp) -> None:
+        super().__init__(rank, _facts(self.kind, dtype, sum(counts), op, -1, counts), max(counts))
+        self.parts = ranks
         self.op = op
         self._cut = [0, *accumulate(counts)]
-        self.longest = max(counts)
+        self._others = [other for other in range(ranks) if other != rank]
 
     def lent(self) -> Sequence[int]:
-        return [part for part in range(self.parts) if part != self.rank]
+        return self._others
 
     def part(self, rank: int, part: int) -> tuple[int, int]:
         return self._cut[part], self._cut[part + 1]
 
-    def step(self, at: At, first: int, last: int) -> None:
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         me = self.rank
-        into = self.target[first:last]
-        others = [at(rank, me, first, last) for rank in range(self.parts) if rank != me]
+        into = out[first:last]
+        others = [at(rank, me, first, last) for rank in self._others]
         _reduce(into, at(me, me, first, last), others, self.op, self.parts)
 
 
 _NAMES = {work.kind: work.name for work in (Allreduce, Reduce, Scan, Broadcast, Allgather, ReduceScatter)}
 
 
-def flat(t: Tensor) -> Tensor:
+class Task:
+    """One operation that was issued: which tensors, and who is told."""
+
+    __slots__ = ("_out", "done", "key", "tensor", "work")
+
+    def __init__(self, key: int, work: Work, t: Tensor, done: Done, out: Tensor | None = None) -> None:
+        """`key` is the same on all ranks and tells operations apart; `t` is the window, `out` what else is filled."""
+        self.key = key
+        self.work = work
+        self.done = done
+        self.tensor = t
+        self._out = t if out is None else out
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is moved."""
+        return max(self.tensor.nbytes, self._out.nbytes)
+
+    @property
+    def window(self) -> Tensor:
+        """The window, flat."""
+        return _flat(self.tensor)
+
+    @property
+    def out(self) -> Tensor:
+        """What is filled, flat."""
+        return _flat(self._out)
+
+
+def described(facts: Facts) -> str:
+    """Return facts as words."""
+    what = f"{_NAMES[facts.kind]} {str(DTYPES[facts.dtype]).removeprefix('torch.')}[{facts.numel}]"
+    op = f" {_OPS[facts.op]}" if facts.op >= 0 else ""
+    root = f" root {facts.root}" if facts.root >= 0 else ""
+    return what + op + root + (f" cut {facts.cut:08x}" if facts.cut else "")
+
+
+def _flat(t: Tensor) -> Tensor:
     """Return `t` as works take it: without a history, flat, bool as bytes."""
     one = t.detach().view(-1)
     return one.view(torch.uint8) if one.dtype is torch.bool else one
 
 
-def _facts(kind: int, t: Tensor, op: ReduceOp | None, root: int, counts: Sequence[int] = ()) -> Facts:
+def _facts(
+    kind: int, dtype: torch.dtype, numel: int, op: ReduceOp | None, root: int, counts: Sequence[int] = ()
+) -> Facts:
+    code = _CODES[torch.uint8 if dtype is torch.bool else dtype]
     cut = crc32(repr(list(counts)).encode()) if counts else 0
-    return Facts(kind, _CODES[t.dtype], -1 if op is None else _OPS.index(op), root, t.numel(), cut)
+    return Facts(kind, code, -1 if op is None else _OPS.index(op), root, numel, cut)
 
 
 def _reduce(into: Tensor, first: Tensor, others: Sequence[Tensor], op: ReduceOp, ranks: int) -> None:
