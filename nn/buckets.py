@@ -76,8 +76,10 @@ class Bucket:
     has a bucket for itself is reduced where autograd left its gradient, with no copy at all.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        """`allocate` returns a flat tensor of so many elements, in memory that suits reductions."""
         self.slots = tuple(slots)
+        self._allocate = allocate
         self.unused: list[Slot] = []
         """Those that brought nothing."""
         self.data: Tensor
@@ -173,7 +175,10 @@ class Bucket:
         if self._flat is None:
             dtype, device = self._kind
             with torch.inference_mode(False), torch.no_grad():  # whatever the step that is the first to need it
-                self._flat = torch.empty(self.numel, dtype=dtype, device=device)
+                if device.type == "cpu":
+                    self._flat = self._allocate(self.numel, dtype)
+                else:
+                    self._flat = torch.empty(self.numel, dtype=dtype, device=device)
                 pieces = self._flat.split([slot.parameter.numel() for slot in self.slots])
                 for slot, piece in zip(self.slots, pieces, strict=True):
                     slot.view = view_like(piece, slot.parameter)

@@ -175,7 +175,7 @@ class Reducer:
         nbytes = [p.nbytes for p in parameters]
         kinds = [(p.dtype, p.device) for p in parameters]
         dealt = deal(nbytes, kinds, order, first=self._sizes.first, most=self._sizes.bucket)
-        return [Bucket([self._slots[i] for i in bucket]) for bucket in dealt]
+        return [Bucket([self._slots[i] for i in bucket], self._paths.data.empty) for bucket in dealt]
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets

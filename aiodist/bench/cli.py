@@ -18,7 +18,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "writable"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,7 +26,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(args: list[str]) -> int:
     """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
     try:
-        app(args=args, prog_name="aiodist bench")
+        if args[:1] == ["scale"]:
+            from aiodist.bench import scale
+
+            scale.app(args=args[1:], prog_name="aiodist bench scale")
+        else:
+            app(args=args, prog_name="aiodist bench")
     except AiodistError as error:
         print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -35,7 +40,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-_OP_HELP = f"What to measure: {', '.join(registry.BENCHMARKS)}."
+_OP_HELP = f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates (aiodist bench scale --help)."
 _TRAIN = registry.BENCHMARKS["train"]
 _IMPL_HELP = f"Ours: some of {','.join(IMPLS)} (auto); train: {','.join(_TRAIN.impls)} (all)."
 _AGAINST_HELP = f"Beside: some of {','.join(PEERS)}, or none; train: {','.join(_TRAIN.peers)} (all)."
@@ -86,8 +91,8 @@ def bench(  # noqa: PLR0913 - one for each option
         dtype=dtype,
         repeat=repeat,
         loop=loop,
-        json=_file("--json", json),
-        plot=_file("--plot", plot),
+        json=writable("--json", json),
+        plot=writable("--plot", plot),
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
     )
@@ -154,7 +159,7 @@ def _peers(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> 
     return peers
 
 
-def _file(option: str, path: Path | None) -> str | None:
+def writable(option: str, path: Path | None) -> str | None:
     """Return where to write; say now, and not after the measuring, that it cannot be."""
     if path is None:
         return None

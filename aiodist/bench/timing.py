@@ -43,6 +43,7 @@ class Pace:
 
     repeat: int
     batch: int
+    warmups: int = WARMUPS
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ async def interleaved(
     that what disturbs the machine for a while disturbs them all.
     """
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(WARMUPS + pace.repeat):
+    for turn in range(pace.warmups + pace.repeat):
         for contender in contenders if turn % 2 else reversed(contenders):
             await fence()
             seconds = await _sample(contender, pace.batch)
-            if turn >= WARMUPS:
+            if turn >= pace.warmups:
                 samples[contender.name].append(seconds)
     return samples
 

@@ -42,4 +42,4 @@ def _library(world: Communicator) -> str:
         return world.backend
     from aiodist.backends.mpi import library_version
 
-    return library_version()
+    return library_version().partition(",")[0]

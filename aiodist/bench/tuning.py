@@ -1,0 +1,73 @@
+"""`aiodist tune`: has the ranks measure every implementation, and the best ones written down; loads no torch.
+
+The ranks run `aiodist.bench.tuning_worker`. What they find goes to the user's cache, from where the next `init` of as
+many ranks, on as many hosts, with the same versions takes it (see `aiodist.collectives.tablefile`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiodist.bench.cli import writable
+from aiodist.bench.plan import parse_names, parse_sizes
+
+if TYPE_CHECKING:
+    from aiodist.launch.hosts import Host
+
+__all__ = ["OPERATIONS", "Tuning", "run", "tuning"]
+
+OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
+_SIZES = tuple(1 << power for power in range(8, 27, 2))  # 256 B to 64 MiB
+_QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
+_REPEAT, _QUICK_REPEAT = 15, 3
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is to be measured; travels to the ranks as JSON."""
+
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Bytes of one rank's input, in ascending order."""
+    repeat: int
+    """Samples of each figure."""
+    output: str | None = None
+    """None: the cache."""
+    dry: bool = False
+    """Write nothing."""
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuning:
+        """Return what `to_json` made."""
+        fields = json.loads(text)
+        return cls(**{**fields, "operations": tuple(fields["operations"]), "sizes": tuple(fields["sizes"])})
+
+
+def tuning(operations: str | None, sizes: str | None, output: Path | None, *, quick: bool, dry: bool) -> Tuning:
+    """Return what the command line asks for; raise `ConfigError` for what makes no sense."""
+    return Tuning(
+        operations=OPERATIONS if operations is None else parse_names("--operations", operations, OPERATIONS),
+        sizes=(_QUICK_SIZES if quick else _SIZES) if sizes is None else tuple(sorted(set(parse_sizes(sizes, 4)))),
+        repeat=_QUICK_REPEAT if quick else _REPEAT,
+        output=writable("--output", output),
+        dry=dry,
+    )
+
+
+def run(todo: Tuning, ranks: int, mpi: str, hosts: Sequence[Host] = (), rsh: str = "", iface: str = "") -> int:
+    """Measure on `ranks` ranks of this host, or of `hosts`; return the exit code."""
+    from aiodist.launch import job
+    from aiodist.launch.commands import Job
+
+    command = ("-m", "aiodist.bench.tuning_worker", todo.to_json())
+    started = Job(command=command, ranks=ranks, mpi=mpi, prefix=False, hosts=tuple(hosts), rsh=rsh, iface=iface)
+    return asyncio.run(job.run(started))

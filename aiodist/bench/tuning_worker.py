@@ -1,0 +1,159 @@
+"""What each rank of `aiodist tune` runs: measures, and on rank 0 writes the table down.
+
+Started as `python -m aiodist.bench.tuning_worker TUNING`, the tuning as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import aiodist
+from aiodist.bench import collectives
+from aiodist.bench.peers import Buffers
+from aiodist.bench.plan import Plan
+from aiodist.bench.session import Session
+from aiodist.bench.timing import Contender, Pace, interleaved, pace
+from aiodist.bench.tuning import Tuning
+from aiodist.collectives.availability import State
+from aiodist.collectives.table import RangeEdit, bytes_text
+from aiodist.collectives.tablefile import render, tuned_path, write
+from aiodist.communicator.tuned import conditions_of
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from aiodist.communicator import Communicator
+
+__all__ = ["best_of", "edits_from", "main"]
+
+Figures = Mapping[int, Mapping[str, float]]
+"""Size in bytes, as the selector sees it -> implementation -> seconds."""
+
+_HOPELESS = 3.0  # what takes so many times as long as the best at first sight is not measured further
+_CLEAR = 1.05  # another implementation than for the size before must be that much quicker
+
+
+async def main(todo: Tuning) -> None:
+    """Measure what `todo` says with the other ranks; rank 0 prints, and writes the file."""
+    async with aiodist.init(selector="none") as coll:
+        edits: list[RangeEdit] = []
+        for operation in todo.operations:
+            figures = {}
+            for nbytes in todo.sizes:
+                seen, seconds = await _measured(coll, operation, nbytes, todo.repeat)
+                figures[seen] = seconds
+                if coll.rank == 0:
+                    print(_line(operation, nbytes, seconds), flush=True)  # noqa: T201
+            edits += edits_from(operation, coll._repertoire.hosts, figures)
+        if coll.rank == 0:
+            _report(todo, coll, edits)
+
+
+async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int) -> tuple[int, Mapping[str, float]]:
+    """Return the size that the selector sees, and the seconds of each implementation: those of the slowest rank."""
+    session = Session(Plan(operation, coll.size, (), ()), coll, (), (), coll.barrier)
+    made = collectives.buffers(session, operation, nbytes)
+    first = await _seconds(session, operation, made, _candidates(coll, operation), Pace(3, 1, warmups=2), min)
+    hopeful = [name for name in first if first[name] <= _HOPELESS * min(first.values())]
+    usual = pace(made.t.nbytes, repeat)
+    batch = max(1, usual.batch * repeat // 60)
+    seconds = await _seconds(session, operation, made, hopeful, Pace(repeat, batch, warmups=2), median)
+    whole = made.filled if operation == "allgather" else made.t
+    return whole.nbytes, seconds
+
+
+def _candidates(coll: Communicator, operation: str) -> list[str]:
+    """Return what can run `operation`; allgather's data are a second step, which no library carries."""
+    return [
+        offer.impl
+        for offer in coll.availability()
+        if (offer.operation, offer.device, offer.state) == (operation, "cpu", State.AVAILABLE)
+        and not (operation == "allgather" and offer.impl == coll.backend)
+    ]
+
+
+async def _seconds(
+    session: Session,
+    operation: str,
+    made: Buffers,
+    names: Sequence[str],
+    pace: Pace,
+    of: Callable[[Sequence[float]], float],
+) -> Mapping[str, float]:
+    """Return what `of` makes of the samples of each implementation, of the rank where it is largest; the same on all ranks."""
+    coll = session.coll
+    contenders = [
+        Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True) for name in names
+    ]
+    samples = await interleaved(contenders, session.fence, pace)
+    everywhere = await coll.allgather_object({name: of(times) for name, times in samples.items()})
+    return {name: max(one[name] for one in everywhere) for name in names}
+
+
+def best_of(figures: Figures) -> list[tuple[int, str]]:
+    """Return the steps of the table: from so many bytes on, the name of the best.
+
+    One that is hardly better than what runs the size below does not take its place; half-way between two sizes, as
+    their logarithms go, the next one begins.
+
+    >>> best_of({64: {"mpi": 1.0, "shm": 2.0}, 1024: {"mpi": 1.02, "shm": 1.0}, 4096: {"mpi": 9.0, "shm": 3.0}})
+    [(0, 'mpi'), (2048, 'shm')]
+    """
+    steps: list[tuple[int, str]] = []
+    before = 0
+    for nbytes, seconds in sorted(figures.items()):
+        best = min(seconds, key=lambda name: seconds[name])
+        last = steps[-1][1] if steps else None
+        if last is None:
+            steps.append((0, best))
+        elif last != best and seconds.get(last, float("inf")) > _CLEAR * seconds[best]:
+            steps.append((isqrt(before * nbytes), best))
+        before = nbytes
+    return steps
+
+
+def edits_from(operation: str, hosts: str, figures: Figures) -> list[RangeEdit]:
+    """Return what the table is to say about `operation` after these figures."""
+    steps = best_of(figures)
+    ends = [start for start, _ in steps[1:]]
+    return [
+        RangeEdit("cpu", hosts, operation, start, end, name)
+        for (start, name), end in zip(steps, [*ends, None], strict=True)
+    ]
+
+
+def _line(operation: str, nbytes: int, seconds: Mapping[str, float]) -> str:
+    ranked = sorted(seconds.items(), key=lambda item: item[1])
+    figures = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
+    return f"{operation} {bytes_text(nbytes)}: {figures}"
+
+
+def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:
+    here = conditions_of(coll)
+    text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
+    path = tuned_path(here) if todo.output is None else Path(todo.output)
+    if todo.dry:
+        print(f"{text}# not written: --dry-run; it would go to {path}")  # noqa: T201
+        return
+    write(path, text)
+    used = "the next start here uses it" if todo.output is None else f"AIODIST_SELECTOR={path} uses it"
+    print(f"{text}# written to {path}: {used}", flush=True)  # noqa: T201
+
+
+def _main(text: str) -> int:
+    try:
+        aiodist.run(main, Tuning.from_json(text))
+    except (ConfigError, BackendUnavailable) as error:
+        if Environment.read().rank == 0:
+            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))
