@@ -44,6 +44,7 @@ T = TypeVar("T")
 _STALL_SECONDS = 0.1  # an operation that is pending at two ticks in a row is published
 _MISMATCH_SECONDS = 1.0
 _FORK_SECONDS = 1.0
+_DISPUTED = (BackendError, MismatchError)
 
 
 class Plan(NamedTuple):
@@ -52,6 +53,8 @@ class Plan(NamedTuple):
     what: Fingerprint
     start: Begin
     nbytes: int
+    inline_bytes: int
+    """From here on it begins on the progress thread, unless the communicator says otherwise."""
 
 
 class _Differ(Exception):
@@ -178,7 +181,7 @@ class Issuer:
 
         def done(error: BaseException | None) -> None:
             in_flight.release(start, nbytes, True)
-            if isinstance(error, BackendError) and handle in pending:
+            if isinstance(error, _DISPUTED) and handle in pending:
                 self._ask_the_others(handle, error)
                 return
             pending.pop(handle, None)
@@ -187,8 +190,8 @@ class Issuer:
             elif not handle.done():
                 handle.resolve(t)
 
-        if nbytes >= self.large_bytes:
-            then = progress.counted(done) if nbytes < LARGE_BYTES else done
+        if nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
+            then = progress.counted(done) if nbytes < plan.inline_bytes else done
             progress.start_in_thread(partial(plan.start, t, handle.seq, then))
         else:
             progress.start(partial(plan.start, t, handle.seq, done))
@@ -314,7 +317,7 @@ class Issuer:
     ) -> None:
         for claim in claims:
             in_flight.release(*claim)
-        if isinstance(error, BackendError) and self._pending.get(handle):
+        if isinstance(error, _DISPUTED) and self._pending.get(handle):
             self._ask_the_others(handle, error)
             return
         self._pending.pop(handle, None)
@@ -341,8 +344,8 @@ class Issuer:
 
     # --- stalls and disagreements --------------------------------------------------------------------------
 
-    def _ask_the_others(self, handle: Handle[Any], error: BackendError) -> None:
-        """A collective's transfer failed; the likeliest cause is that ranks disagree, which sounds different."""
+    def _ask_the_others(self, handle: Handle[Any], error: AiodistError) -> None:
+        """A collective's transfer failed, most likely since ranks disagree: each of them knows the line of its call."""
 
         def ask() -> None:
             self._publish(handle)

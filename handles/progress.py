@@ -70,7 +70,8 @@ class Progress:
     """Drives every pending operation of one event loop.
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds
-    of `perf_counter`), `spin_seconds` how long an await may spin (0 where ranks outnumber cores).
+    of `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber cores: whoever spins
+    lets others run in between.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
@@ -79,6 +80,7 @@ class Progress:
         self.loop = loop
         self.last_ran = perf_counter()
         self.spin_seconds = 50e-6
+        self.crowded = False
         self.polls = 0
         self.parked = False
         self.large = 0
@@ -241,9 +243,11 @@ class Progress:
                 # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
                 until = self.last_ran + _TICK_SECONDS
             while True:
-                self.poll(until)
+                self.poll(0.0 if self.crowded else until)
                 if handle.done() or perf_counter() >= until or not self.pending():
                     return
+                if self.crowded:
+                    os.sched_yield()
         finally:
             transport_lock.release()
 
@@ -267,6 +271,8 @@ class Progress:
             finally:
                 transport_lock.release()
         if now - self._quiet_since < _POLL_SECONDS:
+            if self.crowded:
+                os.sched_yield()
             self.loop.call_soon(self._turn)
         else:
             self._park()
@@ -379,7 +385,8 @@ class _ProgressThread:
             completed = any(driven)
             seen = {id(p): p.polls for p in pending}
             large = any(p.large for p in pending)
-            eager = large and not any(p.computing or not p.spin_seconds for p in pending)
+            eager = large and not any(p.computing for p in pending)
+            crowded = any(p.crowded for p in pending)
             rung = all(p.rung() for p in pending)
             now = perf_counter()
             if pending or completed:
@@ -388,6 +395,8 @@ class _ProgressThread:
                 busy_since = now
             del pending, due
             if eager and now - busy_since < _EAGER_SECONDS:
+                if crowded:
+                    os.sched_yield()
                 continue
             pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS
             self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from aiodist.collectives.columns import columns
-from aiodist.collectives.table import DEVICES, NAMES
+from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS, OPERATIONS
 
-__all__ = ["Availability", "Offer", "State", "missing_library"]
+__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "on_cuda"]
+
+ONE_FORM = {"gather": "direct", "scatter": "direct", "alltoall": "direct", "exscan": "chain"}
+"""Operations with one implementation, made of messages: `impl=` changes nothing."""
+EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 
 _ELSEWHERE_NAMES = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC"}
 
@@ -55,15 +59,14 @@ class Availability(Sequence[Offer]):
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
         """Return that offer; raise ValueError, with the names there are, for an unknown one."""
         for what, seen, known in (
-            ("operation", operation, list(NAMES)),
-            (f"implementation of {operation}", impl, NAMES.get(operation, ())),
+            ("operation", operation, EVERY_OPERATION),
+            ("implementation", impl, IMPLEMENTATIONS),
             ("device", device, DEVICES),
         ):
             if seen not in known:
                 raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
-        return next(
-            offer for offer in self._offers if (offer.operation, offer.impl, offer.device) == (operation, impl, device)
-        )
+        wanted = (operation, impl, device)
+        return next(offer for offer in self._offers if (offer.operation, offer.impl, offer.device) == wanted)
 
     def show(
         self,
@@ -73,16 +76,22 @@ class Availability(Sequence[Offer]):
         device: str | None = None,
         state: str | None = None,
     ) -> str:
-        """Return the table as text; each argument leaves out what is not of it."""
+        """Return the table as text, all of which the same is true on one line.
+
+        Each argument leaves out what is not of it.
+        """
         wanted = (operation, impl, device, state)
-        rows = [
-            (o.device, o.operation, o.impl, str(o.state), o.reason)
-            for o in self._offers
-            if all(
-                want in (None, has) for want, has in zip(wanted, (o.operation, o.impl, o.device, o.state), strict=True)
-            )
-        ]
-        return columns(("device", "operation", "implementation", "state", "why"), rows)
+        operations: dict[tuple[str, str, str, str], list[str]] = {}
+        for o in self._offers:
+            has = (o.operation, o.impl, o.device, o.state)
+            if all(want in (None, have) for want, have in zip(wanted, has, strict=True)):
+                operations.setdefault((o.device, o.state, o.reason, o.impl), []).append(o.operation)
+        impls: dict[tuple[str, str, str, str], list[str]] = {}
+        for (*same, name), of in operations.items():
+            words = "all" if len(of) == len(EVERY_OPERATION) else ", ".join(of)
+            impls.setdefault((same[0], same[1], same[2], words), []).append(name)
+        rows = [(on, ", ".join(names), is_it, words, why) for (on, is_it, why, words), names in impls.items()]
+        return columns(("device", "implementation", "state", "operations", "why"), rows)
 
     def __str__(self) -> str:
         return self.show()

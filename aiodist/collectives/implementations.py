@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, Native
-from aiodist.backends.shm import ShmNative
+from aiodist.backends.shm import INLINE_BYTES, ShmNative
 from aiodist.collectives.program import Endpoint, Program, tag_of
 from aiodist.collectives.scheduled import Scheduled
+from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
 
@@ -50,6 +51,8 @@ class Implementation(Protocol):
     name: str
     finishes: bool
     """Its reductions take 16-bit floats and means as they are, and round once."""
+    inline_bytes: int
+    """Shorter tensors are worked on by whoever issues or awaits, longer ones on the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
 
@@ -84,6 +87,7 @@ class Library:
     """The collectives of the library that carries the communicator."""
 
     finishes = False
+    inline_bytes = LARGE_BYTES
     in_order = True
 
     def __init__(self, name: str, native: Native) -> None:
@@ -128,6 +132,7 @@ class SharedMemory:
 
     name = "shm"
     finishes = True
+    inline_bytes = INLINE_BYTES
     in_order = False
 
     def __init__(self, native: ShmNative) -> None:
@@ -165,6 +170,7 @@ class Messages(Scheduled):
     """A schedule over the messages of the endpoint."""
 
     finishes = False
+    inline_bytes = LARGE_BYTES
     in_order = False
 
     def lacks(self, wanted: Wanted) -> str | None:

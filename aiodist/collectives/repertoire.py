@@ -8,10 +8,18 @@ import torch
 
 from aiodist.backends.base import Transport
 from aiodist.backends.shm import ShmNative
-from aiodist.collectives.availability import Availability, Offer, State, missing_library, on_cuda
+from aiodist.collectives.availability import (
+    EVERY_OPERATION,
+    ONE_FORM,
+    Availability,
+    Offer,
+    State,
+    missing_library,
+    on_cuda,
+)
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation, Library, Messages, SharedMemory, Wanted
-from aiodist.collectives.table import NAMES, Edit, LimitEdit, RangeEdit, Table, last_resorts
+from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS, NAMES, Edit, LimitEdit, RangeEdit, Table, last_resorts
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
@@ -77,7 +85,8 @@ class Repertoire:
     def choice(self, operation: str, nbytes: int) -> str:
         """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
         name = self.table.choice("cpu", self.hosts, operation, nbytes)
-        return next(one for one in (name, *last_resorts(operation, nbytes)) if one in self.all)
+        there = self.all.keys() & NAMES[operation]
+        return next(one for one in (name, *last_resorts(operation, nbytes)) if one in there)
 
     def pick(
         self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
@@ -125,21 +134,24 @@ class Repertoire:
 
     def availability(self) -> Availability:
         """Return what there is, and why the rest is missing."""
-        offers = [
-            Offer(operation, impl, "cpu", *self._state(operation, impl))
-            for operation, names in NAMES.items()
-            for impl in names
-        ]
-        offers += [
-            Offer(operation, impl, "cuda", *on_cuda(impl)) for operation, names in NAMES.items() for impl in names
-        ]
-        return Availability(offers)
+        return Availability(
+            [
+                Offer(operation, impl, device, *(self._state(operation, impl) if device == "cpu" else on_cuda(impl)))
+                for device in DEVICES
+                for impl in IMPLEMENTATIONS
+                for operation in EVERY_OPERATION
+            ]
+        )
 
     def _state(self, operation: str, impl: str) -> tuple[State, str]:
         found = self.all.get(impl)
         if found is None:
             return self._missing(impl)
+        if (only := ONE_FORM.get(operation)) is not None:
+            return (State.AVAILABLE, "") if impl == only else (State.NOT_IMPLEMENTED, "it has one form")
         example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in _REDUCTIONS else None, 1)
+        if impl in _SCHEDULES and found.lacks(example) is not None:
+            return State.NOT_IMPLEMENTED, "there is no such schedule of it"
         if (lacking := found.lacks(example)) is not None:
             return State.NOT_IMPLEMENTED, lacking
         if operation == "allgather" and found.in_order:
@@ -163,6 +175,4 @@ class Repertoire:
 
     def _because(self, impl: str) -> str:
         """Return why `impl` is missing, where it is something that others have."""
-        if not any(impl in names for names in NAMES.values()):
-            return ""
-        return f" ({impl}: {self._missing(impl)[1]})"
+        return f" ({impl}: {self._missing(impl)[1]})" if impl in IMPLEMENTATIONS else ""

@@ -24,6 +24,7 @@ from aiodist.schedules.plan import MAX_LANES
 __all__ = [
     "DEVICES",
     "HOSTS",
+    "IMPLEMENTATIONS",
     "LIMITS",
     "NAMES",
     "OPERATIONS",
@@ -56,6 +57,10 @@ def _names_of(operation: str) -> tuple[str, ...]:
 
 NAMES: Mapping[str, tuple[str, ...]] = {operation: _names_of(operation) for operation in OPERATIONS}
 """The implementations of each operation that have a name, whether or not they can be had."""
+
+_SCHEDULES = tuple(dict.fromkeys(name for operation in OPERATIONS for name in SCHEDULES[operation]))
+IMPLEMENTATIONS = (*_LIBRARIES, "shm", "hierarchical", "leaders", *_SCHEDULES, *_ELSEWHERE)
+"""All their names."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SHORT_BYTES = 64 << 10

@@ -199,11 +199,12 @@ class Reductions(Base):
         if op not in _OPS or not numel or len(self._plans) > _MOST_PLANS or kind not in SUPPORTED:
             return None
         known = check_op(op, kind)
-        begin = self._repertoire.pick(Wanted("allreduce", kind, known, numel), impl).plan_allreduce(kind, numel, known)
+        chosen = self._repertoire.pick(Wanted("allreduce", kind, known, numel), impl)
+        begin = chosen.plan_allreduce(kind, numel, known)
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), numel, known.value)
-        plan = self._plans[key] = Plan(what, begin, numel * kind.itemsize)
+        plan = self._plans[key] = Plan(what, begin, numel * kind.itemsize, chosen.inline_bytes)
         return plan
 
     def _reduction(

@@ -1,7 +1,8 @@
-"""Shared memory among the ranks of a host: an arena for tensors, and collectives that work in it."""
+"""Shared memory among the ranks of a host: an arena for tensors, collectives that work in it, and messages."""
 
-from aiodist.backends.shm.group import Group, Groups
+from aiodist.backends.shm.group import INLINE_BYTES, Group, Groups
 from aiodist.backends.shm.native import ShmNative
 from aiodist.backends.shm.neighbours import Neighbourhood, meet
+from aiodist.backends.shm.transport import ShmTransport, open_world
 
-__all__ = ["Group", "Groups", "Neighbourhood", "ShmNative", "meet"]
+__all__ = ["INLINE_BYTES", "Group", "Groups", "Neighbourhood", "ShmNative", "ShmTransport", "meet", "open_world"]

@@ -15,7 +15,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import writable
 from aiodist.backends.shm.boards import FILLED, KEY, NUMBER, WORKED, Boards, Post
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.memory import Place
@@ -24,11 +23,14 @@ from aiodist.backends.shm.works import Task, described
 from aiodist.errors import AiodistError, BackendError, MismatchError
 from aiodist.handles import LARGE_BYTES, Progress
 
-__all__ = ["Group", "Groups"]
+__all__ = ["INLINE_BYTES", "Group", "Groups"]
 
 _STAGED_BYTES = 1 << 20  # of all parts of one stage
 _LEAST_PIECE = 1 << 16
 _PIECE_BYTES = 1 << 18  # what is worked on at once where nothing is staged: it stays in the caches
+INLINE_BYTES = 2 * LARGE_BYTES
+"""From here on the progress thread works: a round lasts 50 us, so shorter ones do not hold up the loop."""
+
 _MOST_KNOWN = 256  # operations whose rounds are kept: programs reduce the same tensors again and again
 _LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
 
@@ -99,7 +101,7 @@ class Group:
         if self._refusal is not None:
             task.done(self._refusal)
             return
-        if task.nbytes >= LARGE_BYTES:
+        if task.nbytes >= INLINE_BYTES:
             task.done = self._groups.progress.counted(task.done)
         self._queue.append(task)
         if self._steps is None:
@@ -193,7 +195,8 @@ class Group:
 
     def _own_stage(self) -> Place:
         if self._stage is None:
-            self._stage = self._near.arena.empty((STAGES * self._stage_bytes,), torch.uint8)
+            with torch.inference_mode(False):
+                self._stage = self._near.arena.empty((STAGES * self._stage_bytes,), torch.uint8)
         place = self._near.locate(self._stage)
         assert place is not None
         return place
@@ -255,14 +258,13 @@ class Group:
                     yield True
             return
         out = task.out
-        with writable(out):
-            if any(rounds.staged):
-                yield from self._staged(rounds, base, out)
-            else:
-                for j in range(rounds.count):
-                    rounds.work_on(j, out)
-                    if j + 1 < rounds.count:
-                        yield True
+        if any(rounds.staged):
+            yield from self._staged(rounds, base, out)
+            return
+        for j in range(rounds.count):
+            rounds.work_on(j, out)
+            if j + 1 < rounds.count:
+                yield True
 
     def _staged(self, rounds: Rounds, base: int, out: Tensor) -> Steps:
         work, me = rounds.work, self.rank

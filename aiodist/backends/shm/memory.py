@@ -153,7 +153,8 @@ class _Segment:
             os.close(self.fd)
             raise
         self.holes = [(0, nbytes)]
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        with torch.inference_mode(False):  # whoever is the first to need it
+            self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
         finalize(self, os.close, self.fd)
 

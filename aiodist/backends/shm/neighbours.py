@@ -112,7 +112,8 @@ class Neighbour:
             raise BackendError(f"rank {self.rank} names segment {number} of its memory, which it never sent")
         fd, nbytes = self._descriptors.pop(number)
         try:
-            return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+            with torch.inference_mode(False):  # whoever is the first to need it
+                return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         except OSError as error:
             raise BackendError(f"{nbytes} bytes of rank {self.rank}'s memory cannot be mapped: {error}") from error
         finally:

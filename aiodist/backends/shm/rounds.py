@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from aiodist.backends.inplace import writable
 from aiodist.backends.shm.works import Work
 
 __all__ = ["STAGES", "Rounds"]
@@ -33,7 +34,8 @@ class Rounds:
     def work_on(self, j: int, out: Tensor) -> None:
         """Do this rank's part of round `j`."""
         first = j * self._piece
-        self.work.step(self._known_at if self.cached else self._at, out, first, first + self._piece)
+        with writable(out):  # in no other mode than the tensor's, and never from one round to the next
+            self.work.step(self._known_at if self.cached else self._at, out, first, first + self._piece)
 
     def fill(self, j: int, stage: Tensor | None) -> None:
         """Copy the pieces of round `j` that others look at into the stage."""
@@ -42,8 +44,9 @@ class Rounds:
 
     def drain(self, j: int, stage: Tensor | None) -> None:
         """Copy them back."""
-        for mine, staged in self._pieces(j, stage):
-            mine.copy_(staged)
+        with writable(self.memory[self.work.rank]):
+            for mine, staged in self._pieces(j, stage):
+                mine.copy_(staged)
 
     def _pieces(self, j: int, stage: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         rank = self.work.rank
