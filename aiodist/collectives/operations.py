@@ -191,6 +191,8 @@ def _scatter_sends(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -
 def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
     """Return what each rank holds for me, by rank."""
     ep = p.ep
+    if p.impl == "bruck":
+        return (yield from _equal_alltoall(p, ts, out))
     others = [rank for rank in range(ep.size) if rank != ep.rank]
     if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
         ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
@@ -206,6 +208,15 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     ]
     result[ep.rank] = _into(ts[ep.rank], out[ep.rank] if out is not None else None)
     return result
+
+
+def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
+    """Do the same where all tensors of all ranks are alike, which the schedule counts on."""
+    sent = torch.stack([_flat(t) for t in ts]).view(-1)
+    received = torch.empty_like(sent)
+    yield from p.alltoall(sent, received)
+    blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
+    return [_into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
 
 
 def reduce_scatter(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from aiodist.collectives.implementations import Implementation, Wanted
+from aiodist.collectives.implementations import Implementation, Messages, Wanted
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.repertoire import Repertoire
 from aiodist.types import ReduceOp
@@ -73,6 +73,10 @@ class Primitives:
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp) -> Program[None]:
         """Reduce `t`; `out` is my block."""
         return self._pick("reduce_scatter", t, op).reduce_scatter(self.ep, t, out, counts, op)
+
+    def alltoall(self, t: Tensor, out: Tensor) -> Program[None]:
+        """Send block r of `t` to rank r, by Bruck's schedule; all blocks of all ranks are of one size."""
+        return Messages("bruck").alltoall(self.ep, t, out)
 
     def scan(self, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` over the ranks up to mine."""

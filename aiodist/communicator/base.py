@@ -34,6 +34,7 @@ __all__ = [
     "dtype_name",
     "dtype_names",
     "fingerprint_of",
+    "how",
     "joined",
     "lift",
     "tensors_of",
@@ -284,9 +285,16 @@ def dtype_names(ts: Sequence[Tensor]) -> str:
     return ", ".join(dtype_name(t.dtype) for t in ts)
 
 
-def fingerprint_of(kind: str, ts: Sequence[Tensor], op: str | None, root: int | None = None) -> Fingerprint:
+def fingerprint_of(
+    kind: str, ts: Sequence[Tensor], op: str | None, root: int | None = None, impl: str = "auto"
+) -> Fingerprint:
     """Return what all ranks must agree on in a call on `ts`."""
-    known = None if op is None else ReduceOp(op).value
+    known = how(None if op is None else ReduceOp(op).value, impl)
     if len(ts) == 1:
         return Fingerprint(kind, dtype_name(ts[0].dtype), ts[0].numel(), known, root)
     return Fingerprint(kind, described(ts), sum(t.numel() for t in ts), known, root)
+
+
+def how(op: str | None, impl: str) -> str | None:
+    """Return the operator and the implementation that the caller chose as words."""
+    return op if impl == "auto" else f"{op or ''} by {impl}".strip()

@@ -16,8 +16,10 @@ from aiodist.communicator.base import (
     Base,
     check_alike,
     check_single,
+    dtype_name,
     dtype_names,
     fingerprint_of,
+    how,
     joined,
     lift,
     tensors_of,
@@ -53,7 +55,7 @@ class Movement(Base):
         elif isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root and not across else writing(*ts)
-        return self._issue(fingerprint_of("broadcast", ts, None, root), mapped(program, convert), claims, ts, timeout)
+        return self._issue(fingerprint_of("broadcast", ts, None, root, impl), mapped(program, convert), claims, ts, timeout)
 
     def allgather(
         self,
@@ -79,7 +81,7 @@ class Movement(Base):
         if across:
             program = interleaved(program)
         return self._issue(
-            Fingerprint("allgather", dtype_names(ts)), program, claims_of(ts, out), ts, timeout, outs=(out,)
+            Fingerprint("allgather", dtype_names(ts), op=how(None, impl)), program, claims_of(ts, out), ts, timeout, outs=(out,)
         )
 
     def gather(
@@ -100,7 +102,7 @@ class Movement(Base):
             check_out(out, ts[0], numel=None)
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
         program = joined(programs, t)
-        what = Fingerprint("gather", dtype_names(ts), root=root)
+        what = Fingerprint("gather", dtype_names(ts), op=how(None, impl), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def scatter(
@@ -119,7 +121,7 @@ class Movement(Base):
         root = check_rank(root, self.size)
         if out is not None:
             check_tensor(out, "out")
-        what = Fingerprint("scatter", root=root)
+        what = Fingerprint("scatter", op=how(None, impl), root=root)
         if self.rank != root:
             program = operations.scatter(self._primitives(impl), None, False, out, root)
             return self._issue(what, program, [] if out is None else writing(out), [], timeout, outs=(out,))
@@ -144,9 +146,14 @@ class Movement(Base):
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
         `out` is a list of tensors, one for each source. A list of lists gives a list of results. Cost: p-1
-        messages out and in.
+        messages out and in; with `impl="bruck"` about log2(p) messages of half of all, for short tensors that are
+        alike on all ranks (else a ValueError, or MismatchError).
         """
         lists, nested = self._lists(ts, out)
+        what = Fingerprint("alltoall", op=how(None, impl))
+        if impl == "bruck":
+            alike = check_alike([t for one in lists for t in one])
+            what = Fingerprint("alltoall", dtype_name(alike[0].dtype), alike[0].numel(), how(None, impl))
         outs = None if out is None else check_list(out, self.size, "out")
         for t, into in zip(lists[0], outs or (), strict=False):
             check_out(into, t, numel=0)
@@ -155,7 +162,7 @@ class Movement(Base):
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
-        return self._issue(Fingerprint("alltoall"), program, claims, sent, timeout, outs=outs or ())
+        return self._issue(what, program, claims, sent, timeout, outs=outs or ())
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""

@@ -22,6 +22,7 @@ from aiodist.communicator.base import (
     check_single,
     dtype_name,
     fingerprint_of,
+    how,
     joined,
     lift,
     tensors_of,
@@ -121,7 +122,7 @@ class Reductions(Base):
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
         kinds = [check_op(op, x.dtype) for x in ts]
-        what = fingerprint_of("reduce", ts, op, root)
+        what = fingerprint_of("reduce", ts, op, root, impl)
         if across:
             return self._reduce_across(what, check_alike(ts), kinds, root, timeout, impl)
         if out is not None and mine:
@@ -187,7 +188,7 @@ class Reductions(Base):
         ]
         program = joined(programs, t)
         return self._issue(
-            fingerprint_of("reduce_scatter", ts, op), program, claims_of(ts, out), ts, timeout, outs=(out,)
+            fingerprint_of("reduce_scatter", ts, op, impl=impl), program, claims_of(ts, out), ts, timeout, outs=(out,)
         )
 
     # --- building them --------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class Reductions(Base):
         begin = chosen.plan_allreduce(kind, numel, known)
         if begin is None:
             return None
-        what = Fingerprint("allreduce", dtype_name(kind), numel, known.value)
+        what = Fingerprint("allreduce", dtype_name(kind), numel, how(known.value, impl))
         plan = self._plans[key] = Plan(what, begin, numel * kind.itemsize, chosen.inline_bytes)
         return plan
 
@@ -231,11 +232,11 @@ class Reductions(Base):
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)
-        return self._issue(fingerprint_of(name, ts, op), mapped(program, convert), claims, ts, timeout, outs=(out,))
+        return self._issue(fingerprint_of(name, ts, op, impl=impl), mapped(program, convert), claims, ts, timeout, outs=(out,))
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_alike(check_list(t, None, "t"))
-        what = fingerprint_of("allreduce", ts, op)
+        what = fingerprint_of("allreduce", ts, op, impl=impl)
         if not ts:
             return self._issue(what, returning(nothing(), ts), [], ts, timeout)
         kind = check_op(op, ts[0].dtype)
