@@ -1,0 +1,94 @@
+"""A4: collectives in two levels, over hosts of equal and of different size, exactly as a loop over the ranks says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist import Communicator, ReduceOp
+from aiodist.collectives.hierarchical import Hierarchical
+from aiodist.collectives.implementations import Implementation, Wanted
+from aiodist.collectives.program import Endpoint, Program
+from aiodist.collectives.table import LIMITS
+from aiodist.ledger import Fingerprint
+
+HOSTS = {
+    2: [[[0], [1]]],
+    3: [[[0, 2], [1]]],
+    4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [1], [2]]],
+    6: [[[0, 1], [2, 3], [4, 5]], [[0, 3, 5], [1, 2, 4]], [[0], [1, 2, 3, 4, 5]]],
+}
+every = pytest.mark.ranks(2, 3, 4, 6, backend="local")
+SMALL_PIECES = {name: limit.usual for name, limit in LIMITS.items()} | {"hierarchical.piece_bytes": 64}
+
+
+def forms(coll: Communicator) -> list[tuple[list[list[int]], Implementation]]:
+    return [
+        (hosts, form)
+        for hosts in HOSTS[coll.size]
+        for form in Hierarchical.forms(hosts, coll.rank, None, SMALL_PIECES)
+    ]
+
+
+async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
+    ep = Endpoint(coll._transport, (1 << 21) + coll.seq)
+    await coll._issuer.collective(Fingerprint("hierarchical"), make(ep))
+
+
+def brought(size: int, n: int) -> list[Tensor]:
+    """Return what each rank brings: whole numbers, so that every order of summation gives the same."""
+    made = torch.Generator().manual_seed(n)
+    return [torch.randint(-9, 9, (n,), generator=made).double() for _ in range(size)]
+
+
+@every
+async def test_a4_allreduce_in_pieces_on_their_way_at_once(coll: Communicator) -> None:
+    for (_, form), n, op in product(forms(coll), (0, 1, 3, 23, 101), (ReduceOp.SUM, ReduceOp.MAX)):
+        parts = brought(coll.size, n)
+        t = parts[coll.rank].clone()
+        await perform(coll, lambda ep: form.allreduce(ep, t, op))  # noqa: B023
+        stacked = torch.stack(parts)
+        assert torch.equal(t, stacked.sum(0) if op is ReduceOp.SUM else stacked.amax(0)), (form.name, n, op)
+
+
+@every
+async def test_a4_broadcast_and_reduce_from_and_to_every_root(coll: Communicator) -> None:
+    for (_, form), root, n in product(forms(coll), range(coll.size), (1, 17)):
+        parts = brought(coll.size, n)
+        t = parts[coll.rank].clone()
+        await perform(coll, lambda ep: form.reduce(ep, t, ReduceOp.SUM, root))  # noqa: B023
+        expected = torch.stack(parts).sum(0) if coll.rank == root else parts[coll.rank]
+        assert torch.equal(t, expected), (form.name, root)
+        t = parts[coll.rank].clone()
+        await perform(coll, lambda ep: form.broadcast(ep, t, root))  # noqa: B023
+        assert torch.equal(t, parts[root]), (form.name, root)
+
+
+@every
+async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
+    _, form = forms(coll)[0]
+    ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
+    handles = [
+        coll._issuer.collective(
+            Fingerprint("hierarchical"),
+            form.allreduce(Endpoint(coll._transport, (1 << 21) + coll.seq), t, ReduceOp.SUM),
+        )
+        for t in ts
+    ]
+    for handle in handles:
+        await handle
+    for i, t in enumerate(ts):
+        assert torch.equal(t, torch.full((40,), float(sum(rank + i for rank in range(coll.size)))))
+
+
+def test_a4_the_form_follows_the_sizes_of_the_hosts() -> None:
+    limits = {name: limit.usual for name, limit in LIMITS.items()}
+    assert [f.name for f in Hierarchical.forms([[0, 1], [2, 3]], 0, None, limits)] == ["hierarchical", "leaders"]
+    assert [f.name for f in Hierarchical.forms([[0, 1], [2]], 0, None, limits)] == ["leaders"]
+    lacking = Hierarchical.forms([[0], [1]], 0, None, limits)[0].lacks(Wanted("scan", torch.float32, ReduceOp.SUM, 3))
+    assert lacking is not None
+    assert "scan" in lacking
