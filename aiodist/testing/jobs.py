@@ -136,7 +136,7 @@ class _Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=config.invocation_params.dir,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path} | ({"AIODIST_BACKEND": "shm"} if spec.backend == "shm" else {}),
             )
         return cls(spec.size, nodeids, process, folder)
 
@@ -211,6 +211,8 @@ def _mpi_choice(backend: str) -> str:
     if backend == "gloo":
         if find_spec("aiodist.backends.gloo") is None:
             pytest.skip("there is no gloo backend")
+        return "none"
+    if backend == "shm":
         return "none"
     choice = {"mpi": "auto"}.get(backend, backend)
     if backend == "mpich" and (prefix := os.environ.get(_MPICH)):

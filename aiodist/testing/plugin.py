@@ -13,12 +13,12 @@ order comes from `--aiodist-seed`), or are processes:
     @pytest.mark.ranks(2, 4, backend="mpi")            # as [2-mpi] and [4-mpi]
     @pytest.mark.ranks(2, backend=("mpi", "gloo"))
 
-`backend` is "local", "mpi" (whichever MPI is found first), "openmpi", "mpich" or "gloo"; where a marker names none,
-`--aiodist-backend=local,mpi` says which, local alone without it. Several markers add up. A backend that is not
-installed is a skip. All tests of a file with the same backend and size run in one job of processes, where pytest runs
-on each rank; after a failure the rest run in a new job. The failure shown is the one that came first. Fixtures are
-set up on each rank, and nowhere else. `checked=False` in the marker opens the world without comparing operations
-before they are sent (see `aiodist.init`).
+`backend` is "local", "mpi" (whichever MPI is found first), "openmpi", "mpich", "gloo" or "shm"; where a marker
+names none, `--aiodist-backend=local,mpi` says which, local alone without it. Several markers add up. A backend that
+is not installed is a skip. All tests of a file with the same backend and size run in one job of processes, where
+pytest runs on each rank; after a failure the rest run in a new job. The failure shown is the one that came first.
+Fixtures are set up on each rank, and nowhere else. `checked=False` in the marker opens the world without comparing
+operations before they are sent (see `aiodist.init`).
 
 The plugin is loaded in every run of pytest where aiodist is installed: it imports no torch until a test needs it.
 """
@@ -37,7 +37,7 @@ from aiodist.testing import jobs
 
 __all__: list[str] = []
 
-_BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo")
+_BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo", "shm")
 
 
 class Spec(NamedTuple):

@@ -1,0 +1,235 @@
+"""All messages between this rank and the others of its host, on every communicator, as `Progress` polls them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
+from aiodist.backends.shm.neighbours import Neighbourhood
+from aiodist.backends.shm.peers import Peer
+from aiodist.backends.shm.rings import Numbers, copy_bytes, move_bytes
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+
+__all__ = ["PASS_BYTES", "Messages"]
+
+PASS_BYTES = 1 << 20
+"""How much one pass over everything copies, about."""
+
+_LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Bytes on their way from one rank's memory to another's."""
+
+    operation: Send | Receive
+    into: Tensor
+    source: Tensor
+    nbytes: int
+    finish: Callable[[], None]
+    moved: int = 0
+
+
+class Messages:
+    """See the module; everything but making it runs with the transport lock held."""
+
+    def __init__(self, near: Neighbourhood | None, progress: Progress) -> None:
+        """`near` is None for a rank that is alone."""
+        self.near = near
+        self.progress = progress
+        self.rank = 0 if near is None else near.rank
+        self.boxes: dict[int, Box] = {}
+        """By communicator: what waits to be received, and receives that wait."""
+        self.budget = 0
+        """How many bytes this pass may still copy."""
+        self.peers: dict[int, Peer] = {}
+        if near is not None:
+            slots = Numbers.slots(near)
+            self.peers = {rank: Peer(self, neighbour, slots) for rank, neighbour in near.neighbours.items()}
+        self._polled = tuple(self.peers.values())
+        self._copies: deque[_Copy] = deque()
+        self._closed: set[int] = set()
+        self._pending = 0
+        self._idle = 0
+        self._failure: BackendError | None = None
+        progress.add_poller(self)
+
+    # --- sending and receiving ---------------------------------------------------------------------------------
+
+    def send(self, send: Send, to: int) -> None:
+        """Send to rank `to` of the world."""
+        if self._failure is not None:
+            send.done(self._failure)
+            return
+        self._pending += 1
+        if to != self.rank:
+            self.peers[to].send(send)
+            return
+        box = self.box(send.comm)
+        if box is None:
+            self.over(send, BackendError("the communicator is closed"))
+            return
+        message = Message(send.comm, to, send.tag, send.t.nbytes, own=send)
+        receive = box.match(to, send.tag)
+        if receive is None:
+            box.keep(message)
+        else:
+            self._deliver(message, receive)
+
+    def receive(self, receive: Receive) -> None:
+        """Receive what has come, or what will."""
+        if self._failure is not None:
+            receive.done(self._failure)
+            return
+        self._pending += 1
+        box = self.box(receive.comm)
+        if box is None:
+            self.over(receive, BackendError("the communicator is closed"))
+            return
+        message = box.receive(receive)
+        if message is not None:
+            self._deliver(message, receive)
+
+    def _deliver(self, message: Message, receive: Receive) -> None:
+        if message.own is not None:
+            self._to_myself(message.own, receive)
+            return
+        peer = self.peers[message.src]
+        if message.data is None:
+            peer.receive(receive, message)
+            return
+        peer.give_back(message.cost)
+        error = too_long(message.nbytes, receive)
+        if error is None:
+            copy_bytes(receive.t.data_ptr(), message.data, message.nbytes)
+        self.over(receive, error)
+
+    def _to_myself(self, send: Send, receive: Receive) -> None:
+        error = too_long(send.t.nbytes, receive)
+
+        def finish() -> None:
+            self.over(send, None)
+            self.over(receive, error)
+
+        self.copy(receive, receive.t, send.t, 0 if error else send.t.nbytes, finish)
+
+    def over(self, operation: Send | Receive, error: BaseException | None) -> None:
+        """Tell whoever began `operation`, once."""
+        if not operation.over:
+            operation.over = True
+            self._pending -= 1
+            operation.done(error)
+
+    def box(self, comm: int) -> Box | None:
+        """Return what waits on a communicator, None when that is closed."""
+        box = self.boxes.get(comm)
+        if box is None and comm not in self._closed:
+            box = self.boxes[comm] = Box()
+        return box
+
+    def copy(
+        self, operation: Send | Receive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
+    ) -> None:
+        """Copy `nbytes` for `operation`, some in each pass, and call `finish`."""
+        self._copies.append(_Copy(operation, into, source, nbytes, finish))
+
+    def stop(self, operation: Send | Receive) -> None:
+        """Copy no more for `operation`."""
+        for copy in self._copies:
+            if copy.operation is operation:
+                self._copies.remove(copy)
+                return
+
+    # --- a poller's -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._pending or sum([peer.stuck for peer in self._polled])
+
+    @property
+    def rings(self) -> bool:
+        """Return False when there is more to do than one pass does."""
+        return not self._copies and self.budget > 0
+
+    def poll(self, until: float = 0.0) -> bool:
+        """Move everything on; True when something moved."""
+        while True:
+            self.budget = PASS_BYTES
+            moved = False
+            try:
+                for peer in self._polled:
+                    if peer.advance():
+                        moved = True
+            except BackendError as error:
+                self.fail(error)
+                return True
+            if self._copies:
+                self._work()
+                moved = True
+            if moved:
+                self._idle = 0
+                return True
+            self._idle += 1
+            if self._idle % _LOOK_PASSES == 0:
+                for peer in self._polled:
+                    peer.look()
+            if perf_counter() >= until:
+                return False
+
+    def _work(self) -> None:
+        """Copy what this pass may still copy, for one operation after the other."""
+        while self._copies and self.budget > 0:
+            copy = self._copies[0]
+            nbytes = min(self.budget, copy.nbytes - copy.moved)
+            move_bytes(copy.into.data_ptr() + copy.moved, copy.source.data_ptr() + copy.moved, nbytes)
+            copy.moved += nbytes
+            self.budget -= max(nbytes, 1)
+            if copy.moved < copy.nbytes:
+                self._copies.rotate(-1)
+            else:
+                self._copies.popleft()
+                copy.finish()
+
+    # --- its end --------------------------------------------------------------------------------------------------
+
+    def give_up(self, comm: int, error: BaseException) -> None:
+        """A communicator is closed: what is pending on it fails, and what comes for it is thrown away."""
+        self._closed.add(comm)
+        box = self.boxes.pop(comm, None)
+        for peer in self._polled:
+            peer.give_up(comm, error)
+        for copy in [one for one in self._copies if one.operation.comm == comm]:  # to myself
+            self._copies.remove(copy)
+            self.over(copy.operation, error)
+        if box is None:
+            return
+        for receive in list(box.receives()):
+            self.over(receive, error)
+        for message in list(box.messages()):
+            if message.own is not None:
+                self.over(message.own, error)
+            else:
+                self.peers[message.src].refuse(message)
+
+    def fail(self, error: BackendError) -> None:
+        """The others' memory cannot be reached: everything fails, now and from now on."""
+        self._failure = error
+        for comm in tuple(self.boxes):
+            self.give_up(comm, error)
+        for peer in self._polled:
+            peer.give_up(None, error)
+
+    def close(self, error: BackendError) -> None:
+        """Poll no more; what is pending fails."""
+        self.fail(error)
+        self.progress.remove_poller(self)
+
+    def release(self) -> None:
+        """Give the memory for messages back, which nobody looks at any more."""
+        self._polled = ()
+        self.peers.clear()

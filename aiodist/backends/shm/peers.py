@@ -1,0 +1,396 @@
+"""One neighbour to exchange messages with: what goes to it, and what comes from it.
+
+A short message travels in its record, and is on its way at once. Of a long one a record tells where its bytes lie: the
+receiver copies them from there. Where they are private, the receiver answers with the place of its own tensor, into
+which the sender copies them, and where that is private too, they go piece by piece through a stage in the sender's
+arena, which one side fills while the other drains it. So a long message needs no memory until somebody receives it,
+and neither do short ones that would go beyond `CREDIT_BYTES`: they are treated like long ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.shm.matching import Message, Receive, Send, too_long
+from aiodist.backends.shm.neighbours import Neighbour
+from aiodist.backends.shm.rings import (
+    DRAINED,
+    RETURNED,
+    SENT,
+    TAKEN,
+    Inbox,
+    Numbers,
+    Outbox,
+    Record,
+    copy_bytes,
+    move_bytes,
+)
+from aiodist.errors import BackendError
+from aiodist.handles import LARGE_BYTES
+
+if TYPE_CHECKING:
+    from aiodist.backends.shm.messages import Messages
+
+__all__ = ["CREDIT_BYTES", "Peer", "ring_bytes", "short_bytes"]
+
+CREDIT_BYTES = 1 << 22
+"""How much of short messages the receiver keeps that nobody there has asked for."""
+
+_PIECES = 4  # of a stage
+_RECORD_BYTES = 64  # what a message costs beside its bytes
+_SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
+# Of the message `number`, from its sender: _PIECE some of it lies in the stage, _PUT all of it lies in the receiver's
+# tensor, _WITHDRAWN it is given up. From its receiver: _WANTED bring it, _GOT it is there, _REFUSED it is given up,
+# or the sender was heard to have done so.
+
+
+def ring_bytes(members: int) -> int:
+    """Return how large a ring is: a few MiB for all of a rank's neighbours, if these are few."""
+    return min(max((1 << 21) // members, 1 << 16), 1 << 19) // 64 * 64
+
+
+def short_bytes(members: int) -> int:
+    """Return up to which size a message is a short one."""
+    return ring_bytes(members) // 8
+
+
+class Peer:
+    """See the module; everything runs with the transport lock held."""
+
+    def __init__(self, messages: Messages, neighbour: Neighbour, slots: Tensor) -> None:
+        """`slots` are this rank's numbers for all its neighbours."""
+        near = messages.near
+        assert near is not None
+        self.rank = neighbour.rank
+        self._messages = messages
+        self._near = near
+        self._neighbour = neighbour
+        self._numbers = Numbers(near, neighbour, slots)
+        size = ring_bytes(len(near.members))
+        self._half = size // 2
+        self._short = short_bytes(len(near.members))
+        self._piece = max(2 * self._short, 1 << 16)
+        self._outbox = Outbox(near, self._numbers, size)
+        self._inbox = Inbox(neighbour, self._numbers, size)
+        self._waiting: deque[Send | Record] = deque()
+        self._offered: dict[int, Send] = {}
+        """Long messages that the neighbour may still look at, also those that were given up here."""
+        self._staged: deque[Send] = deque()
+        self._brought: dict[int, Receive] = {}
+        """Receives that the neighbour fills, also those that were given up here."""
+        self._fetched: dict[int, Receive] = {}
+        self._number = 0
+        self._given = 0
+        self._filled = 0
+        self._stage: Tensor | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """There are records that have found no room."""
+        return bool(self._waiting)
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def send(self, send: Send) -> None:
+        """Send a message, behind those that wait."""
+        if self._waiting or not self._begin(send):
+            self._waiting.append(send)
+
+    def _begin(self, send: Send) -> bool:
+        """Write the record of a message; False when there is no room."""
+        t, nbytes = send.t, send.t.nbytes
+        cost = nbytes + _RECORD_BYTES
+        try:
+            if nbytes <= self._short and self._given + cost - self._numbers.theirs[RETURNED] <= CREDIT_BYTES:
+                if not self._outbox.put(Record(_SHORT, send.comm, send.tag, size=nbytes), t.data_ptr()):
+                    return False
+                self._given += cost
+                self._numbers.ring()
+                self._messages.over(send, None)
+                return True
+            place = self._near.locate(t)
+            number = self._number + 1
+            record = Record(_LONG, send.comm, send.tag, number, nbytes, *(place or (-1, 0)))
+            # A segment that the neighbour does not know yet must be in its queue before the record is seen.
+            if not self._neighbour.flush() or not self._outbox.put(record):
+                return False
+        except MemoryError as error:
+            self._messages.over(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
+            return True
+        self._number = send.number = number
+        self._offered[number] = send
+        self._numbers.ring()
+        return True
+
+    def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
+        record = Record(kind, 0, 0, number, nbytes, *place)
+        if self._waiting or not self._put(record):
+            self._waiting.append(record)
+
+    def _put(self, record: Record) -> bool:
+        try:
+            if not self._neighbour.flush() or not self._outbox.put(record):
+                return False
+        except MemoryError as error:
+            self._messages.fail(BackendError(f"no memory for messages to rank {self.rank}: {error}"))
+            return True
+        self._numbers.ring()
+        return True
+
+    # --- what a poll does --------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Read what has come, and write what could not be written; True when something moved."""
+        numbers = self._numbers
+        if not self._near.ordered:
+            self._neighbour.listen()
+        if not numbers.met and not numbers.meet():
+            return False
+        moved = False
+        if numbers.theirs[SENT] > numbers.mine[TAKEN]:
+            moved = self._read()
+        while self._waiting:
+            first = self._waiting[0]
+            if not (self._put(first) if isinstance(first, Record) else self._begin(first)):
+                break
+            self._waiting.popleft()
+            moved = True
+        if self._staged:
+            moved = self._fill() or moved
+        return moved
+
+    def look(self) -> None:
+        """Send what could not be sent over the socket."""
+        self._neighbour.flush()
+
+    def _read(self) -> bool:
+        messages, inbox = self._messages, self._inbox
+        crowded = inbox.fill > self._half
+        moved = False
+        while messages.budget > 0:
+            first = inbox.first()
+            if first is None:
+                break
+            record, data = first
+            messages.budget -= record.size + _RECORD_BYTES
+            ended = self._short_came(record, data) if record.kind == _SHORT else self._heard(record)
+            inbox.take()
+            moved = True
+            if ended is not None:
+                messages.over(*ended)
+        if crowded or not self._near.ordered:
+            self._numbers.ring()
+        return moved
+
+    def _short_came(self, record: Record, data: int) -> tuple[Receive, BaseException | None] | None:
+        size = record.size
+        box = self._messages.box(record.comm)
+        receive = None if box is None else box.match(self.rank, record.tag)
+        if box is not None and receive is None:
+            kept = ctypes.string_at(data, size)
+            box.keep(Message(record.comm, self.rank, record.tag, size, kept, cost=size + _RECORD_BYTES))
+            return None
+        self.give_back(size + _RECORD_BYTES)
+        if receive is None:
+            return None
+        error = too_long(size, receive)
+        if size and error is None:
+            copy_bytes(receive.t.data_ptr(), data, size)
+        return receive, error
+
+    def give_back(self, cost: int) -> None:
+        """The bytes of a short message are needed no longer."""
+        self._numbers.mine[RETURNED] += cost
+
+    def _heard(self, record: Record) -> tuple[Send | Receive, BaseException | None] | None:
+        number = record.number
+        if record.kind == _LONG:
+            self._long_came(record)
+        elif record.kind == _WANTED:
+            self._wanted(record)
+        elif record.kind == _PIECE:
+            return self._drain(record)
+        elif record.kind == _PUT:
+            receive = self._brought.pop(number, None)
+            return None if receive is None else (receive, None)
+        elif record.kind == _GOT:
+            send = self._offered.pop(number, None)
+            return None if send is None else (send, None)
+        elif record.kind == _WITHDRAWN:
+            return self._withdrawn(number)
+        elif record.kind == _REFUSED:
+            return self._refused(number)
+        return None
+
+    # --- long messages, at their receiver ------------------------------------------------------------------------
+
+    def _long_came(self, record: Record) -> None:
+        box = self._messages.box(record.comm)
+        if box is None:
+            self._say(_REFUSED, record.number)
+            return
+        message = Message(record.comm, self.rank, record.tag, record.nbytes, number=record.number, place=record.place)
+        receive = box.match(self.rank, record.tag)
+        if receive is None:
+            box.keep(message)
+        else:
+            self.receive(receive, message)
+
+    def receive(self, receive: Receive, message: Message) -> None:
+        """Get the bytes of a long message."""
+        messages, nbytes, number = self._messages, message.nbytes, message.number
+        receive.nbytes = nbytes
+        error: BaseException | None = too_long(nbytes, receive)
+        if error is not None:
+            self._say(_GOT, number)
+            messages.over(receive, error)
+            return
+        source: Tensor | None = None
+        if message.place is not None:
+            try:
+                source = self._neighbour.memory(message.place, nbytes)
+            except BackendError as failure:
+                self._say(_REFUSED, number)
+                messages.over(receive, failure)
+                return
+        if nbytes >= LARGE_BYTES:
+            receive.done = messages.progress.counted(receive.done)
+        if source is None:
+            self._brought[number] = receive
+            self._say(_WANTED, number, self._near.locate(receive.t) or (-1, 0))
+        else:
+            self._fetched[number] = receive
+            messages.copy(receive, receive.t, source, nbytes, lambda: self._got(number))
+
+    def _got(self, number: int) -> None:
+        self._say(_GOT, number)
+        self._messages.over(self._fetched.pop(number), None)
+
+    def _drain(self, record: Record) -> tuple[Receive, None] | None:
+        receive = self._brought.get(record.number)
+        if receive is not None:
+            assert record.place is not None
+            piece = self._neighbour.memory(record.place, record.nbytes)
+            move_bytes(receive.t.data_ptr() + receive.moved, piece.data_ptr(), record.nbytes)
+            receive.moved += record.nbytes
+            self._messages.budget -= record.nbytes
+        self._numbers.mine[DRAINED] += 1
+        self._numbers.ring()
+        if receive is None or receive.moved < receive.nbytes:
+            return None
+        del self._brought[record.number]
+        return receive, None
+
+    def _withdrawn(self, number: int) -> tuple[Receive, BaseException] | None:
+        for box in self._messages.boxes.values():
+            if box.forget(self.rank, number):
+                break
+        receive = self._brought.pop(number, None) or self._fetched.pop(number, None)
+        self._say(_REFUSED, number)
+        if receive is None:
+            return None
+        self._messages.stop(receive)
+        return receive, BackendError(f"rank {self.rank} gave up a message of {receive.nbytes} bytes")
+
+    # --- long messages, at their sender --------------------------------------------------------------------------
+
+    def _wanted(self, record: Record) -> None:
+        send = self._offered.get(record.number)
+        if send is None or send.over:  # the receiver is about to hear that it was given up
+            return
+        nbytes = send.t.nbytes
+        if nbytes >= LARGE_BYTES:
+            send.done = self._messages.progress.counted(send.done)
+        if record.place is None:
+            self._staged.append(send)
+            return
+        try:
+            target = self._neighbour.memory(record.place, nbytes)
+        except BackendError as error:
+            self._give_up(send, error)
+        else:
+            self._messages.copy(send, target, send.t, nbytes, lambda: self._pushed(send))
+
+    def _pushed(self, send: Send) -> None:
+        del self._offered[send.number]
+        self._say(_PUT, send.number)
+        self._messages.over(send, None)
+
+    def _fill(self) -> bool:
+        """Bring pieces of what is staged, as far as the neighbour has drained the stage."""
+        messages, numbers = self._messages, self._numbers
+        moved = False
+        while self._staged and messages.budget > 0 and not self._waiting:
+            if self._filled - numbers.theirs[DRAINED] >= _PIECES:
+                break
+            send = self._staged[0]
+            try:
+                if self._stage is None:
+                    self._stage = self._near.arena.empty((_PIECES * self._piece,), torch.uint8)
+            except MemoryError as error:
+                self._staged.popleft()
+                self._give_up(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
+                continue
+            at = self._filled % _PIECES * self._piece
+            place = self._near.locate(self._stage[at : at + self._piece])
+            assert place is not None
+            nbytes = min(self._piece, send.t.nbytes - send.moved)
+            move_bytes(self._stage.data_ptr() + at, send.t.data_ptr() + send.moved, nbytes)
+            send.moved += nbytes
+            messages.budget -= nbytes
+            self._filled += 1
+            self._say(_PIECE, send.number, place, nbytes)
+            moved = True
+            if send.moved == send.t.nbytes:
+                self._staged.popleft()
+                del self._offered[send.number]
+                messages.over(send, None)
+        return moved
+
+    def _refused(self, number: int) -> tuple[Send, BaseException] | None:
+        send = self._offered.pop(number, None)
+        if send is None:
+            return None
+        self._stop(send)
+        self._say(_PUT, number)  # its memory is not touched any more
+        return send, BackendError(f"rank {self.rank} gave up receiving {send.t.nbytes} bytes")
+
+    def _give_up(self, send: Send, error: BaseException) -> None:
+        """Keep it until the neighbour does not look at it any more."""
+        self._stop(send)
+        self._say(_WITHDRAWN, send.number)
+        self._messages.over(send, error)
+
+    def _stop(self, send: Send) -> None:
+        self._messages.stop(send)
+        if send in self._staged:
+            self._staged.remove(send)
+
+    # --- giving up -------------------------------------------------------------------------------------------------
+
+    def refuse(self, message: Message) -> None:
+        """Nobody will receive `message`."""
+        if message.data is None:
+            self._say(_REFUSED, message.number)
+        else:
+            self.give_back(message.cost)
+
+    def give_up(self, comm: int | None, error: BaseException) -> None:
+        """End what is pending on a communicator, or on all."""
+        for waiting in [one for one in self._waiting if isinstance(one, Send) and comm in (None, one.comm)]:
+            self._waiting.remove(waiting)
+            self._messages.over(waiting, error)
+        for send in [one for one in self._offered.values() if comm in (None, one.comm)]:
+            self._give_up(send, error)
+        for receives in (self._brought, self._fetched):
+            for number, receive in [(n, one) for n, one in receives.items() if comm in (None, one.comm)]:
+                self._messages.stop(receive)
+                if receives is self._fetched or not self._near.locate(receive.t):
+                    del receives[number]  # else the neighbour may be writing there until it hears of it
+                self._say(_REFUSED, number)
+                self._messages.over(receive, error)

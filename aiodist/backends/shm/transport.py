@@ -1,0 +1,110 @@
+"""Point to point through shared memory, for communicators whose ranks are all on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.backends.shm.matching import Receive, Send
+from aiodist.backends.shm.messages import Messages
+from aiodist.backends.shm.neighbours import Neighbourhood
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ANY
+
+__all__ = ["ShmTransport", "open_world"]
+
+_WORLD = "world"
+_PARTED = "messages: over"
+_PART_SECONDS = 2.0
+_LOOK_SECONDS = 1e-3
+
+
+class ShmTransport:
+    """One communicator in shared memory. That of the world owns the queues, the others borrow them.
+
+    It has no collectives of its own: `ShmNative` gives them to any communicator on one host.
+    """
+
+    name = "shm"
+
+    def __init__(self, messages: Messages, path: str, world_ranks: Sequence[int]) -> None:
+        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them."""
+        self._messages = messages
+        self._path = path
+        self._world_ranks = tuple(world_ranks)
+        self._comm = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), signed=True)
+        self._closed = False
+        self.rank = self._world_ranks.index(messages.rank)
+        self.size = len(self._world_ranks)
+        self.native: Native | None = None
+
+    @property
+    def near(self) -> Neighbourhood | None:
+        """Return the ranks whose memory it uses; None for a rank that is alone."""
+        return self._messages.near
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+        return Capabilities(short_receives=True)
+
+    def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """Send `t`; done at once when it is short, else when its bytes were copied, all of them."""
+        self._messages.send(Send(t, self._comm, tag, done), self._world_ranks[dst])
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Receive into `t`, whose rest is left alone where the message is shorter."""
+        source = ANY if src == ANY else self._world_ranks[src]
+        self._messages.receive(Receive(t, self._comm, source, tag, done))
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        """Return the transport among `ranks`, at once."""
+        return ShmTransport(self._messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Fail what is pending. The world's ends all that were split from it, and gives their memory back.
+
+        Not `drained`, the memory stays until this object dies, since the others may still look into it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        error = BackendError(f"the shared memory of {self._path!r} was given up")
+        with transport_lock:
+            self._messages.give_up(self._comm, error)
+            if self._path == _WORLD:
+                self._messages.close(error)
+        if drained and self._path == _WORLD:
+            await self._part()
+            with transport_lock:
+                self._messages.release()
+
+    async def _part(self) -> None:
+        """Wait until no other rank waits for what lies in this one's memory: all have closed theirs too."""
+        neighbours = () if self.near is None else tuple(self.near.neighbours.values())
+        until = asyncio.get_running_loop().time() + _PART_SECONDS
+        with transport_lock:
+            for neighbour in neighbours:
+                neighbour.tell({"place": _PARTED, "at": (0, 0)})
+        while asyncio.get_running_loop().time() < until:
+            with transport_lock:
+                for neighbour in neighbours:
+                    neighbour.flush()
+                    neighbour.listen()
+            if all(_PARTED in neighbour.places for neighbour in neighbours):
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def open_world(near: Neighbourhood | None) -> ShmTransport:
+    """Return a transport over all ranks of `near`, or of a rank that is alone; once in the life of `near`.
+
+    Every one of them must do so. Raises MemoryError where there is no memory for the queues.
+    """
+    messages = Messages(near, Progress.current())
+    return ShmTransport(messages, _WORLD, (0,) if near is None else near.members)
