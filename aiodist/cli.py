@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aiodist.env import variables
 from aiodist.errors import AiodistError, ConfigError
+
+if TYPE_CHECKING:
+    from aiodist.launch.hosts import Host
 
 __all__ = ["app", "main"]
 
@@ -67,6 +71,21 @@ def run(  # noqa: PLR0913 - one for each option
         str,
         typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="Which mpirun; auto: Open MPI or MPICH, or none."),
     ] = "auto",
+    hosts: Annotated[
+        str, typer.Option(metavar="A:2,B:2", help="The hosts, each with its number of ranks; then -n may be left out.")
+    ] = "",
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="F", help="A file of them: NAME, NAME:N or NAME slots=N on a line.")
+    ] = None,
+    rsh: Annotated[
+        str, typer.Option(metavar="PROGRAM", help="What runs a command on a host: PROGRAM HOST COMMAND; ssh.")
+    ] = "",
+    iface: Annotated[
+        str, typer.Option(metavar="NAME|NETWORK", help="The network between hosts: eth1, or 10.0.0.0/24.")
+    ] = "",
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Hold each rank to cores of its own; default: if it gets two.")
+    ] = None,
     mpi_arg: Annotated[list[str] | None, typer.Option(metavar="ARG", help="One argument for mpirun.")] = None,
     export: Annotated[
         list[str] | None,
@@ -89,45 +108,79 @@ def run(  # noqa: PLR0913 - one for each option
         ),
     ] = 5.0,
 ) -> None:
-    """Run SCRIPT on N ranks of this host; exit with the first non-zero code, 128 + n for signal n."""
+    """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
     from aiodist.launch.commands import Job
     from aiodist.launch.discover import auto_ranks
+    from aiodist.launch.hosts import placed
 
     if not module and not Path(script).is_file():
         raise ConfigError(f"{script}: there is no such file")
     if ranks != "auto" and not ranks.isdecimal():
         raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
+    count = None if ranks == "auto" else int(ranks)
+    where = _hosts(hosts, hostfile)
+    if where:
+        where = placed(where, count)
+        count = sum(host.ranks or 0 for host in where)
     command = (*(("-m",) if module else ()), script, *(args or ()))
     todo = Job(
         command=command,
-        ranks=auto_ranks(variables()) if ranks == "auto" else int(ranks),
+        ranks=auto_ranks(variables()) if count is None else count,
         mpi=mpi,
         mpi_args=tuple(mpi_arg or ()),
-        exports=tuple(export or ()),
+        exports=(*(() if pin is None else (f"AIODIST_PIN={int(pin)}",)), *(export or ())),
         log_dir=log_dir,
         prefix=prefix,
         timeout=timeout,
         kill_after=kill_after,
         finish_within=finish_within,
+        hosts=where,
+        rsh=rsh,
+        iface=iface,
     )
     raise typer.Exit(asyncio.run(job.run(todo)))
 
 
+def _hosts(listed: str, file: Path | None) -> tuple[Host, ...]:
+    """Return the hosts that the options name; none means this one."""
+    from aiodist.launch.hosts import parse_hosts, read_hostfile
+
+    if listed and file:
+        raise ConfigError("--hosts and --hostfile are two ways to say the same: give one of them")
+    return parse_hosts(listed) if listed else read_hostfile(file) if file else ()
+
+
 @app.command()
 def doctor(
+    script: Annotated[str | None, typer.Argument(metavar="[SCRIPT]", help="With hosts: what is to run there.")] = None,
+    hosts: Annotated[str, typer.Option(metavar="A,B", help="Look at these hosts.")] = "",
+    hostfile: Annotated[Path | None, typer.Option(metavar="F", help="Look at the hosts of a file.")] = None,
+    rsh: Annotated[str, typer.Option(metavar="PROGRAM", help="As in aiodist run.")] = "",
+    iface: Annotated[str, typer.Option(metavar="NAME|NETWORK", help="As in aiodist run.")] = "",
+    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|PATH", help="As in aiodist run.")] = "auto",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
 ) -> None:
-    """Say what is installed here, what works, and how to install what is missing; 1 if no several ranks can work."""
+    """Say what is installed here, what works, and how to mend what does not; 1 if no several ranks can work.
+
+    With hosts, say it of them: whether ranks of SCRIPT, started in this folder, could work there together.
+    """
     from rich.console import Console
 
-    from aiodist.doctor import examine, show
+    from aiodist.doctor import HostsReport, Question, Report, examine, examine_hosts, show, show_hosts
 
-    report = examine(variables())
+    report: Report | HostsReport
+    where = _hosts(hosts, hostfile)
+    if where:
+        report = asyncio.run(examine_hosts(Question(where, rsh, iface, mpi, script)))
+        shown = partial(show_hosts, report)
+    else:
+        report = examine(variables())
+        shown = partial(show, report)
     if json == "-":
         typer.echo(report.to_json())
     else:
-        show(report, Console())
+        shown(Console())
         if json is not None:
             try:
                 Path(json).write_text(report.to_json() + "\n")
@@ -142,6 +195,45 @@ def bench(context: typer.Context) -> None:
     from aiodist.bench import cli as bench_cli
 
     raise typer.Exit(bench_cli.main(context.args))
+
+
+@app.command()
+def tune(  # noqa: PLR0913 - one for each option
+    ranks: Annotated[
+        str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")
+    ] = "auto",
+    hosts: Annotated[str, typer.Option(metavar="A:2,B:2", help="As in aiodist run.")] = "",
+    hostfile: Annotated[Path | None, typer.Option(metavar="F", help="As in aiodist run.")] = None,
+    rsh: Annotated[str, typer.Option(metavar="PROGRAM", help="As in aiodist run.")] = "",
+    iface: Annotated[str, typer.Option(metavar="NAME|NETWORK", help="As in aiodist run.")] = "",
+    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
+    operations: Annotated[str | None, typer.Option(metavar="NAMES", help="Some of them, such as allreduce.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="1KiB,64MiB", help="Bytes of one rank's input; 256 B to 64 MiB.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few samples: seconds, not minutes.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table, and write nothing.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it there, for AIODIST_SELECTOR, not to the cache.")
+    ] = None,
+) -> None:
+    """Measure every implementation on N ranks, and have the next start on as many use the best for each size."""
+    from aiodist.bench import tuning
+    from aiodist.launch.discover import auto_ranks
+    from aiodist.launch.hosts import placed
+
+    if ranks != "auto" and not ranks.isdecimal():
+        raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
+    count = None if ranks == "auto" else int(ranks)
+    where = _hosts(hosts, hostfile)
+    if where:
+        where = placed(where, count)
+        count = sum(host.ranks or 0 for host in where)
+    count = auto_ranks(variables()) if count is None else count
+    if count < 2:
+        raise ConfigError(f"-n {count}: there is nothing to choose with fewer than 2 ranks")
+    todo = tuning.tuning(operations, sizes, output, quick=quick, dry=dry_run)
+    raise typer.Exit(tuning.run(todo, count, mpi, where, rsh, iface))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,10 @@ class Environment:
     checked: bool
     shared_memory: bool
     """Ranks of a host may share memory (not with AIODIST_SHM=0)."""
+    pin: bool | None
+    """Ranks that share a host are to have cores of their own; None: where each gets more than one."""
+    selector: str | None
+    """A file with the selector's table, or "none": not even a measured one."""
     variables: Mapping[str, str] = field(repr=False)
     """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
@@ -98,6 +102,8 @@ class Environment:
             backend=environ.get("AIODIST_BACKEND") or None,
             checked=_flag(environ, "AIODIST_CHECKED"),
             shared_memory=_flag(environ, "AIODIST_SHM", default=True),
+            pin=_flag(environ, "AIODIST_PIN") if environ.get("AIODIST_PIN") else None,
+            selector=environ.get("AIODIST_SELECTOR") or None,
             variables=dict(environ),
         )
 

@@ -12,6 +12,7 @@ import torch
 from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.backends.shm import Group, Groups, Neighbourhood, ShmNative
 from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.table import Edit, Table
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -26,6 +27,7 @@ from aiodist.issuer import Issuer, all_over
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
+    from aiodist.communicator.base import Base
     from aiodist.control import Channel, Exit
     from aiodist.levels import Levels
     from aiodist.topology import Topology
@@ -60,13 +62,17 @@ class Family:
         timeout: float | None,
         drain_seconds: float = DRAIN_SECONDS,
         near: Neighbourhood | None = None,
+        alone: str = "",
     ) -> None:
-        """`near` are the ranks of this host that share memory with this one."""
+        """`near` are the ranks of this host that share memory with this one; `alone` says why there are none."""
         self._channel = channel
         self._make = make
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
         self._groups = Groups(Progress.current()) if near is not None else None
+        self._alone = alone
+        self._edits: dict[str, list[Edit]] = {}
+        self._edits_before: dict[str, int] = {}
         self._checked = checked
         self._timeout = timeout
         self._drain_seconds = drain_seconds
@@ -83,9 +89,14 @@ class Family:
         return world
 
     def _communicator(
-        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None
+        self,
+        name: str,
+        transport: Transport,
+        ranks: Sequence[int],
+        topology: Topology | None,
+        table: Table | None = None,
     ) -> Communicator:
-        repertoire = self._repertoire(name, transport, ranks, topology)
+        repertoire = self._repertoire(name, transport, ranks, topology, table)
         issuer = Issuer(name, transport, self._channel, ranks, checked=self._checked, repertoire=repertoire)
         issuer.timeout = self._timeout
         made = self._make(issuer, topology, self)
@@ -93,11 +104,11 @@ class Family:
         return made
 
     def _repertoire(
-        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None
+        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None
     ) -> Repertoire:
         """Return what a new communicator can run its collectives with."""
         hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
-        return Repertoire(transport, hosts=hosts, within=self._shared_memory(name, ranks))
+        return Repertoire(transport, table, hosts=hosts, within=self._shared_memory(name, ranks), alone=self._alone)
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
@@ -132,6 +143,20 @@ class Family:
         """Release `guest` before `communicator` is closed, or have it give up when that is given up."""
         communicator._issuer.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
+
+    # --- the selector ----------------------------------------------------------------------------------------
+
+    def edit(self, communicator: Base, edit: Edit) -> Handle[None]:
+        """Edit the tables of `communicator` and of what was made of it; return the handle of its comparison."""
+        handle = communicator._announce(edit)
+        communicator._adopt([edit])
+        self._edits.setdefault(communicator.name, []).append(edit)
+        for member in [c for c in self._open if c.name.startswith(f"{communicator.name}/")]:
+            self._edits.setdefault(member.name, []).append(edit)
+            with suppress(AiodistError):  # it was given up
+                member._announce(edit)
+            member._adopt([edit])
+        return handle
 
     # --- making ----------------------------------------------------------------------------------------------
 
@@ -194,7 +219,9 @@ class Family:
     def next_name(self, parent: Communicator, kind: str) -> str:
         """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
         number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
-        return f"{parent.name}/{kind}{number}"
+        name = f"{parent.name}/{kind}{number}"
+        self._edits_before[name] = len(self._edits.get(parent.name, ()))
+        return name
 
     async def join(
         self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None
@@ -205,10 +232,17 @@ class Family:
         key = (parent.name, ranks, levels)
         if shared and key in self._shared:
             return self._shared[key]
+        before = self._edits_before[_issued_as(name)]
         name = f"{name}.{ranks[0]}"
         transport = await parent._transport.split(ranks, name)
         world_ranks = [parent._issuer.ranks[rank] for rank in ranks]
-        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks))
+        table = parent._repertoire.table
+        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table)
+        made._issuer.large_bytes = table.limits["large_bytes"]
+        # Edits that came since the call that makes it: elsewhere it may have been there when they came.
+        for edit in self._edits.get(parent.name, [])[before:]:
+            self._edits.setdefault(made.name, []).append(edit)
+            made._announce(edit)
         made._levels, made._made_of = levels, (parent, ranks)
         if shared:
             self._shared[key] = made
@@ -287,6 +321,16 @@ class Family:
             self._let_go(communicator)
             with suppress(OSError):
                 await communicator._transport.aclose(drained=False)
+
+
+def _issued_as(name: str) -> str:
+    """Return the name of the call that makes the communicator: a hierarchy makes several.
+
+    >>> _issued_as("world/dup1.0/hierarchy1.intra2")
+    'world/dup1.0/hierarchy1'
+    """
+    path, _, last = name.rpartition("/")
+    return f"{path}/{last.partition('.')[0]}"
 
 
 class _Outside:

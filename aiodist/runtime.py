@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.backends.shm import Neighbourhood, meet
+from aiodist.backends.shm import Neighbourhood, ShmTransport, meet
+from aiodist.backends.shm import open_world as open_shared_memory
+from aiodist.collectives.agreement import rank_zeros
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
@@ -30,14 +32,16 @@ from aiodist.collectives.program import Endpoint
 from aiodist.collectives.program import run as run_program
 from aiodist.collectives.repertoire import Repertoire
 from aiodist.communicator import Communicator
+from aiodist.communicator.tuned import edits_at_start
 from aiodist.control import Channel, Exit, connect, host, in_process
 from aiodist.control.forks import guard_polling
 from aiodist.env import Environment, Starter
-from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError, OperationTimeout
+from aiodist.errors import AiodistError, BackendUnavailable, CommunicatorAborted, ConfigError, OperationTimeout
 from aiodist.family import DRAIN_SECONDS, Family
 from aiodist.handles import Handle, Progress, from_future
 from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
+from aiodist.pinning import pinned
 from aiodist.topology import Topology
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ __all__ = ["BACKENDS", "Limits", "Place", "as_handle", "current_limits", "curren
 
 T = TypeVar("T")
 
-BACKENDS = ("mpi", "gloo", "local")
+BACKENDS = ("mpi", "gloo", "shm", "local")
 _LOOK_SECONDS = 0.05
 
 
@@ -88,15 +92,18 @@ async def init(
     checked: bool | None = None,
     timeout: float | None = None,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
+    selector: str | os.PathLike[str] | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
     The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
-    rank and no library is needed. `backend` is "mpi", "gloo" or "local", chosen to fit where None. `checked`
-    compares each operation on all ranks before the data moves (AIODIST_CHECKED=1 where None). `timeout` is the
-    default of every operation, in seconds. `levels` is called with the world before the block is entered and returns
-    what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those of a host under the
-    last of them.
+    rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local", chosen to fit
+    where None. `checked` compares each operation on all ranks before the data moves (AIODIST_CHECKED=1 where None).
+    `timeout` is the default of every operation, in seconds. `levels` is called with the world before the block is
+    entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those
+    of a host under the last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it
+    (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
+    "none" is neither.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -114,6 +121,7 @@ async def init(
         channel,
         Communicator,
         near=near,
+        alone=alone,
         checked=place.checked if checked is None else checked,
         timeout=timeout,
         drain_seconds=limits.drain,
@@ -122,7 +130,12 @@ async def init(
     try:
         world = family.world(transport, await _unless_lost(channel, _topology(channel, limits)))
         _limit_spinning(world)
-        with guard_polling(_epoll_of(asyncio.get_running_loop())):
+        asked = selector or environment.selector
+        edits = rank_zeros(channel, lambda: edits_at_start(world, asked), limits.rendezvous)
+        world._adopt(await _unless_lost(channel, edits))
+        # Ranks that are tasks of one process share its cores as they are.
+        cores = nullcontext() if given else await _unless_lost(channel, pinned(channel, world.topology, environment))
+        with cores, guard_polling(_epoll_of(asyncio.get_running_loop())):
             if levels is not None:
                 await root_levels(world, levels)
             yield world
@@ -151,7 +164,7 @@ def _backend(asked: str | None, environment: Environment) -> str:
     if name not in BACKENDS:
         raise ConfigError(f"backend {name!r} is unknown: expected one of {', '.join(BACKENDS)}")
     if name == "local" and environment.size > 1:
-        raise ConfigError(f"backend 'local' has one process: this is one of {environment.size}; use mpi or gloo")
+        raise ConfigError(f"backend 'local' has one process: this is one of {environment.size}; use mpi, gloo or shm")
     return name
 
 
@@ -202,11 +215,26 @@ async def _transport(
 ) -> Transport:
     if backend == "mpi":
         return mpi or await _start_mpi(environment, limits)
-    from aiodist.backends.gloo import open_world
-
     if mpi is not None:  # it was needed only for the ranks to meet
         await mpi.aclose(drained=True)
+    if backend == "shm":
+        return await _open_shared_memory(environment, channel, limits)
+    from aiodist.backends.gloo import open_world
+
     return await open_world(channel)
+
+
+async def _open_shared_memory(environment: Environment, channel: Channel, limits: Limits) -> ShmTransport:
+    """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
+    if channel.size == 1:
+        return open_shared_memory(None)
+    near, reason = await meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    if near is not None and len(near.members) == channel.size:
+        return open_shared_memory(near)
+    if near is not None:
+        near.close()
+        reason = f"of {channel.size} ranks only {len(near.members)} are on this host"
+    raise BackendUnavailable(f"backend 'shm' is for ranks of one host that share memory: {reason}")
 
 
 async def _start_mpi(environment: Environment, limits: Limits) -> MpiTransport:
@@ -293,6 +321,8 @@ async def _neighbours(
     """Return the ranks of this host that share memory with this one, or why there are none."""
     if transport.name == "local" or channel.size == 1:
         return None, "all ranks are in one process"
+    if isinstance(transport, ShmTransport):
+        return transport.near, ""
     return await _unless_lost(channel, meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous))
 
 
@@ -308,7 +338,7 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
 def _limit_spinning(world: Communicator) -> None:
     """A rank that spins where another waits for the core only keeps it waiting."""
     if world.local_size > len(os.sched_getaffinity(0)):
-        Progress.current().spin_seconds = 0.0
+        Progress.current().crowded = True
 
 
 # --- giving up -----------------------------------------------------------------------------------------------

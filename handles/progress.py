@@ -394,6 +394,8 @@ class _ProgressThread:
             if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
                 busy_since = now
             del pending, due
+            if completed:
+                continue  # there may be more at once
             if eager and now - busy_since < _EAGER_SECONDS:
                 if crowded:
                     os.sched_yield()

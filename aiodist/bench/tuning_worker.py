@@ -34,6 +34,7 @@ __all__ = ["best_of", "edits_from", "main"]
 Figures = Mapping[int, Mapping[str, float]]
 """Size in bytes, as the selector sees it -> implementation -> seconds."""
 
+_SHORT_BYTES = 256 << 10
 _HOPELESS = 3.0  # what takes so many times as long as the best at first sight is not measured further
 _CLEAR = 1.05  # another implementation than for the size before must be that much quicker
 
@@ -58,7 +59,8 @@ async def _measured(coll: Communicator, operation: str, nbytes: int, repeat: int
     """Return the size that the selector sees, and the seconds of each implementation: those of the slowest rank."""
     session = Session(Plan(operation, coll.size, (), ()), coll, (), (), coll.barrier)
     made = collectives.buffers(session, operation, nbytes)
-    first = await _seconds(session, operation, made, _candidates(coll, operation), Pace(3, 1, warmups=2), min)
+    sight = Pace(min(repeat, 5), 4 if made.t.nbytes < _SHORT_BYTES else 1, warmups=2)
+    first = await _seconds(session, operation, made, _candidates(coll, operation), sight, min)
     hopeful = [name for name in first if first[name] <= _HOPELESS * min(first.values())]
     usual = pace(made.t.nbytes, repeat)
     batch = max(1, usual.batch * repeat // 60)
@@ -85,7 +87,7 @@ async def _seconds(
     pace: Pace,
     of: Callable[[Sequence[float]], float],
 ) -> Mapping[str, float]:
-    """Return what `of` makes of the samples of each implementation, of the rank where it is largest; the same on all ranks."""
+    """Return what `of` makes of the samples of each, of the rank where that is largest; the same on all ranks."""
     coll = session.coll
     contenders = [
         Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True) for name in names

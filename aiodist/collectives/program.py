@@ -56,13 +56,14 @@ def run(program: Program[T], finish: Callable[[T | None, BaseException | None], 
 class _Run:
     """One program on its way."""
 
-    __slots__ = ("_error", "_finish", "_left", "_program")
+    __slots__ = ("_calls", "_error", "_finish", "_left", "_program")
 
     def __init__(self, program: Program[Any], finish: Callable[[Any, BaseException | None], None]) -> None:
         self._program = program
         self._finish = finish
         self._left = 0
         self._error: BaseException | None = None
+        self._calls: Sequence[Call] = ()
 
     def advance(self, error: BaseException | None) -> None:
         """Take steps until one has to wait."""
@@ -76,6 +77,8 @@ class _Run:
                 self._finish(None, raised)
                 return
             self._error = None
+            # Kept until all are over: a call may hold the only reference to what is on its way.
+            self._calls = calls
             # One more than there are, so that calls that finish at once do not resume us from within.
             self._left = len(calls) + 1
             for call in calls:

@@ -261,25 +261,48 @@ def _usual(library: str | None, hosts: str, operation: str) -> _Steps:
         return ((0, "direct"),)
     if hosts == "several":
         return ((0, library), (_LEVELS_BYTES, "hierarchical")) if operation in _IN_LEVELS else ((0, library),)
-    above = _SHM_BYTES.get((library, operation), 0)
-    return ((0, library), (above, "shm")) if above else ((0, "shm"),)
+    return _OVER_MPI[operation] if library == "mpi" else ((0, "shm"),)
 
 
 _LEVELS_BYTES = 256 << 10
-_SHM_BYTES: Mapping[tuple[str, str], int] = {("mpi", operation): 64 << 10 for operation in OPERATIONS}
+# One host over Open MPI 5.0.11: 2 ranks on 2 cores that others use too, ordinary float32 tensors, in us, the 20th
+# percentile of samples taken in turn (`aiodist tune` prints medians of the same); in brackets shm in an arena.
+#   allreduce       256 KiB  mpi 64, halving 141, shm 191 (75)     1 MiB  mpi 213, halving 217, shm 259 (135)
+#                   4 MiB    shm 674 (294), mpi 1722
+#   broadcast       64 KiB   mpi 30, direct 39, shm 133 (99)       4 MiB  shm 1209 (1040), mpi 1311, direct 1751
+#   reduce          64 KiB   mpi 50, tree 53, shm 136 (94)         1 MiB  tree 259, shm 345 (194), mpi 82786
+#                   4 MiB    shm 707 (450), tree 1044
+#   allgather       8 MiB    doubling 1992, shm 2678 (2257)        32 MiB shm 4053 (3936), doubling 4621
+#   reduce_scatter  256 KiB  mpi 93, halving 109, shm 216 (158)    1 MiB  halving 161, mpi 210, shm 264 (227)
+#                   4 MiB    shm 619 (549), halving 646, mpi 1037
+#   scan            1 MiB    mpi 210, doubling 208, shm 618 (317)  16 MiB mpi 10434, shm 11518 (3186)
+# Allgather's sizes, a first step, are the library's where they are short. Over gloo, whose collectives take 300 us, shm
+# is the better at any size.
+_OVER_MPI: Mapping[str, _Steps] = {
+    "allreduce": ((0, "mpi"), (2 << 20, "shm")),
+    "broadcast": ((0, "mpi"), (2 << 20, "shm")),
+    "reduce": ((0, "mpi"), (64 << 10, "tree"), (2 << 20, "shm")),
+    "allgather": ((0, "mpi"), (16 << 10, "doubling"), (16 << 20, "shm")),
+    "reduce_scatter": ((0, "mpi"), (512 << 10, "halving"), (2 << 20, "shm")),
+    "scan": ((0, "mpi"), (8 << 20, "shm")),
+}
 
 
 def last_resorts(operation: str, nbytes: int) -> tuple[str, ...]:
     """Return what runs `operation` where the chosen one cannot, the best first."""
     short, long = _SCHEDULE[operation]
-    return "shm", "hierarchical", "leaders", *_LIBRARIES, short if nbytes < _SHORT_BYTES else long, "direct"
+    if nbytes < _SHORT_BYTES:
+        return *_LIBRARIES, short, "shm", "direct"
+    # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
+    flat = (long, *_LIBRARIES) if operation == "reduce" else (*_LIBRARIES, long)
+    return "shm", "hierarchical", "leaders", *flat, "direct"
 
 
 _SCHEDULE: Mapping[str, tuple[str, str]] = {
     "allreduce": ("doubling", "ring"),
     "broadcast": ("tree", "chain"),
     "reduce": ("tree", "chain"),
-    "allgather": ("bruck", "ring"),
+    "allgather": ("doubling", "ring"),
     "reduce_scatter": ("halving", "ring"),
     "scan": ("doubling", "chain"),
 }

@@ -19,6 +19,7 @@ from aiodist.data.reading import Reader, TaskReader, ThreadReader
 from aiodist.data.sizes import nbytes_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
+from aiodist.pinning import warn_of_one_core
 
 __all__ = ["Prefetch", "Prefetched", "Statistics", "prefetch"]
 
@@ -254,6 +255,7 @@ class Prefetched(Generic[T]):
     async def _open(self) -> None:
         await self._reader.open()
         if self._workers is not None:
+            warn_of_one_core(self._plan.workers)
             self._workers.open(self._plan.name)
         self._fill()
 

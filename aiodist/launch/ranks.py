@@ -14,6 +14,7 @@ from typing import Protocol
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
+from aiodist.launch.network import LOOPBACK
 from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
 
 __all__ = ["Done", "Ended", "Ranks"]
@@ -58,16 +59,23 @@ class Ranks:
 
     `starts` has what each rank runs. Output goes to `streams`, one chunk after the other: to wait there makes the
     rank wait. `notify` hears `Ended`
-    and then `Done` of each rank, also of one whose guard was killed (the kernel kills the rank then).
+    and then `Done` of each rank, also of one whose guard was killed (the kernel kills the rank then). Guards
+    connect to `address`, at the address `host` of this host.
     """
 
     def __init__(
-        self, token: str, starts: Sequence[Start], streams: Streams, notify: Callable[[Ended | Done], None]
+        self,
+        token: str,
+        starts: Sequence[Start],
+        streams: Streams,
+        notify: Callable[[Ended | Done], None],
+        host: str = LOOPBACK,
     ) -> None:
         self._token = token
         self._starts = starts
         self._streams = streams
         self._notify = notify
+        self._host = host
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._pids: dict[int, int] = {}
         self._told: list[int] = []
@@ -78,9 +86,9 @@ class Ranks:
         self.address = ""
 
     async def __aenter__(self) -> Ranks:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, self._host, 0)
         host, port = self._server.sockets[0].getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self
 
     async def __aexit__(
@@ -127,6 +135,7 @@ class Ranks:
         except (LaunchError, OSError, TimeoutError, ValueError, TypeError, asyncio.IncompleteReadError):
             writer.close()  # a stranger: nobody of this job
             return
+        wire.keep_alive(writer.get_extra_info("socket"))
         self._writers[rank] = writer
         writer.write(wire.pack(Kind.START, self._starts[rank].encode()))
         for signum in self._told:
@@ -159,7 +168,8 @@ class Ranks:
                 case Kind.WANT:
                     self._spawn(self._feed(self._writers[rank]))
                 case Kind.STARTED:
-                    self._pids[rank] = Started.decode(payload).pid
+                    if _same_host(self._writers[rank]):
+                        self._pids[rank] = Started.decode(payload).pid
                 case Kind.EXIT:
                     self._ended.add(rank)
                     self._notify(Ended(rank, Exit.decode(payload)))
@@ -179,3 +189,9 @@ class Ranks:
         if rank not in self._ended:
             self._ended.add(rank)
             self._notify(Ended(rank, Exit(-signal.SIGKILL, told=True)))
+
+
+def _same_host(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end is on this host: its process ids mean something here."""
+    ours, theirs = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
+    return ours is not None and theirs is not None and bool(ours[0] == theirs[0])

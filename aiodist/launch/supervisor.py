@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiodist.control import Hub, name_ranks
 from aiodist.errors import LaunchError
+from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Done, Ended, Ranks
 from aiodist.launch.verdict import Ending, Left, Report, Verdict, describe
@@ -122,7 +123,7 @@ class Supervisor:
             self._judge(self._verdict.tick(now))
         if _over(self._came_by, now) and not self.stopping:
             never = set(range(self._job.ranks)) - self._ranks.came
-            raise LaunchError(f"{name_ranks(never)} did not start within {_START_TIMEOUT:g} s")
+            raise LaunchError(f"{name_ranks(never)} did not start within {_START_TIMEOUT:g} s{self._where(never)}")
         if _over(self._finished_by, now):
             self._finished_by = None
             if not self.stopping:
@@ -154,8 +155,19 @@ class Supervisor:
 
     def _mpirun_ended(self, code: int) -> None:
         if not self._ranks.came:
-            raise LaunchError(f"mpirun ended before it had started a rank: {describe(code)}")
+            hint = f"; aiodist doctor {self._hosts()} looks for the cause" if self._job.hosts else ""
+            raise LaunchError(f"mpirun ended before it had started a rank: {describe(code)}{hint}")
         self._mpirun = (self._loop.time() + (_MPIRUN_GRACE if self._left else 0.0), code)
+
+    def _hosts(self) -> str:
+        return f"--hosts {','.join(map(str, self._job.hosts))}"
+
+    def _where(self, ranks: set[int]) -> str:
+        """Return on which hosts these ranks should be, and who says what is wrong there."""
+        if not self._job.hosts:
+            return ""
+        names = dict.fromkeys(host_of(self._job.hosts, rank) for rank in sorted(ranks))
+        return f" on {', '.join(names)}; aiodist doctor {self._hosts()} looks for the cause"
 
     def _signalled(self, signum: int) -> None:
         if signum in _PASSED_ON:

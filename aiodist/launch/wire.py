@@ -9,6 +9,7 @@ its work.
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -16,10 +17,16 @@ from typing import Literal, Self
 
 from aiodist.errors import LaunchError
 
-__all__ = ["HEADER", "Exit", "Hello", "Kind", "Start", "Started", "Stdin", "header", "pack"]
+__all__ = ["HEADER", "Exit", "Hello", "Kind", "Start", "Started", "Stdin", "header", "keep_alive", "pack"]
 
 HEADER = struct.Struct("!BI")
 LONGEST = 16 << 20
+_SILENCE = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 4),
+    (socket.TCP_USER_TIMEOUT, 30_000),
+)
 
 
 class Kind(IntEnum):
@@ -71,6 +78,8 @@ class Start(_Message):
     argv: list[str]
     environ: dict[str, str]
     stdin: Stdin = "null"
+    folder: str | None = None
+    """Its working directory; None: that of its guard."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +108,10 @@ def header(data: bytes | bytearray) -> tuple[Kind, int]:
     if kind not in set(Kind) or length > LONGEST:
         raise LaunchError(f"a peer sent kind {kind} with {length} bytes: expected a frame of the launcher")
     return Kind(kind), length
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice within half a minute that the other end's host is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _SILENCE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -24,6 +24,7 @@ from aiodist.launch import wire
 from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
 
 _CHUNK = 1 << 16
+_CONNECT = 30.0
 _OUTBOX = 1 << 18  # bytes that wait for the launcher before the rank has to wait too
 _LEFTOVERS = 1.0  # seconds that what the rank left behind has to end by itself
 _PR_SET_PDEATHSIG = 1
@@ -36,8 +37,9 @@ def main() -> int:
     """Guard the rank that the environment names until it has ended and the launcher lets go."""
     here = Environment.read()
     host, _, port = sys.argv[1].rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=30) as sock:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.keep_alive(sock)
         sock.sendall(wire.pack(Kind.HELLO, Hello(here.rank, here.size, here.token).encode()))
         start = _receive_start(sock)
         if start is None:
@@ -265,6 +267,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
                 signal.signal(signum, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             replace_variables(start.environ)
+            _enter(start.folder)
             os.execvp(start.argv[0], start.argv)
         except OSError as error:
             os.write(2, f"aiodist: cannot start {start.argv[0]}: {error}\n".encode())
@@ -276,6 +279,15 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
     for fd in (out, err, *([stdin] if stdin is not None else [])):
         os.set_blocking(fd, False)
     return pid, stdin, out, err
+
+
+def _enter(folder: str | None) -> None:
+    """Go where the launcher is: an mpirun falls back on another folder where there is no such."""
+    try:
+        os.chdir(folder or ".")
+    except OSError as error:
+        os.write(2, f"aiodist: {socket.gethostname()} has no folder {folder}: {error.strerror}\n".encode())
+        os._exit(127)
 
 
 def _input_for(start: Start) -> tuple[int, int | None]:
@@ -311,4 +323,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (OSError, LaunchError) as failure:
-        sys.exit(f"aiodist: the guard of a rank lost the launcher: {failure}")
+        where = f"the launcher at {' '.join(sys.argv[1:2])}"
+        sys.exit(f"aiodist: the guard of a rank on {socket.gethostname()} lost or never reached {where}: {failure}")

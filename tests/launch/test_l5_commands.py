@@ -81,7 +81,7 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",
     }
-    common = commands.common_variables(environ, Place("h:1", "tcp://h:2", "new"))
+    common = commands.common_variables(environ, Place("tcp://h:2", "new"))
     assert common == {
         "AIODIST_CHECKED": "1",
         "OMPI_MCA_btl": "tcp,self",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from aiodist import doctor
-from aiodist.doctor import Answer, Finding, Report, State
+from aiodist.doctor import here as doctor
+from aiodist.doctor.here import Answer, Finding, Report, State
 from aiodist.launch.commands import Flavour, Mpi
 
 if TYPE_CHECKING:

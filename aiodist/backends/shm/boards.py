@@ -116,6 +116,10 @@ class Boards:
         for neighbour in self._others:
             neighbour.ring()
 
+    def leave(self) -> None:
+        """This rank has seen all that it waits for; the others may still have to see its last words."""
+        self._near.leave(self._name, [neighbour.rank for neighbour in self._others], self._memory)
+
     def look(self) -> None:
         """Read what came over the sockets, and send what could not be sent."""
         for neighbour in self._others:

@@ -90,6 +90,7 @@ class Group:
         self._idle = 0
         self._stage: Tensor | None = None
         self._refusal: BaseException | None = None
+        self._left = False
 
     @property
     def busy(self) -> bool:
@@ -125,6 +126,9 @@ class Group:
 
     def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is left to do fails with `error`."""
+        if not self._left:
+            self._left = True
+            self._boards.leave()
         self._refusal = error
         if self._steps is not None:
             self._steps.close()

@@ -47,6 +47,7 @@ class Arena:
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
+        self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
@@ -71,6 +72,10 @@ class Arena:
             except OSError as error:
                 segment.holes.clear()
                 raise _lack(nbytes, error) from error
+
+    def close(self) -> None:
+        """Give no more pages back one by one: others may still look, and all go with the last tensor and mapping."""
+        self._closed = True
 
     def locate(self, address: int, nbytes: int) -> Place | None:
         """Return where `nbytes` from `address` on lie, None when not in this arena."""
@@ -121,7 +126,7 @@ class Arena:
 
     def _free(self, segment: _Segment, start: int, stop: int) -> None:
         """Give a block back; called by the garbage collector, in any thread, in the middle of anything."""
-        if os.getpid() != self._process:  # a forked child's copy: the memory is the parent's
+        if self._closed or os.getpid() != self._process:  # in a forked child: the memory is the parent's
             return
         self._freed.append((segment, start, stop))
         self._reclaim()

@@ -51,6 +51,8 @@ class Neighbour:
         """In the world."""
         self.places: dict[str, Place] = {}
         """Where things lie in its memory, by the names it gave them."""
+        self.left: set[str] = set()
+        """The names of groups that it is no longer in."""
         self._boards: dict[str, bytearray] = {}
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
@@ -89,6 +91,10 @@ class Neighbour:
     def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
         if "segment" in message:
             self._descriptors[message["segment"]] = (fds[0], message["nbytes"])
+        elif "left" in message:
+            self.places.pop(message["left"], None)
+            self._boards.pop(message["left"], None)
+            self.left.add(message["left"])
         elif "place" in message:
             self.places[message["place"]] = Place(*message["at"])
         elif "board" in message:
@@ -146,6 +152,7 @@ class Neighbourhood:
         self.ordered = platform.machine() == "x86_64" if ordered is None else ordered
         self.arena = Arena()
         self._told = 0
+        self._leaving: dict[str, tuple[frozenset[int], Tensor]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._bell = _bell(self._control)
         self.publish()
@@ -168,6 +175,23 @@ class Neighbourhood:
             self.neighbours[rank].tell({"place": name, "at": where})
         return made
 
+    def leave(self, name: str, others: Sequence[int], memory: Tensor) -> None:
+        """Look at what is called `name` no more; keep our part of it until `others` look no more either."""
+        for rank in others:
+            self.neighbours[rank].tell({"left": name})
+        self._leaving[name] = (frozenset(others), memory)
+        for neighbour in self.neighbours.values():
+            neighbour.listen()
+        over = [
+            left
+            for left, (ranks, _) in self._leaving.items()
+            if all(left in self.neighbours[rank].left for rank in ranks)
+        ]
+        for left in over:
+            del self._leaving[left]
+            for neighbour in self.neighbours.values():
+                neighbour.left.discard(left)
+
     def locate(self, t: Tensor) -> Place | None:
         """Return where `t` lies, as the others may be told; None when its memory is private."""
         place = self.arena.locate(t.data_ptr(), t.nbytes)
@@ -178,6 +202,7 @@ class Neighbourhood:
     def close(self) -> None:
         """Let go of the others' memory; ours stays while tensors are in it."""
         leave_bell(self._bell)
+        self.arena.close()
         for neighbour in self.neighbours.values():
             neighbour.close()
 

@@ -151,7 +151,10 @@ class Scan(_Shared):
         for rank in range(1, self.parts):
             share = at(rank, me, first, last)
             COMBINE[op](total, share.to(total.dtype))
-            share.copy_(total / (rank + 1) if mean else total)
+            result = total.clone() if mean else total
+            if mean:
+                divide(result, rank + 1)
+            share.copy_(result)
 
 
 class Broadcast(Work):

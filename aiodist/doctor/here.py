@@ -1,4 +1,4 @@
-"""What is installed on this host, what works, and how to install what is missing.
+"""This host: what is installed, what works, and how to install what is missing.
 
 Each check is a function that returns a `Finding`. Libraries that could hang or crash when loaded (MPI, torch) are
 loaded by a process of their own under a time limit, never here; whether MPI works is found out by running two ranks.
@@ -25,7 +25,19 @@ from aiodist.launch.commands import Flavour, Mpi
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Answer", "Finding", "Report", "State", "ask", "ask_ranks", "examine", "show"]
+__all__ = [
+    "ASK_MPI",
+    "Answer",
+    "Finding",
+    "Report",
+    "State",
+    "ask",
+    "ask_command",
+    "ask_ranks",
+    "colour",
+    "examine",
+    "show",
+]
 
 _TIME_LIMIT = 120.0
 _SMALL_SHM = 1 << 30
@@ -68,6 +80,8 @@ class Report:
     host: str
     findings: Sequence[Finding]
     backends: Sequence[Finding]
+    collectives: Answer = Answer(None, "they were not asked")
+    """What two ranks have to run their collectives with, and their selector's table, as text."""
 
     @property
     def usable(self) -> bool:
@@ -88,7 +102,7 @@ AskRanks = Callable[[str, str], Answer]
 
 def ask(code: str) -> Answer:
     """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
-    return _run([sys.executable, "-c", code])
+    return ask_command([sys.executable, "-c", code])
 
 
 def ask_ranks(mpi: str, code: str) -> Answer:
@@ -100,10 +114,11 @@ def ask_ranks(mpi: str, code: str) -> Answer:
         "job = Job(command=('-c', sys.argv[2]), ranks=2, mpi=sys.argv[1], prefix=False, timeout=60.0)\n"
         "sys.exit(asyncio.run(run(job)))\n"
     )
-    return _run([sys.executable, "-c", launch, mpi, code])
+    return ask_command([sys.executable, "-c", launch, mpi, code])
 
 
-def _run(command: Sequence[str]) -> Answer:
+def ask_command(command: Sequence[str]) -> Answer:
+    """Return the JSON object that a command prints last."""
     try:
         done = subprocess.run(
             command,
@@ -173,7 +188,7 @@ def mpirun(mpi: Mpi | None) -> Finding:
     return Finding("mpirun", State.AVAILABLE, f"{detail}, library {mpi.library}")
 
 
-_ASK_MPI = """
+ASK_MPI = """
 import json, os
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED",
@@ -281,6 +296,18 @@ def backend_gloo(library: Finding, answer: Answer, processes: Answer) -> Finding
     return Finding("gloo", State.AVAILABLE, "two processes ran; aiodist run --mpi none")
 
 
+_ASK_TABLES = """
+import json, aiodist
+async def main():
+    async with aiodist.init() as coll:
+        await coll.barrier()
+        if coll.rank == 0:
+            tables = {"availability": str(coll.availability()), "selector": str(coll.selector)}
+            print(json.dumps({"backend": coll.backend, **tables}), flush=True)
+aiodist.run(main)
+"""
+
+
 def backend_nccl(packages: Finding, devices: Finding, library: Answer) -> Finding:
     """Return whether there are GPUs, and NCCL for them."""
     if devices.state is not State.AVAILABLE:
@@ -296,14 +323,17 @@ def examine(environ: Mapping[str, str], ask: Ask = ask, ask_ranks: AskRanks = as
     """Return what is found on this host. Takes some seconds: it starts processes that load torch and MPI."""
     mpi = next(discover.installed(environ.get("PATH", os.defpath)), None)
     torch_answer = ask(_ASK_TORCH) if _version("torch") else Answer(None)
-    mpi_answer = ask_ranks(mpi.mpirun, _ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
+    mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
     processes = ask_ranks("none", "print('{}')")
     shm = shutil.disk_usage("/dev/shm")
     found_torch = torch(torch_answer, _version("torch"))
     found_mpirun, found_mpi4py = mpirun(mpi), mpi4py(mpi_answer, _version("mpi4py"))
     found_gpus, found_nccl = gpus(discover.gpu_names()), nccl_packages(_version)
+    backend = backend_mpi(found_mpirun, found_mpi4py, mpi_answer)
+    launcher = mpi.mpirun if mpi and backend.state is State.AVAILABLE else "none"
     return Report(
         host=platform.node(),
+        collectives=ask_ranks(launcher, _ASK_TABLES),
         findings=[
             python(),
             found_torch,
@@ -319,7 +349,7 @@ def examine(environ: Mapping[str, str], ask: Ask = ask, ask_ranks: AskRanks = as
             Finding("local", State.AVAILABLE, "ranks as tasks of one process")
             if found_torch.state is State.AVAILABLE
             else Finding("local", found_torch.state, f"torch: {found_torch.state}", found_torch.remedy),
-            backend_mpi(found_mpirun, found_mpi4py, mpi_answer),
+            backend,
             backend_gloo(found_torch, torch_answer, processes),
             backend_nccl(found_nccl, found_gpus, torch_answer),
         ],
@@ -334,19 +364,35 @@ def _version(package: str) -> str | None:
         return None
 
 
-_COLOUR = {State.AVAILABLE: "green", State.LIMITED: "yellow", State.MISSING: "yellow", State.UNUSABLE: "red"}
+_COLOURS = {State.AVAILABLE: "green", State.LIMITED: "yellow", State.MISSING: "yellow", State.UNUSABLE: "red"}
+
+
+def colour(state: State) -> str:
+    """Return the colour in which a state is printed."""
+    return _COLOURS[state]
+
+
+def _show_tables(answer: Answer, console: Console) -> None:
+    """Print what two ranks here can run their collectives with, and what runs which size."""
+    if answer.said is None:
+        console.print(f"Two ranks did not say what runs their collectives: {answer.trouble}", style="yellow")
+        return
+    for title, name in (("Implementations for two ranks over", "availability"), ("What runs them over", "selector")):
+        console.print(f"[italic]{title} {answer.said['backend']}")
+        console.print(answer.said[name], markup=False, highlight=False, soft_wrap=True)
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report as two tables."""
+    """Print the report as tables."""
     from rich.table import Table
     from rich.text import Text
 
     for title, rows in ((f"Found on {report.host}", report.findings), ("Backends", report.backends)):
         table = Table("name", "state", "detail", "what to do", title=title, title_justify="left")
         for row in rows:
-            state = Text(row.state, style=_COLOUR[row.state])
+            state = Text(row.state, style=colour(row.state))
             table.add_row(Text(row.name), state, Text(row.detail), Text(row.remedy))
         console.print(table)
+    _show_tables(report.collectives, console)
     if not report.usable:
         console.print("Several ranks cannot work together here: see the table of backends.", style="red")

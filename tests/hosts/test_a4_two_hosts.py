@@ -1,0 +1,49 @@
+"""A4 between real hosts: hierarchical against flat, over a quick link and one of 1 Gb/s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import TwoHosts
+
+RIGHT = """
+import torch, aiodist
+
+async def main():
+    async with aiodist.init() as coll:
+        everybody = torch.arange(1.0, coll.size + 1)
+        for n in (1, 1001, 3_000_000):
+            for impl in ("hierarchical", "leaders", "mpi", "auto"):
+                for t in (torch.empty(n), coll.empty(n)):
+                    t.fill_(coll.rank + 1.0)
+                    await coll.allreduce(t, impl=impl)
+                    assert t.eq(everybody.sum()).all(), (impl, n)
+                    t.fill_(coll.rank + 1.0)
+                    await coll.broadcast(t, root=3, impl=impl)
+                    assert t.eq(4).all(), (impl, n)
+                    t.fill_(coll.rank + 1.0)
+                    await coll.reduce(t, "max", root=2, impl=impl)
+                    assert t.eq(4 if coll.rank == 2 else coll.rank + 1).all(), (impl, n)
+        mean = await coll.allreduce(torch.full((5,), coll.rank, dtype=torch.bfloat16), "mean", impl="hierarchical")
+        assert mean.tolist() == [1.5] * 5
+        print("right", coll.nodes)
+
+aiodist.run(main)
+"""
+
+
+def test_a4_hosts_hierarchical_is_right(hosts: TwoHosts) -> None:
+    done = hosts.run(hosts.script(RIGHT, "right.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right 2") == 4
+
+
+def test_a4_hosts_hierarchical_sends_less_between_hosts_than_flat(any_hosts: TwoHosts) -> None:
+    """Half of what a flat ring does: what that takes in time is for `aiodist bench`, on a quiet machine."""
+    sent = {}
+    for impl in ("hierarchical", "ring"):
+        before = any_hosts.bytes_sent()
+        any_hosts.bench("allreduce", (impl,), (), (16 << 20,))
+        sent[impl] = any_hosts.bytes_sent() - before
+    assert 0.5 * sent["ring"] < sent["hierarchical"] < 0.8 * sent["ring"], sent

@@ -1,0 +1,240 @@
+"""Several hosts, with no process: who runs where, what mpirun is given, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.launch import commands, network
+from aiodist.launch.commands import Flavour, Job, Mpi
+from aiodist.launch.hosts import Host, host_of, parse_hosts, placed, read_hostfile
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Launcher
+
+OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
+OLD_OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "4.1.6", None)
+MPICH = Mpi("/opt/mpich/bin/mpirun", Flavour.MPICH, "5.0.2", None, ("ucx", "ofi"))
+OTHER = Mpi("/opt/x/bin/mpirun", Flavour.OTHER, "X 1", None)
+HOSTS = (Host("a", 2), Host("b", 3))
+GUARD = ["python", "-m", "guard"]
+JOB = Job(("train.py",), 5, hosts=HOSTS)
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:2,a:3", "host a is given twice"),
+        ("a:0", "'0' ranks: expected a whole number of at least 1"),
+        ("a:two", "'two' ranks"),
+        ("a:-1", "'-1' ranks"),
+        ("a:", "expected a number of ranks behind the colon"),
+        ("a,,b", "expected the name of a host"),
+        ("-oProxyCommand=x", "expected the name of a host"),
+        ("a b", "expected the name of a host"),
+        ("fe80::1:2", "an IPv6 address in brackets"),
+    ],
+)
+def test_l5_bad_hosts_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as seen:
+        parse_hosts(text)
+    assert f"--hosts {text}" in str(seen.value)
+
+
+def test_l5_a_hostfile_has_a_host_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\n\na slots=2  # first\n  b:3\nc\r\n[fe80::1]:4\n")
+    assert read_hostfile(file) == (Host("a", 2), Host("b", 3), Host("c"), Host("fe80::1", 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a\nb slots=x\n", 2, "'x' ranks"),
+        ("a:2 slots=2\n", 1, "expected name, name:N or name slots=N"),
+        ("a\n\nb max_slots=2\n", 3, "expected name, name:N or name slots=N"),
+        ("a\nb\na\n", 3, "host a is given twice"),
+    ],
+)
+def test_l5_a_bad_line_of_a_hostfile_is_named(tmp_path: Path, text: str, line: int, message: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as seen:
+        read_hostfile(file)
+    assert f"{file}, line {line}" in str(seen.value)
+
+
+def test_l5_a_hostfile_without_hosts_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="it names no host"):
+        read_hostfile(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hostfile(tmp_path / "missing")
+
+
+def test_l5_the_number_of_ranks_agrees_with_the_hosts() -> None:
+    assert placed([Host("a", 2), Host("b")], None) == (Host("a", 2), Host("b", 1))
+    assert placed(HOSTS, 5) == HOSTS
+    with pytest.raises(ConfigError, match=r"-n 4: the hosts have 5 ranks \(a:2, b:3\)"):
+        placed(HOSTS, 4)
+    with pytest.raises(ConfigError, match="-n 1: fewer ranks than the 2 hosts"):
+        placed([Host("a"), Host("b")], 1)
+
+
+@given(hosts=st.integers(1, 9), more=st.integers(0, 40))
+def test_l5_ranks_are_shared_out_over_hosts_without_numbers(hosts: int, more: int) -> None:
+    ranks = hosts + more
+    counts = [host.ranks or 0 for host in placed([Host(str(i)) for i in range(hosts)], ranks)]
+    assert sum(counts) == ranks
+    assert sorted(counts, reverse=True) == counts
+    assert counts[0] - counts[-1] <= 1
+    dealt = [Host(str(i), count) for i, count in enumerate(counts)]
+    assert [host_of(dealt, rank) for rank in range(ranks)] == [
+        host.name for host in dealt for _ in range(host.ranks or 0)
+    ]
+
+
+# What mpirun is given
+
+
+def test_l5_openmpi_fills_one_host_after_the_other() -> None:
+    assert commands.mpirun_command(JOB, OPENMPI, GUARD) == [
+        OPENMPI.mpirun,
+        *("-n", "5"),
+        *("--map-by", "slot:OVERSUBSCRIBE"),
+        *("--bind-to", "none"),
+        *("--host", "a:2,b:3"),
+        *("-x", "AIODIST_TOKEN", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH"),
+        *GUARD,
+    ]
+
+
+def test_l5_openmpi_takes_a_remote_shell_and_a_network() -> None:
+    job = replace(JOB, rsh="ssh -p 2222", iface="10.0.0.0/24", mpi_args=("--map-by", "node"))
+    command = commands.mpirun_command(job, OPENMPI, GUARD)
+    assert command[3:] == [
+        *("--bind-to", "none"),
+        *("--host", "a:2,b:3"),
+        *("--prtemca", "plm_ssh_agent", "ssh -p 2222"),
+        *("--prtemca", "prte_if_include", "10.0.0.0/24", "--mca", "btl_tcp_if_include", "10.0.0.0/24"),
+        *("-x", "AIODIST_TOKEN", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH"),
+        *("--map-by", "node"),
+        *GUARD,
+    ]
+    old = commands.mpirun_command(job, OLD_OPENMPI, GUARD)
+    assert ("--mca", "plm_rsh_agent") in itertools.pairwise(old)
+    assert ("--mca", "oob_tcp_if_include") in itertools.pairwise(old)
+
+
+def test_l5_mpich_takes_hosts_a_remote_shell_and_an_interface() -> None:
+    job = replace(JOB, rsh="/opt/agent", iface="lo")
+    assert commands.mpirun_command(job, MPICH, GUARD) == [
+        MPICH.mpirun,
+        *("-n", "5"),
+        *("-hosts", "a:2,b:3"),
+        *("-launcher", "ssh", "-launcher-exec", "/opt/agent"),
+        *("-iface", "lo"),
+        *("-genvlist", "AIODIST_TOKEN,LD_LIBRARY_PATH,PYTHONPATH"),
+        *GUARD,
+    ]
+    assert "lo" in commands.mpirun_command(replace(job, iface="127.0.0.0/8"), MPICH, GUARD)
+
+
+def test_l5_what_belongs_to_a_host_stays_there() -> None:
+    environ = {"HOME": "/root", "SSH_AUTH_SOCK": "/tmp/s", "SLURM_NODEID": "0", "TMPDIR": "/t", "OMP_NUM_THREADS": "4"}
+    assert commands.travelling({**environ, "PATH": "/bin"}) == {"OMP_NUM_THREADS": "4", "PATH": "/bin"}
+
+
+def test_l5_libraries_use_the_interface_that_was_named() -> None:
+    named = {"FI_TCP_IFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
+    assert commands.network_variables(OPENMPI, "eth1", {}) == named
+    assert commands.network_variables(OPENMPI, "eth1", {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert commands.network_variables(OPENMPI, "10.0.0.0/24", {}) == {}
+    assert commands.network_variables(MPICH, "", {}) == {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
+    assert commands.network_variables(MPICH, "", {"FI_PROVIDER": "verbs"})["FI_PROVIDER"] == "verbs"
+
+
+def test_l5_ranks_go_to_the_same_folder_unless_mpirun_is_told_another() -> None:
+    assert commands.folder(JOB, Path("/work")) == "/work"
+    assert commands.folder(replace(JOB, mpi_args=("--wdir", "/tmp")), Path("/work")) is None
+    assert commands.folder(replace(JOB, hosts=()), Path("/work")) is None
+
+
+# What is refused
+
+
+def test_l5_several_hosts_need_an_mpi_that_is_known() -> None:
+    commands.check_hosts(JOB, OPENMPI)
+    with pytest.raises(BackendUnavailable, match=r"--mpi none starts processes on this host alone: pip install"):
+        commands.check_hosts(replace(JOB, mpi="none"), None)
+    with pytest.raises(BackendUnavailable, match="no MPI was found here: pip install"):
+        commands.check_hosts(JOB, None)
+    with pytest.raises(ConfigError, match="with --mpi-arg"):
+        commands.check_hosts(JOB, OTHER)
+    with pytest.raises(ConfigError, match="put them into a script"):
+        commands.check_hosts(replace(JOB, rsh="ssh -p 2222"), MPICH)
+    for job in (replace(JOB, hosts=(), mpi="none"), replace(JOB, hosts=())):
+        commands.check_hosts(job, None)
+
+
+def test_l5_options_for_hosts_need_hosts() -> None:
+    with pytest.raises(ConfigError, match="--rsh is for several hosts"):
+        Job(("train.py",), 2, rsh="ssh")
+    with pytest.raises(ConfigError, match="--iface is for several hosts"):
+        Job(("train.py",), 2, iface="eth0")
+    with pytest.raises(ConfigError, match="4 ranks, but a:2, b:3"):
+        Job(("train.py",), 4, hosts=HOSTS)
+
+
+def test_l5_an_unknown_host_is_named() -> None:
+    network.check_known(["localhost", "127.0.0.1"], "")
+    network.check_known(["nobody.invalid"], "/opt/agent")
+    with pytest.raises(ConfigError, match=r"host nobody\.invalid is not known here"):
+        network.check_known(["localhost", "nobody.invalid"], "")
+
+
+def test_l5_an_unknown_interface_lists_those_there_are() -> None:
+    assert network.interface("lo") == ("lo", "127.0.0.1")
+    assert network.interface("127.0.0.0/8") == ("lo", "127.0.0.1")
+    with pytest.raises(ConfigError, match=r"--iface eth99: expected an interface .*lo 127\.0\.0\.1"):
+        network.interface("eth99")
+
+
+def test_l5_the_launcher_is_met_where_the_others_reach_it() -> None:
+    assert network.meeting_address(["localhost"], "") == network.LOOPBACK
+    assert network.meeting_address(["localhost"], "lo") == "127.0.0.1"
+    assert network.is_this_host("localhost")
+    assert not network.is_this_host("192.0.2.77")
+    outward = network.meeting_address(["nobody.invalid"], "")
+    socket.create_server((outward, 0), family=socket.AF_INET6 if ":" in outward else socket.AF_INET).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hosts", "a:1", "--hostfile", "f"), "give one of them"),
+        (("--hosts", "a:1,b:1", "-n", "3"), "-n 3: the hosts have 2 ranks"),
+        (("--hosts", "a:1,b:1", "--mpi", "none"), "several hosts need an mpirun"),
+        (("--rsh", "ssh", "--mpi", "none"), "--rsh is for several hosts"),
+    ],
+)
+def test_l5_the_command_line_refuses_in_one_line(plain: Launcher, options: tuple[str, ...], message: str) -> None:
+    script = plain.script("say('never')")
+    command = [sys.executable, "-m", "aiodist.cli", "run", *options, script]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
