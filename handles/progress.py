@@ -393,8 +393,9 @@ class _ProgressThread:
                 idle_since = now
             if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
                 busy_since = now
+            left_to_us = any(p.parked or p.large for p in due)
             del pending, due
-            if completed:
+            if completed and left_to_us:
                 continue  # there may be more at once
             if eager and now - busy_since < _EAGER_SECONDS:
                 if crowded:
