@@ -13,6 +13,7 @@ __all__ = ["Bell", "FutexBell", "LockBell", "SharedWord"]
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 1 << 30
+_FOR_US, _FOR_ALL = 1, 2  # who sleeps: may its own process alone wake it, or the others too?
 
 
 class Bell(Protocol):
@@ -21,8 +22,8 @@ class Bell(Protocol):
     def ring(self) -> None:
         """Wake whoever waits; from any thread."""
 
-    def wait(self, seconds: float | None) -> None:
-        """Return when it was rung, or after `seconds`."""
+    def wait(self, seconds: float | None, *, for_all: bool = True) -> None:
+        """Return when it was rung, or after `seconds`; unless it is `for_all`, other processes need not ring."""
 
 
 class LockBell:
@@ -40,7 +41,7 @@ class LockBell:
             except RuntimeError:
                 return  # somebody else rang first
 
-    def wait(self, seconds: float | None) -> None:
+    def wait(self, seconds: float | None, *, for_all: bool = True) -> None:
         """See `Bell`."""
         self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
@@ -82,21 +83,26 @@ class FutexBell:
 
     def ring(self) -> None:
         """See `Bell`."""
-        self._count.set(self._fresh.getrandbits(32))
-        self.ring_if_asleep()
+        self._ring_where(_FOR_US)
 
     def ring_if_asleep(self) -> None:
-        """Ring unless its owner is awake, and so sees by itself what has changed before this call."""
+        """Ring for another process: only where its owner waits for that, and does not look by itself."""
         # Taking a lock is a full fence: what was stored before is visible before `asleep` is read.
         self._fence.acquire()
         self._fence.release()
-        if self._asleep.get():
-            self._count.set(self._fresh.getrandbits(32))
+        if self._asleep.get() >= _FOR_ALL:
+            self._ring_where(_FOR_ALL)
+
+    def _ring_where(self, asleep: int) -> None:
+        self._count.set(self._fresh.getrandbits(32))
+        self._fence.acquire()
+        self._fence.release()
+        if self._asleep.get() >= asleep:
             self._syscall(self._number, self._at, _WAKE, _EVERYBODY, None, None, 0)
 
-    def wait(self, seconds: float | None) -> None:
+    def wait(self, seconds: float | None, *, for_all: bool = True) -> None:
         """See `Bell`."""
-        self._asleep.set(1)
+        self._asleep.set(_FOR_ALL if for_all else _FOR_US)
         self._fence.acquire()
         self._fence.release()
         heard = self._count.get()

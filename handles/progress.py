@@ -402,17 +402,18 @@ class _ProgressThread:
                     os.sched_yield()
                 continue
             pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS
-            self._sleep(None if now - idle_since > _LINGER_SECONDS else pause)
+            self._sleep(None if now - idle_since > _LINGER_SECONDS else pause, left_to_us)
 
-    def _sleep(self, pause: float | None) -> None:
+    def _sleep(self, pause: float | None, left_to_us: bool) -> None:
         if pause is None:
             self.asleep = True
             # An operation that was issued before it could see us asleep rings no bell.
             if not any(p.pending() for p in self._alive()):
-                self._bell.wait(None)
+                self._bell.wait(None, for_all=False)
             self.asleep = False
         else:
-            self._bell.wait(pause)
+            # While the loop looks for itself, waking us would only take its core away.
+            self._bell.wait(pause, for_all=left_to_us)
 
 
 def _drive(progress: Progress) -> bool:

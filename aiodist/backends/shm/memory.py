@@ -13,6 +13,7 @@ import threading
 from bisect import bisect_right, insort
 from collections import deque
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -51,8 +52,8 @@ class Arena:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
-        numel = torch.Size(shape).numel()
-        if not numel:
+        numel = prod(shape)
+        if numel <= 0:  # which says what is wrong with sizes below zero
             return torch.empty(shape, dtype=dtype)
         nbytes = numel * dtype.itemsize
         segment, start, stop = self._allocate(_in_pages(nbytes))
@@ -72,6 +73,7 @@ class Arena:
             except OSError as error:
                 segment.holes.clear()
                 raise _lack(nbytes, error) from error
+        self._reclaim()
 
     def close(self) -> None:
         """Give no more pages back one by one: others may still look, and all go with the last tensor and mapping."""
@@ -97,6 +99,7 @@ class Arena:
                 if start is not None:
                     break
             else:
+                _check_room(nbytes)  # addresses that were never used would stay
                 segment = self._add(max(nbytes, _SEGMENT_BYTES), kept=False)
                 start = segment.take(nbytes)
                 assert start is not None
@@ -197,10 +200,7 @@ def _in_pages(nbytes: int) -> int:
 def _check_room(nbytes: int) -> None:
     """Raise MemoryError where reserving would have the kernel kill somebody."""
     available = psutil.virtual_memory().available
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _LIMITS:
         try:
             available = min(available, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
         except (OSError, ValueError):  # no such limit
