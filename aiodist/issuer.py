@@ -14,10 +14,9 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from aiodist.backends.base import Transport
+from aiodist.backends.base import Begin, Transport
 from aiodist.claims import Claim
 from aiodist.collectives import operations
-from aiodist.collectives.implementations import Begin
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, run

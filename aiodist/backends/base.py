@@ -19,9 +19,11 @@ from torch import Tensor, dtype
 
 from aiodist.types import ReduceOp
 
-__all__ = ["DTYPES", "Capabilities", "Done", "Native", "Transport"]
+__all__ = ["DTYPES", "Begin", "Capabilities", "Done", "Native", "Transport"]
 
 Done = Callable[[BaseException | None], None]
+Begin = Callable[[Tensor, int, Done], None]
+"""(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
 DTYPES = (
     torch.bool,
@@ -58,7 +60,7 @@ class Native(Protocol):
     def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
         """Return True when the method named `operation` takes such tensors."""
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
         """Return what `allreduce` does to tensors of `kind` and `numel`: the hot path."""
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:

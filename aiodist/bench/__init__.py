@@ -9,6 +9,8 @@ timing       contenders in turn, and what their samples say
 peers        mpi4py and torch.distributed, called as their users call them
 collectives  every operation by size
 awaits       what waiting costs
+tuning       `aiodist tune`: what is to be measured, and the ranks for it
+tuning_worker  what each of them runs: measures all implementations, writes the selector's table
 records      one measured thing, and its JSON
 targets      the speeds to reach
 report       tables and plots

@@ -11,7 +11,7 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return lines with aligned columns, the first of them `heads` behind a `#`.
 
     >>> print(columns(("a", "word"), [("1", "one"), ("100", "hundred")]))
-    # a  word
+    # a    word
       1    one
       100  hundred
     """

@@ -7,13 +7,13 @@ Every implementation offers the same programs on flat tensors in wire dtype, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Native
+from aiodist.backends.base import Begin, Native
 from aiodist.backends.shm import INLINE_BYTES, ShmNative
 from aiodist.collectives.program import Endpoint, Program, tag_of
 from aiodist.collectives.scheduled import Scheduled
@@ -21,11 +21,7 @@ from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
 
-__all__ = ["Begin", "Implementation", "Library", "Messages", "SharedMemory", "Wanted"]
-
-Begin = Callable[[Tensor, int, Done], None]
-"""(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
-
+__all__ = ["Implementation", "Library", "Messages", "SharedMemory", "Wanted"]
 
 class Wanted(NamedTuple):
     """An operation on tensors of some kind; the same on all ranks."""
@@ -103,8 +99,7 @@ class Library:
         short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
         if short or not self._native.supports("allreduce", kind, op, numel):
             return None
-        begin = self._native.plan_allreduce(kind, numel, op)
-        return lambda t, _, done: begin(t, done)
+        return self._native.plan_allreduce(kind, numel, op)
 
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         yield [partial(self._native.broadcast, t, root)]

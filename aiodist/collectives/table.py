@@ -257,10 +257,11 @@ def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:
 
 
 def _usual(library: str | None, hosts: str, operation: str) -> _Steps:
-    if library is None:
-        return ((0, "direct"),)
-    if hosts == "several":
-        return ((0, library), (_LEVELS_BYTES, "hierarchical")) if operation in _IN_LEVELS else ((0, library),)
+    short = library or "direct"
+    if hosts == "several" and operation in _IN_LEVELS:
+        return (0, short), (_LEVELS_BYTES, "hierarchical")
+    if hosts == "several" or library is None:
+        return ((0, short),)
     return _OVER_MPI[operation] if library == "mpi" else ((0, "shm"),)
 
 

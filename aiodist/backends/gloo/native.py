@@ -5,12 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Begin, Done
 from aiodist.backends.gloo.disputes import Disputes
 from aiodist.backends.gloo.frames import ROUND, Frame
 from aiodist.backends.gloo.group import Call, Group, allreduce_calls, reduce_calls
@@ -71,9 +70,10 @@ class GlooNative:
             return operation != "reduce"  # the others send to the root and need not wait
         return operation in ("allreduce", "reduce") and gloo_reduces(kind, op)
 
-    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
         """Return `allreduce` for such tensors, with all that can be known ahead worked out."""
-        return partial(self._allreduce, signature=sign("allreduce", kind, numel, op), op=op)
+        signature = sign("allreduce", kind, numel, op)
+        return lambda t, _, done: self._allreduce(t, done, signature, op)
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place on every rank."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Begin, Done
 from aiodist.backends.inplace import copy, divide
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, bytes_of, join, spec, start
@@ -89,13 +89,13 @@ class MpiNative:
                 done = _divided(t, self._comm.size, done)
             start(self._requests, lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
-    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Callable[[Tensor, Done], None]:
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
         """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, track = MPI.IN_PLACE, self._requests.track
         if nbytes >= LARGE_BYTES or _saturates(kind, op):
-            return lambda t, done: self.allreduce(t, op, done)
+            return lambda t, _, done: self.allreduce(t, op, done)
         specs: dict[int, list[Any]] = {}
 
         def described(at: int) -> list[Any]:
@@ -104,7 +104,7 @@ class MpiNative:
             made = specs[at] = [address(at, nbytes), numel, mpi_type]
             return made
 
-        def begin(t: Tensor, done: Done) -> None:
+        def begin(t: Tensor, _: int, done: Done) -> None:
             at = t.data_ptr()
             if mean:
                 done = _divided(t, ranks, done)

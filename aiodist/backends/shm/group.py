@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.shm.boards import FILLED, KEY, NUMBER, WORKED, Boards, Post
-from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.memory import Place
+from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.rounds import STAGES, Rounds
 from aiodist.backends.shm.works import Task, described
 from aiodist.errors import AiodistError, BackendError, MismatchError
@@ -45,7 +45,6 @@ class Groups:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self._busy: list[Group] = []
-        progress.add_poller(self)
 
     def __len__(self) -> int:
         return len(self._busy)
@@ -53,6 +52,8 @@ class Groups:
     def add(self, group: Group) -> None:
         """Poll `group` until it has nothing left to do."""
         self._busy.append(group)
+        if len(self._busy) == 1:  # while there is nothing to do here, others are polled more quickly
+            self.progress.add_poller(self)
 
     def poll(self, until: float = 0.0) -> bool:
         """Move every operation on; True when one moved."""
@@ -63,11 +64,15 @@ class Groups:
                     moved = True
                 if not group.busy:
                     self._busy.remove(group)
+            if not self._busy:
+                self.progress.remove_poller(self)
+                return moved
             if moved or perf_counter() >= until:
                 return moved
 
     def close(self) -> None:
         """Poll no more."""
+        self._busy.clear()
         self.progress.remove_poller(self)
 
 
