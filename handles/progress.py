@@ -238,12 +238,12 @@ class Progress:
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return
         try:
-            until = perf_counter() + self.spin_seconds
-            if until > self.last_ran + _TICK_SECONDS:
-                # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
-                until = self.last_ran + _TICK_SECONDS
+            # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
+            most = self.last_ran + _TICK_SECONDS
+            until = min(perf_counter() + self.spin_seconds, most)
             while True:
-                self.poll(0.0 if self.crowded else until)
+                if self.poll(0.0 if self.crowded else until):
+                    until = min(perf_counter() + self.spin_seconds, most)  # it goes on: the end is near
                 if handle.done() or perf_counter() >= until or not self.pending():
                     return
                 if self.crowded:

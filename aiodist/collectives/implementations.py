@@ -23,6 +23,7 @@ from aiodist.types import ReduceOp
 
 __all__ = ["Implementation", "Library", "Messages", "SharedMemory", "Wanted"]
 
+
 class Wanted(NamedTuple):
     """An operation on tensors of some kind; the same on all ranks."""
 

@@ -280,7 +280,8 @@ _LEVELS_BYTES = 256 << 10
 # Allgather's sizes, a first step, are the library's where they are short. Over gloo, whose collectives take 300 us, shm
 # is the better at any size.
 _OVER_MPI: Mapping[str, _Steps] = {
-    "allreduce": ((0, "mpi"), (2 << 20, "shm")),
+    # Buckets of gradients lie in an arena: they gain from 256 KiB on, ordinary tensors from about 1 MiB.
+    "allreduce": ((0, "mpi"), (512 << 10, "shm")),
     "broadcast": ((0, "mpi"), (2 << 20, "shm")),
     "reduce": ((0, "mpi"), (64 << 10, "tree"), (2 << 20, "shm")),
     "allgather": ((0, "mpi"), (16 << 10, "doubling"), (16 << 20, "shm")),

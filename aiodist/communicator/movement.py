@@ -55,7 +55,9 @@ class Movement(Base):
         elif isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root and not across else writing(*ts)
-        return self._issue(fingerprint_of("broadcast", ts, None, root, impl), mapped(program, convert), claims, ts, timeout)
+        return self._issue(
+            fingerprint_of("broadcast", ts, None, root, impl), mapped(program, convert), claims, ts, timeout
+        )
 
     def allgather(
         self,
@@ -81,7 +83,12 @@ class Movement(Base):
         if across:
             program = interleaved(program)
         return self._issue(
-            Fingerprint("allgather", dtype_names(ts), op=how(None, impl)), program, claims_of(ts, out), ts, timeout, outs=(out,)
+            Fingerprint("allgather", dtype_names(ts), op=how(None, impl)),
+            program,
+            claims_of(ts, out),
+            ts,
+            timeout,
+            outs=(out,),
         )
 
     def gather(

@@ -232,7 +232,9 @@ class Reductions(Base):
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)
-        return self._issue(fingerprint_of(name, ts, op, impl=impl), mapped(program, convert), claims, ts, timeout, outs=(out,))
+        return self._issue(
+            fingerprint_of(name, ts, op, impl=impl), mapped(program, convert), claims, ts, timeout, outs=(out,)
+        )
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_alike(check_list(t, None, "t"))

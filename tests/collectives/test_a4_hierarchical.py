@@ -28,9 +28,7 @@ SMALL_PIECES = {name: limit.usual for name, limit in LIMITS.items()} | {"hierarc
 
 def forms(coll: Communicator) -> list[tuple[list[list[int]], Implementation]]:
     return [
-        (hosts, form)
-        for hosts in HOSTS[coll.size]
-        for form in Hierarchical.forms(hosts, coll.rank, None, SMALL_PIECES)
+        (hosts, form) for hosts in HOSTS[coll.size] for form in Hierarchical.forms(hosts, coll.rank, None, SMALL_PIECES)
     ]
 
 

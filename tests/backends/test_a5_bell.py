@@ -1,0 +1,182 @@
+"""A5: the bell in shared memory: rings are heard, by threads and by other processes."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+
+import pytest
+
+from aiodist.handles.bell import FutexBell, SharedWord
+
+ROUNDS = 3000
+
+
+def bell_in(page: mmap.mmap) -> FutexBell:
+    memory = memoryview(page)
+    return FutexBell(SharedWord(memory[0:]), SharedWord(memory[64:]))
+
+
+def count_in(page: mmap.mmap) -> SharedWord:
+    return SharedWord(memoryview(page)[128:])
+
+
+@pytest.fixture
+def page() -> mmap.mmap:
+    return mmap.mmap(-1, mmap.PAGESIZE)
+
+
+def test_a5_a_ring_that_nobody_waits_for_is_heard_by_the_next_wait(page: mmap.mmap) -> None:
+    mine, other = bell_in(page), bell_in(page)
+    for _ in range(100):
+        other.ring()
+        _within(10, mine, None)
+    began = time.monotonic()
+    mine.wait(0.05)
+    assert time.monotonic() - began >= 0.045, "it was rung once, and heard twice"
+
+
+def _within(seconds: float, bell: FutexBell, wait: float | None) -> None:
+    thread = threading.Thread(target=bell.wait, args=(wait,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it was not heard"
+
+
+def test_a5_waits_end_in_time(page: mmap.mmap) -> None:
+    bell = bell_in(page)
+    for seconds in (0.0, 1e-6, 0.02, 1e-9):
+        began = time.monotonic()
+        bell.wait(seconds)
+        assert seconds * 0.9 <= time.monotonic() - began < seconds + 5
+
+
+def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:
+    mine, other = bell_in(page), bell_in(page)
+    other.ring_if_asleep()
+    began = time.monotonic()
+    mine.wait(0.02)
+    assert time.monotonic() - began >= 0.018, "nobody slept, so nothing was rung"
+    thread = threading.Thread(target=mine.wait, args=(None,), daemon=True)
+    thread.start()
+    asleep = SharedWord(memoryview(page)[64:])
+    until = time.monotonic() + 10
+    while not asleep.get() and time.monotonic() < until:
+        time.sleep(0)
+    other.ring_if_asleep()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert asleep.get() == 0
+
+
+def test_a5_rings_that_overtake_one_another_are_heard(page: mmap.mmap) -> None:
+    """A ringer that is stopped just before it writes the count must not be taken for one that was heard."""
+    mine, slow, other = bell_in(page), bell_in(page), bell_in(page)
+    stale = slow._count
+    seen: list[int] = []
+
+    class Stopped:
+        address = stale.address
+
+        def get(self) -> int:
+            return stale.get()
+
+        def set(self, value: int) -> None:
+            if not seen:
+                seen.append(value)
+                other.ring()
+                mine.wait(1.0)  # which hears the other
+            stale.set(value)
+
+    slow._count = Stopped()  # type: ignore[assignment]
+    began = time.monotonic()
+    slow.ring()
+    mine.wait(1.0)
+    assert seen
+    assert time.monotonic() - began < 0.9, "the second ring was not heard"
+
+
+def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:
+    """Echo: wait for each number at `mine`, and ring back."""
+    hear, tell = bell_in_half(page, mine), bell_in_half(page, theirs)
+    get, put = word_in_half(page, mine), word_in_half(page, theirs)
+    for number in range(1, ROUNDS + 1):
+        while get.get() != number:
+            hear.wait(None)
+        put.set(number)
+        tell.ring()
+
+
+def bell_in_half(page: mmap.mmap, half: int) -> FutexBell:
+    memory = memoryview(page)[half * 1024 :]
+    return FutexBell(SharedWord(memory[0:]), SharedWord(memory[64:]))
+
+
+def word_in_half(page: mmap.mmap, half: int) -> SharedWord:
+    return SharedWord(memoryview(page)[half * 1024 + 128 :])
+
+
+@pytest.fixture(params=["threads", "processes"])
+def answering(request: pytest.FixtureRequest, page: mmap.mmap) -> Iterator[None]:
+    if request.param == "threads":
+        thread = threading.Thread(target=_answer, args=(page, 0, 1), daemon=True)
+        thread.start()
+        yield
+        thread.join(10)
+        assert not thread.is_alive()
+        return
+    child = get_context("fork").Process(target=_answer, args=(page, 0, 1), daemon=True)
+    child.start()
+    yield
+    child.join(10)
+    assert child.exitcode == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, answering: None) -> None:
+    """Both wait without a limit: one lost ring, and neither goes on."""
+    hear, tell = bell_in_half(page, 0), bell_in_half(page, 1)
+    get, put = word_in_half(page, 0), word_in_half(page, 1)
+    last = 0
+
+    def play() -> None:
+        nonlocal last
+        for number in range(1, ROUNDS + 1):
+            put.set(number)
+            tell.ring()
+            while get.get() != number:
+                hear.wait(None)
+            last = number
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), f"a ring was lost after {last}"
+
+
+def test_a5_many_ring_at_once(page: mmap.mmap) -> None:
+    """Each ringer says its part before it rings: whoever has heard the last ring has seen all of them."""
+    mine = bell_in(page)
+    said = [0] * 4
+
+    def ring(i: int) -> None:
+        bell = bell_in(page)
+        for _ in range(2000):
+            said[i] += 1
+            bell.ring()
+
+    threads = [threading.Thread(target=ring, args=(i,), daemon=True) for i in range(4)]
+
+    def listen() -> None:
+        while sum(said) < 8000:
+            mine.wait(None)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    for thread in (listener, *threads):
+        thread.start()
+    for thread in (*threads, listener):
+        thread.join(20)
+        assert not thread.is_alive(), said

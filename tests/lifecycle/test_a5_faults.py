@@ -1,0 +1,70 @@
+"""A5: shared memory when a rank is killed in the middle, when there is none, and when all is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Run
+
+GONE = 10.0
+
+gloo = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+
+
+def shared_files() -> set[str]:
+    return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name}
+
+
+@gloo
+@pytest.mark.parametrize(("n", "place"), [(2, "arena"), (3, "arena"), (3, "ordinary")])
+def test_a5_a_rank_killed_in_the_middle_is_lost_within_a_second(run: Run, n: int, place: str) -> None:
+    files = shared_files()
+    ended = run("memory.py", "killed", place, n=n)
+    assert (ended.code, ended.codes()) == (137, [*[1] * (n - 1), -9]), ended
+    (mark,) = [float(line.removeprefix("mark: ")) for line in ended.said(n - 1)]
+    for rank in range(n - 1):
+        assert ended.value(rank, "told") in ("PeerLost", "RemoteError")
+        assert ended.value(rank, "left") == "0", "it still has memory of an arena"
+        assert 0 <= float(ended.value(rank, "lost")) - mark < 1.0
+    assert all(ended.gone_after(rank, "mark") < GONE for rank in range(n))
+    assert shared_files() <= files, "a file was left behind"
+
+
+@gloo
+def test_a5_everything_goes_back_and_init_may_come_again(run: Run) -> None:
+    n = 3
+    ended = run("memory.py", "clean", n=n)
+    assert (ended.code, ended.codes()) == (0, [0] * n), ended
+    for rank in range(n):
+        assert ended.said(rank) == ["closed: yes", "left: 0"] * 2
+
+
+@gloo
+def test_a5_a_rank_that_has_no_memory_goes_on(run: Run) -> None:
+    ended = run("memory.py", "lacking")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert ended.said(0) == ["sum: 20.0"]
+    assert ended.said(1) == ["lack: True", "room: True", "sum: 20.0"]
+
+
+@gloo
+def test_a5_without_shared_memory_the_same_calls_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODIST_SHM", "0")
+    ended = run("memory.py", "without")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    for rank in range(2):
+        said = ended.said(rank)
+        assert said[:2] == ["sum: 10.0", "mapped: 0"]
+        assert "it was turned off (AIODIST_SHM=0)" in said[2]
+
+
+@gloo
+def test_a5_one_rank_has_tensors_of_its_own(run: Run) -> None:
+    ended = run("memory.py", "without", n=1)
+    assert (ended.code, ended.codes()) == (0, [0]), ended
+    assert ended.said(0)[:2] == ["sum: 5.0", "mapped: 0"]
+    assert "there is one rank" in ended.said(0)[2]
