@@ -69,9 +69,9 @@ class Poller(Protocol):
 class Progress:
     """Drives every pending operation of one event loop.
 
-    Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds
-    of `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber cores: whoever spins
-    lets others run in between.
+    Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
+    `perf_counter`), `spin_seconds` how long an await may spin while nothing moves; `crowded` says that ranks outnumber
+    cores: whoever spins lets others run in between.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()

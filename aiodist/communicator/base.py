@@ -164,10 +164,11 @@ class Base:
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
 
-        Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count. Collectives of
-        `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and done. Its pages
-        are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many bytes were asked
-        for, where there are none. Where no other rank shares memory with this one it is `torch.empty`.
+        Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count.
+        Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
+        done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
+        bytes were asked for, where there are none. Where no other rank shares memory with this one it is
+        `torch.empty`.
         """
         if self._issuer.refusal is not None:
             raise self._issuer.refusal.with_traceback(None)
