@@ -120,7 +120,7 @@ def _check(plan: Plan, benchmark: registry.Benchmark) -> None:
 
 def _job_size(asked: int | None, environment: Environment) -> int | None:
     """Return how many ranks the job has that this process already belongs to, None where it is to start them."""
-    if environment.starter not in (Starter.MPI, Starter.SLURM, Starter.TORCHRUN):
+    if environment.starter is Starter.ALONE:
         return None
     if asked not in (None, environment.size):
         raise ConfigError(f"--ranks {asked}: {environment.starter} started {environment.size} of them")

@@ -195,7 +195,7 @@ class Group:
     def _post(self, task: Task) -> None:
         work, rank = task.work, self.rank
         window = stage = None
-        if work.longest and (work.reads(rank) or work.writes(rank)):
+        if work.window_numel(rank) and (work.reads(rank) or work.writes(rank)):
             window = self._near.locate(task.tensor)
             if window is None:
                 stage = self._own_stage()
