@@ -48,7 +48,6 @@ class Arena:
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
-        self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
@@ -77,7 +76,9 @@ class Arena:
 
     def close(self) -> None:
         """Give no more pages back one by one: others may still look, and all go with the last tensor and mapping."""
-        self._closed = True
+        with self._lock:
+            for segment in self.segments:
+                segment.kept = True
 
     def locate(self, address: int, nbytes: int) -> Place | None:
         """Return where `nbytes` from `address` on lie, None when not in this arena."""
@@ -129,7 +130,7 @@ class Arena:
 
     def _free(self, segment: _Segment, start: int, stop: int) -> None:
         """Give a block back; called by the garbage collector, in any thread, in the middle of anything."""
-        if self._closed or os.getpid() != self._process:  # in a forked child: the memory is the parent's
+        if os.getpid() != self._process:  # in a forked child: the memory is the parent's
             return
         self._freed.append((segment, start, stop))
         self._reclaim()
