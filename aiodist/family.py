@@ -129,8 +129,9 @@ class Family:
     def close_memory(self) -> None:
         """Let go of the other ranks' memory, once every communicator is closed or given up."""
         if self.near is not None and self._groups is not None:
-            self._groups.close()
-            self.near.close()
+            with transport_lock:  # no poll is on its way
+                self._groups.close()
+                self.near.close()
 
     def _lost(self, exit: Exit) -> None:
         for communicator in self._open:

@@ -199,6 +199,9 @@ class Group:
             window = self._near.locate(task.tensor)
             if window is None:
                 stage = self._own_stage()
+                if work.reads(rank):  # what the first round needs is there as soon as anybody asks
+                    self._alone(task).fill(0, self._stage)
+                    self._boards.mine.words[FILLED] = self._count + 1
         self._boards.mine.write(self._number, task.key, work.facts, window, stage)
         self._boards.ring()
 
@@ -227,11 +230,12 @@ class Group:
                     if len(self._known) >= _MOST_KNOWN:
                         self._known.clear()
                     self._known[said] = rounds
-        if rounds is not None:
+        if rounds is None:
+            self._count += 1
+            self._tell(WORKED, self._count)
+        else:
             yield from self._perform(task, rounds)
         # Nobody goes on, and says something else, before all have seen what was said of this one.
-        self._count += 1
-        self._tell(WORKED, self._count)
         yield from self._wait(WORKED, self._count)
         if differ:
             sides = "; ".join(f"rank {rank}: {described(post.facts)}" for rank, post in enumerate(posts))
@@ -247,6 +251,12 @@ class Group:
         memory = [self._memory(task, rank, post, cached) for rank, post in enumerate(posts)]
         return Rounds(work, nbytes // work.dtype.itemsize, staged, memory, cached=cached)
 
+    def _alone(self, task: Task) -> Rounds:
+        """Return the rounds of an operation before anything is known of the others."""
+        work, window = task.work, task.window
+        piece = self._stage_bytes // work.parts // work.dtype.itemsize
+        return Rounds(work, piece, [True] * self.size, [window] * self.size, cached=False)
+
     def _memory(self, task: Task, rank: int, post: Post, cached: bool) -> Tensor:
         """Return what is to be looked at of the memory of `rank`: its window, or its stage."""
         work, place = task.work, post.window or post.stage
@@ -260,13 +270,7 @@ class Group:
 
     def _perform(self, task: Task, rounds: Rounds) -> Steps:
         base, self._count = self._count, self._count + rounds.count
-        if rounds.cached:
-            for j in range(rounds.count):
-                rounds.work_on(j, rounds.memory[self.rank])
-                if j + 1 < rounds.count:
-                    yield True
-            return
-        out = task.out
+        out = rounds.memory[self.rank] if rounds.cached else task.out
         if any(rounds.staged):
             yield from self._staged(rounds, base, out)
             return
@@ -274,13 +278,14 @@ class Group:
             rounds.work_on(j, out)
             if j + 1 < rounds.count:
                 yield True
+        self._tell(WORKED, self._count)
 
     def _staged(self, rounds: Rounds, base: int, out: Tensor) -> Steps:
         work, me = rounds.work, self.rank
         fills = rounds.staged[me] and work.reads(me)
         drains = rounds.staged[me] and work.writes(me)
         readable = [i for i, staged in enumerate(rounds.staged) if staged and i != me and work.reads(i)]
-        filled = 0
+        filled = 1
         for j in range(rounds.count):
             while fills and filled < min(j + STAGES, rounds.count):
                 # What was in that stage before has been worked on by everybody.
@@ -294,8 +299,7 @@ class Group:
                 while words[FILLED] < base + j + 1:
                     yield False
             rounds.work_on(j, out)
-            if j + 1 < rounds.count or drains:
-                self._tell(WORKED, base + j + 1)
+            self._tell(WORKED, base + j + 1)
             yield True
             if drains:
                 yield from self._wait(WORKED, base + j + 1)
