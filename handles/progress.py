@@ -186,6 +186,11 @@ class Progress:
 
         return finished
 
+    def forget(self) -> None:
+        """Drive nothing of what is pending: in a forked child, which must not touch its parent's transfers."""
+        self._pollers = ()
+        self._inbox.clear()
+
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
         return bool(self._inbox) or any(map(len, self._pollers))
@@ -429,8 +434,10 @@ sleep_at, leave_bell = _thread.sleep_at, _thread.leave
 
 
 def _after_fork() -> None:
-    """A forked child has no progress thread and may find the lock taken for ever."""
+    """A forked child has no progress thread and may find the lock taken for ever; what is pending is its parent's."""
     _thread.__init__()  # type: ignore[misc]
+    for progress in list(Progress._of_loop.values()):
+        progress.forget()
     transport_lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 

@@ -186,7 +186,8 @@ def torch_threads(coll: Communicator) -> Iterator[int]:
     try:
         yield count
     finally:
-        torch.set_num_threads(before)
+        if before != count:  # else another rank of this process has set them, and sets them back
+            torch.set_num_threads(before)
 
 
 async def _measure(session: Session, model: str, samples: int) -> list[Record]:

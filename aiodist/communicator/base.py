@@ -168,10 +168,8 @@ class Base:
         Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
         done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
         bytes were asked for, where there are none. Where no other rank shares memory with this one it is
-        `torch.empty`.
+        `torch.empty`. It goes on working where the communicator was closed or given up.
         """
-        if self._issuer.refusal is not None:
-            raise self._issuer.refusal.with_traceback(None)
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         near = self._family.near
         return torch.empty(size, dtype=dtype) if near is None else near.arena.empty(size, dtype)
