@@ -226,8 +226,12 @@ def reduce_scatter(
     counts = [block.numel() for block in blocks]
     mine = counts[p.ep.rank]
     target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
+    if p.finishes("reduce_scatter", t, op):
+        yield from p.reduce_scatter(t.detach().view(-1), target.detach().view(-1), counts, op)
+        return target
     wire = to_wire(t)
-    block = torch.empty(mine, dtype=wire.dtype)
+    # Where results are kept as they are computed, they are computed where they are kept.
+    block = to_wire(target) if wire.dtype.itemsize == t.dtype.itemsize else torch.empty(mine, dtype=wire.dtype)
     yield from p.reduce_scatter(wire, block, counts, wire_op(op))
     from_wire(block, target, op, p.ep.size)
     return target

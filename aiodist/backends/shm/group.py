@@ -31,6 +31,7 @@ _PIECE_BYTES = 1 << 18  # what is worked on at once where nothing is staged: it 
 INLINE_BYTES = 2 * LARGE_BYTES
 """From here on the progress thread works: a round lasts 50 us, so shorter ones do not hold up the loop."""
 
+_ROUNDS_AT_ONCE = 4  # of those: looking at everything else in between takes 10 us
 _MOST_KNOWN = 256  # operations whose rounds are kept: programs reduce the same tensors again and again
 _LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
 
@@ -195,9 +196,9 @@ class Group:
     def _post(self, task: Task) -> None:
         work, rank = task.work, self.rank
         window = stage = None
-        if work.window_numel(rank) and (work.reads(rank) or work.writes(rank)):
+        if work.window_numel(rank):
             window = self._near.locate(task.tensor)
-            if window is None:
+            if window is None and (work.reads(rank) or work.writes(rank)):
                 stage = self._own_stage()
                 if work.reads(rank):  # what the first round needs is there as soon as anybody asks
                     self._alone(task).fill(0, self._stage)
@@ -244,10 +245,11 @@ class Group:
     # --- rounds -----------------------------------------------------------------------------------------------
 
     def _rounds_of(self, task: Task, posts: Sequence[Post]) -> Rounds:
-        work = task.work
+        reached = all(post.window is not None for post in posts)
+        work = (task.work.in_place if reached else None) or task.work
         staged = [post.stage is not None for post in posts]
         nbytes = self._stage_bytes // work.parts if any(staged) else _PIECE_BYTES
-        cached = work.steady and all(post.window is not None for post in posts)
+        cached = work.steady and reached
         memory = [self._memory(task, rank, post, cached) for rank, post in enumerate(posts)]
         return Rounds(work, nbytes // work.dtype.itemsize, staged, memory, cached=cached)
 
@@ -276,7 +278,7 @@ class Group:
             return
         for j in range(rounds.count):
             rounds.work_on(j, out)
-            if j + 1 < rounds.count:
+            if j % _ROUNDS_AT_ONCE == _ROUNDS_AT_ONCE - 1 and j + 1 < rounds.count:
                 yield True
         self._tell(WORKED, self._count)
 

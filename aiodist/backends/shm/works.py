@@ -50,6 +50,8 @@ class Work(ABC):
     """How many parts of a window are looked at in one round."""
     steady: ClassVar[bool] = False
     """It touches nothing but windows."""
+    in_place: Work | None = None
+    """What does the same, better, where all ranks' windows can be reached."""
 
     def __init__(self, rank: int, facts: Facts, longest: int) -> None:
         self.rank = rank
@@ -165,6 +167,7 @@ class Broadcast(Work):
 
     def __init__(self, rank: int, ranks: int, dtype: torch.dtype, numel: int, root: int) -> None:
         super().__init__(rank, _facts(self.kind, dtype, numel, None, root), numel)
+        self.in_place = _SharedBroadcast(rank, ranks, dtype, numel, ReduceOp.SUM, root)
 
     def reads(self, rank: int) -> bool:
         return rank == self.facts.root
@@ -175,6 +178,19 @@ class Broadcast(Work):
     def step(self, at: At, out: Tensor, first: int, last: int) -> None:
         if self.rank != self.facts.root:
             out[first:last].copy_(at(self.facts.root, 0, first, last))
+
+
+class _SharedBroadcast(_Shared):
+    """Each rank, root too, copies a part of root's window into everybody's: (p-1)n/p bytes read and written."""
+
+    kind, name = 3, "broadcast"
+
+    def step(self, at: At, out: Tensor, first: int, last: int) -> None:
+        root = self.facts.root
+        source = at(root, self.rank, first, last)
+        for rank in range(self.parts):
+            if rank != root:
+                at(rank, self.rank, first, last).copy_(source)
 
 
 class Allgather(Work):
