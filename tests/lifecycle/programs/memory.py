@@ -91,7 +91,7 @@ async def clean() -> None:
             await other.allreduce(ts[-1], impl="shm")
         assert t.numel() == 1000, "a tensor outlives the block"
         try:
-            coll.empty(3)
+            coll.arena(3)
         except aiodist.CommunicatorClosed:
             say("closed: yes")
         del t, ts, mixed, x, c, comms, pair, other, coll
