@@ -70,7 +70,7 @@ class Progress:
     """Drives every pending operation of one event loop.
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
-    `perf_counter`), `spin_seconds` how long an await may spin while nothing moves; `crowded` says that ranks outnumber
+    `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber
     cores: whoever spins lets others run in between.
     """
 
@@ -176,6 +176,16 @@ class Progress:
             # The GIL must still come over quickly to the loop, which learns of the end just now.
             self.post(partial(_thread.hurry, count))
 
+    def hurried(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
+        """Have threads hand the GIL over sooner until the returned `done` is called."""
+        _thread.hurry(1)
+
+        def finished(error: BaseException | None) -> None:
+            _thread.hurry(-1)
+            done(error)
+
+        return finished
+
     def counted(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
         """Have only the thread poll until the returned `done` is called."""
         self.add_large(1)
@@ -244,11 +254,9 @@ class Progress:
             return
         try:
             # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
-            most = self.last_ran + _TICK_SECONDS
-            until = min(perf_counter() + self.spin_seconds, most)
+            until = min(perf_counter() + self.spin_seconds, self.last_ran + _TICK_SECONDS)
             while True:
-                if self.poll(0.0 if self.crowded else until):
-                    until = min(perf_counter() + self.spin_seconds, most)  # it goes on: the end is near
+                self.poll(0.0 if self.crowded else until)
                 if handle.done() or perf_counter() >= until or not self.pending():
                     return
                 if self.crowded:

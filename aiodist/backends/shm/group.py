@@ -32,6 +32,7 @@ INLINE_BYTES = 2 * LARGE_BYTES
 """From here on the progress thread works: a round lasts 50 us, so shorter ones do not hold up the loop."""
 
 _ROUNDS_AT_ONCE = 4  # of those: looking at everything else in between takes 10 us
+_HURRIED_BYTES = 1 << 20
 _MOST_KNOWN = 256  # operations whose rounds are kept: programs reduce the same tensors again and again
 _LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
 
@@ -108,8 +109,11 @@ class Group:
         if self._refusal is not None:
             task.done(self._refusal)
             return
-        if task.nbytes >= INLINE_BYTES:
+        # What is staged lasts longer, and wants the GIL more often: the thread's already at half the size.
+        if task.nbytes >= INLINE_BYTES or (task.nbytes >= LARGE_BYTES and self._near.locate(task.tensor) is None):
             task.done = self._groups.progress.counted(task.done)
+        elif task.nbytes >= _HURRIED_BYTES:  # each of its kernels lets go of the GIL, and wants it back
+            task.done = self._groups.progress.hurried(task.done)
         self._queue.append(task)
         if self._steps is None:
             self._steps = self._all()
