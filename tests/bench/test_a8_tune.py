@@ -20,7 +20,7 @@ from aiodist.collectives import table
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 
-TODO = Tuning(("allreduce",), (64, 1 << 18), repeat=2)
+SHORT = Tuning(("allreduce",), (64, 1 << 18), repeat=2)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def rows(text: str) -> list[list[str]]:
 
 def test_a8_the_next_start_uses_what_was_measured(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = start()
-    tune(TODO)
+    tune(SHORT)
     (file,) = cache.iterdir()
     written = file.read_text()
     said = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a8_the_next_start_uses_what_was_measured(cache: Path, capsys: pytest.Ca
 
 
 def test_a8_a_bad_table_is_an_error_and_not_used_by_half(cache: Path) -> None:
-    tune(TODO)
+    tune(SHORT)
     (file,) = cache.iterdir()
     good = file.read_text()
     lines = good.splitlines()
@@ -94,12 +94,12 @@ def test_a8_a_bad_table_is_an_error_and_not_used_by_half(cache: Path) -> None:
 
 def test_a8_a_table_elsewhere_or_nowhere(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine.txt"
-    tune(replace(TODO, output=str(mine), dry=True))
+    tune(replace(SHORT, output=str(mine), dry=True))
     said = capsys.readouterr().out
     assert f"# not written: --dry-run; it would go to {mine}" in said
     assert rows(said)[0][:4] == ["cpu", "one", "allreduce", "0"]
     assert list(tmp_path.iterdir()) == []
-    tune(replace(TODO, output=str(mine)))
+    tune(replace(SHORT, output=str(mine)))
     assert f"AIODIST_SELECTOR={mine} uses it" in capsys.readouterr().out
     assert rows(mine.read_text())
     assert list(tmp_path.iterdir()) == [mine]
