@@ -66,6 +66,9 @@ def run(  # noqa: PLR0913 - one for each option
     ranks: Annotated[
         str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")
     ] = "auto",
+    servers: Annotated[
+        int, typer.Option(metavar="S", help="S ranks more, the last ones, which only serve parameters.")
+    ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT names a module.")] = False,
     mpi: Annotated[
         str,
@@ -107,6 +110,9 @@ def run(  # noqa: PLR0913 - one for each option
             metavar="S", min=0, help="Once a rank that never used aiodist ended with 0, seconds for the others to end."
         ),
     ] = 5.0,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="The others go on when a rank fails; with --mpi none.")
+    ] = False,
 ) -> None:
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
@@ -121,12 +127,13 @@ def run(  # noqa: PLR0913 - one for each option
     count = None if ranks == "auto" else int(ranks)
     where = _hosts(hosts, hostfile)
     if where:
-        where = placed(where, count)
-        count = sum(host.ranks or 0 for host in where)
+        where = placed(where, count, servers)
+        count = sum(host.ranks or 0 for host in where) - servers
     command = (*(("-m",) if module else ()), script, *(args or ()))
     todo = Job(
         command=command,
-        ranks=auto_ranks(variables()) if count is None else count,
+        ranks=(auto_ranks(variables()) if count is None else count) + servers,
+        servers=servers,
         mpi=mpi,
         mpi_args=tuple(mpi_arg or ()),
         exports=(*(() if pin is None else (f"AIODIST_PIN={int(pin)}",)), *(export or ())),
@@ -135,6 +142,7 @@ def run(  # noqa: PLR0913 - one for each option
         timeout=timeout,
         kill_after=kill_after,
         finish_within=finish_within,
+        keep_going=keep_going,
         hosts=where,
         rsh=rsh,
         iface=iface,

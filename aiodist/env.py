@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from aiodist.errors import ConfigError
 
-__all__ = ["Environment", "Starter", "replace_variables", "variables"]
+__all__ = ["Environment", "Starter", "replace_variables", "servers", "variables"]
 
 
 def variables() -> dict[str, str]:
@@ -24,6 +24,21 @@ def variables() -> dict[str, str]:
 def replace_variables(new: Mapping[str, str]) -> None:
     """Set variables of this process, for the program that it is about to become."""
     os.environ.update(new)
+
+
+def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many of the job's `size` ranks, the last ones, only serve parameters; None where none is set apart.
+
+    AIODIST_SERVERS says it, which `aiodist run --servers` sets; under other starters it is set by hand, the same on
+    all ranks. Raises `ConfigError` for what is no such number, or would leave no worker.
+    """
+    environ = variables() if environ is None else environ
+    if not environ.get("AIODIST_SERVERS"):
+        return None
+    count = _integer(environ, "AIODIST_SERVERS")
+    if not 0 <= count < size:
+        raise ConfigError(f"AIODIST_SERVERS={count} of {size} ranks: expected 0 <= servers < ranks")
+    return count or None
 
 
 class Starter(StrEnum):

@@ -94,6 +94,10 @@ class Issuer:
         self._thread_id = get_ident()
         self._watching = False
         self._old: set[Handle[Any]] = set()
+        self.on_lost: list[Callable[[int, AiodistError], None]] = []
+        """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
+        self.on_abort: list[Callable[[AiodistError], None]] = []
+        """Told, on the loop, when it is given up, for whatever reason; once."""
         self._alive.add(self)
 
     @classmethod
@@ -418,7 +422,10 @@ class Issuer:
 
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is gone: what is pending and every later call raise that."""
-        self.abort(exit.error())
+        error = exit.error()
+        self.abort(error)
+        for tell in list(self.on_lost):
+            tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
 
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
@@ -430,6 +437,8 @@ class Issuer:
                 self._failed(handle, copy(error))
             self._pending.clear()
         self.ledger.give_up(error)
+        for tell in list(self.on_abort):
+            tell(error)
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError):

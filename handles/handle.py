@@ -89,6 +89,7 @@ class Handle(Generic[T]):
         seq: its number on its communicator or stream, from 0.
         nbytes: bytes of this rank's part; on a receive, what arrived.
         source, tag: on a receive that is done, where it came from; else None.
+        version: on a read of a parameter server that is done, the version that it saw; else None.
 
     """
 
@@ -114,6 +115,7 @@ class Handle(Generic[T]):
         "seq",
         "source",
         "tag",
+        "version",
     )
 
     def __init__(
@@ -146,6 +148,7 @@ class Handle(Generic[T]):
         """Polling brings it about, so a short spin pays; False where another thread completes it."""
         self.source: int | None = None
         self.tag: int | None = None
+        self.version: int | None = None
 
     # --- waiting on the loop -----------------------------------------------------------------------------
 

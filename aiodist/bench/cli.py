@@ -30,6 +30,10 @@ def main(args: list[str]) -> int:
             from aiodist.bench import scale
 
             scale.app(args=args[1:], prog_name="aiodist bench scale")
+        elif args[:1] == ["ps-convergence"]:
+            from aiodist.bench import ps_convergence
+
+            ps_convergence.app(args=args[1:], prog_name="aiodist bench ps-convergence")
         else:
             app(args=args, prog_name="aiodist bench")
     except AiodistError as error:
@@ -40,7 +44,10 @@ def main(args: list[str]) -> int:
     return 0
 
 
-_OP_HELP = f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates (aiodist bench scale --help)."
+_OP_HELP = (
+    f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates, ps-convergence trains: each has options of "
+    "its own (aiodist bench scale --help)."
+)
 _TRAIN = registry.BENCHMARKS["train"]
 _IMPL_HELP = f"Ours: some of {','.join(IMPLS)} (auto); train: {','.join(_TRAIN.impls)} (all)."
 _AGAINST_HELP = f"Beside: some of {','.join(PEERS)}, or none; train: {','.join(_TRAIN.peers)} (all)."

@@ -17,6 +17,7 @@ from aiodist.launch.hosts import Host
 from aiodist.launch.network import interface
 
 __all__ = [
+    "ENDS_ALL",
     "GUARD_NEEDS",
     "Flavour",
     "Job",
@@ -59,6 +60,10 @@ class Mpi:
     """The network modules of an MPICH, best first in its own opinion."""
 
 
+ENDS_ALL = "MPI ends every rank when one dies; say --mpi none"
+"""Why a job under an mpirun cannot go on without one of its ranks."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What to run, and how."""
@@ -66,6 +71,7 @@ class Job:
     command: tuple[str, ...]
     """What Python is given: `("train.py", "--lr", "0.1")` or `("-m", "package.module")`."""
     ranks: int
+    """All of them, the servers too."""
     mpi: str = "auto"
     """`auto`, `openmpi`, `mpich`, `none`, or the path of an mpirun."""
     mpi_args: tuple[str, ...] = ()
@@ -84,16 +90,25 @@ class Job:
     """What runs a command on a host, called as `RSH HOST COMMAND`; empty: ssh."""
     iface: str = ""
     """The network between hosts: an interface, or a network such as 10.0.0.0/24; empty: MPI chooses."""
+    servers: int = 0
+    """How many of the ranks, the last ones, only serve parameters."""
+    keep_going: bool = False
+    """The others go on when a rank fails."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError(f"{self.ranks} ranks: expected at least 1")
+        if self.servers < 0:
+            raise ConfigError(f"--servers {self.servers}: expected a number of ranks, 0 for none")
+        if self.ranks <= self.servers:
+            who = f"workers beside {self.servers} servers" if self.servers else "ranks"
+            raise ConfigError(f"{self.ranks - self.servers} {who}: expected at least 1")
         if not self.command:
             raise ConfigError("there is no script to run")
         if self.mpi == "none" and self.mpi_args:
             raise ConfigError(f"--mpi-arg {self.mpi_args[0]} needs an mpirun, but --mpi is none")
         if self.hosts and sum(host.ranks or 0 for host in self.hosts) != self.ranks:
             raise ConfigError(f"{self.ranks} ranks, but {', '.join(map(str, self.hosts))}")
+        if self.keep_going and self.mpi not in ("auto", "none"):
+            raise ConfigError(f"--keep-going with --mpi {self.mpi}: {ENDS_ALL}")
         if not self.hosts and (self.rsh or self.iface):
             raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
 
@@ -151,7 +166,7 @@ def library_names(kind: Flavour) -> tuple[str, ...]:
 
 _STALE = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "HYDRA_PROXY")
 _STALE_EXACT = frozenset(
-    f"AIODIST_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "RENDEZVOUS", "TOKEN")
+    f"AIODIST_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "SERVERS", "RENDEZVOUS", "TOKEN")
 )
 
 
@@ -160,10 +175,11 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
 
 
-def common_variables(environ: Mapping[str, str], place: Place) -> dict[str, str]:
+def common_variables(environ: Mapping[str, str], place: Place, servers: int = 0) -> dict[str, str]:
     """Return what every process of the job inherits."""
     return {
         **inherited(environ),
+        **({"AIODIST_SERVERS": str(servers)} if servers else {}),
         "AIODIST_RENDEZVOUS": place.rendezvous,
         "AIODIST_TOKEN": place.token,
         # Python buffers whole blocks when it writes to a pipe: lines would come late, or never from a killed rank.

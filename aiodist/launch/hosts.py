@@ -51,24 +51,32 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return _unique(found)
 
 
-def placed(hosts: Sequence[Host], ranks: int | None) -> tuple[Host, ...]:
-    """Return the hosts with the number of ranks of each, `ranks` together where that is given.
+def placed(hosts: Sequence[Host], ranks: int | None, servers: int = 0) -> tuple[Host, ...]:
+    """Return the hosts with the number of ranks of each: `ranks`, where that is given, and `servers` more.
 
-    A host without a number has one rank; where no host has one, `ranks` are shared out evenly, the first hosts
-    having one more if it does not divide. Raises `ConfigError` when the numbers do not agree.
+    A host without a number has one rank; where no host has one, all are shared out evenly, the first hosts
+    having one more if it does not divide. Numbers that make up `ranks` alone leave the servers to the last host.
+    Raises `ConfigError` when the numbers do not agree.
 
     >>> [str(host) for host in placed([Host("a"), Host("b")], 3)]
     ['a:2', 'b:1']
+    >>> [str(host) for host in placed([Host("a", 2), Host("b", 2)], None, servers=1)]
+    ['a:2', 'b:3']
     """
+    asked = f"-n {ranks}{f' --servers {servers}' if servers else ''}"
     if ranks is not None and all(host.ranks is None for host in hosts):
-        if ranks < len(hosts):
-            raise ConfigError(f"-n {ranks}: fewer ranks than the {len(hosts)} hosts")
-        each, more = divmod(ranks, len(hosts))
+        if ranks + servers < len(hosts):
+            raise ConfigError(f"{asked}: fewer ranks than the {len(hosts)} hosts")
+        each, more = divmod(ranks + servers, len(hosts))
         return tuple(Host(host.name, each + (i < more)) for i, host in enumerate(hosts))
     counted = tuple(Host(host.name, 1 if host.ranks is None else host.ranks) for host in hosts)
     total = sum(host.ranks or 0 for host in counted)
-    if ranks not in (None, total):
-        raise ConfigError(f"-n {ranks}: the hosts have {total} ranks ({', '.join(map(str, counted))})")
+    if ranks not in (None, total, total - servers):
+        expected = f": expected {ranks}, or {ranks + servers} with the servers" if ranks and servers else ""
+        raise ConfigError(f"{asked}: the hosts have {total} ranks ({', '.join(map(str, counted))}){expected}")
+    if ranks in (None, total) and servers:
+        last = counted[-1]
+        return (*counted[:-1], Host(last.name, (last.ranks or 0) + servers))
     return counted
 
 

@@ -41,6 +41,8 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     if mpi is None and job.mpi_args:
         raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
+    if mpi is not None and job.keep_going:
+        raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {commands.ENDS_ALL}")
     commands.check_hosts(job, mpi)
     here = await asyncio.to_thread(_meeting_address, job)
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -50,7 +52,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         stack.push_async_callback(output.aclose)
         hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
         place = Place(hub.address, token)
-        common = commands.common_variables(environ, place)
+        common = commands.common_variables(environ, place, job.servers)
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
         if job.hosts:

@@ -64,7 +64,7 @@ class Supervisor:
         self._ranks = ranks
         self._known = known
         self._say = say
-        self._verdict = Verdict(job.ranks, job.finish_within, known)
+        self._verdict = Verdict(job.ranks, job.finish_within, known, servers=job.servers, keep_going=job.keep_going)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._came_by: float | None = self._loop.time() + _START_TIMEOUT
@@ -149,7 +149,7 @@ class Supervisor:
     def _judge(self, lines: list[str]) -> None:
         for line in lines:
             self._say(line)
-        if self._verdict.code is not None and not self.stopping:
+        if self._verdict.code is not None and not self.stopping and not self._job.keep_going:
             told = any(self._known.left(rank) is Left.OPEN for rank in self._verdict.working)
             self._stop(signal.SIGTERM, _TOLD if told else 0.0)
 

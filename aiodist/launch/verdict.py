@@ -13,6 +13,8 @@ The rules:
    else explains the end of the job, mpirun's own exit code or that rank is named after all.
 5. After the first cause a rank is named too if it was not asked to stop and did not merely leave with code 1,
    as one does whose peers are lost.
+6. Where the others are to keep going, none is a consequence: each that fails is named at once, and the first gives
+   the code.
 """
 
 from __future__ import annotations
@@ -59,9 +61,6 @@ class Ending:
         """The code a shell would show."""
         return self.code if self.code >= 0 else 128 - self.code
 
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {describe(self.code)}"
-
 
 def describe(code: int) -> str:
     """Return a return code in words.
@@ -80,9 +79,14 @@ def describe(code: int) -> str:
 class Verdict:
     """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
 
-    def __init__(self, size: int, finish_within: float, report: Report) -> None:
+    def __init__(
+        self, size: int, finish_within: float, report: Report, *, servers: int = 0, keep_going: bool = False
+    ) -> None:
+        """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job."""
         self.code: int | None = None
         self.working = set(range(size))
+        self._servers = range(size - servers, size)
+        self._keep_going = keep_going
         self._finish_within = finish_within
         self._report = report
         self._named: set[int] = set()
@@ -91,13 +95,22 @@ class Verdict:
     @property
     def due(self) -> float | None:
         """When `tick` has something to decide."""
-        return None if self.code is not None else min((due for due, _ in self._suspects.values()), default=None)
+        return None if self._over else min((due for due, _ in self._suspects.values()), default=None)
+
+    @property
+    def _over(self) -> bool:
+        """What comes now is the end of the job."""
+        return self.code is not None and not self._keep_going
 
     def ended(self, ending: Ending, now: float) -> list[str]:
         """Take in that a rank ended; return the lines to print."""
         self.working.discard(ending.rank)
         if ending.code == 0:
             return self._left_early(ending, now)
+        if self._keep_going:
+            if not self.working:
+                self._suspects.clear()  # nobody is left who still worked
+            return self._name(ending)
         if ending.told:
             self._suspects[ending.rank] = (now + _ASKED_BY_OTHERS, ending)
             return []
@@ -105,7 +118,7 @@ class Verdict:
 
     def tick(self, now: float) -> list[str]:
         """Judge the suspects whose time has come."""
-        if self.code is not None:
+        if self._over:
             return []
         lines: list[str] = []
         for rank, (due, ending) in list(self._suspects.items()):
@@ -116,7 +129,7 @@ class Verdict:
             del self._suspects[rank]
             if self.working and self._report.left(rank) is not Left.CLEAN:
                 lines.append(self._early(ending, self.working))
-        if lines:
+        if lines and self.code is None:
             self.code = 1
         return lines
 
@@ -157,7 +170,7 @@ class Verdict:
 
     def _early(self, ending: Ending, others: set[int]) -> str:
         self._named.add(ending.rank)
-        return f"{ending}, while others still worked ({', '.join(map(str, sorted(others)))})"
+        return f"{self._line(ending)}, while others still worked ({', '.join(map(str, sorted(others)))})"
 
     def _settle(self) -> list[str]:
         """Nothing more will be learnt: whoever ended with a failure is named, the first of them gives the code."""
@@ -178,4 +191,8 @@ class Verdict:
         if ending.rank in self._named:
             return []
         self._named.add(ending.rank)
-        return [str(ending)]
+        return [self._line(ending)]
+
+    def _line(self, ending: Ending) -> str:
+        server = " (server)" if ending.rank in self._servers else ""
+        return f"rank {ending.rank}{server}: {describe(ending.code)}"

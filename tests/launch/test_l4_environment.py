@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from aiodist.env import Environment, Starter
+from aiodist.env import Environment, Starter, servers
 from aiodist.errors import ConfigError
 
 OPENMPI = {
@@ -125,4 +125,25 @@ def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
 def test_l4_what_makes_no_sense_is_named(environ: Mapping[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Environment.read(environ)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [OPENMPI, MPICH, TORCHRUN, SRUN, {**OURS, **PLACE}, {}])
+def test_l5_servers_are_read_under_any_starter(place: Mapping[str, str]) -> None:
+    assert servers(5, {**place, "AIODIST_SERVERS": "2"}) == 2
+    for none in ({}, {"AIODIST_SERVERS": ""}, {"AIODIST_SERVERS": "0"}):
+        assert servers(5, {**place, **none}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("-1", "AIODIST_SERVERS=-1 of 3 ranks: expected 0 <= servers < ranks"),
+        ("3", "AIODIST_SERVERS=3 of 3 ranks"),
+        ("two", "AIODIST_SERVERS='two': expected a whole number"),
+    ],
+)
+def test_l5_a_bad_number_of_servers_is_named(value: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        servers(3, {"AIODIST_SERVERS": value})
     assert words in str(caught.value)

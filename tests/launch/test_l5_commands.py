@@ -77,6 +77,7 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
         "MPI_LOCALRANKID": "1",
         "AIODIST_RANK": "1",
         "AIODIST_TOKEN": "old",
+        "AIODIST_SERVERS": "2",
         "AIODIST_CHECKED": "1",
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",
@@ -90,6 +91,12 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
         "AIODIST_TOKEN": "new",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def test_l5_the_number_of_servers_is_in_the_environment() -> None:
+    place = Place("tcp://h:2", "new")
+    assert commands.common_variables({"AIODIST_SERVERS": "2"}, place, 1)["AIODIST_SERVERS"] == "1"
+    assert "AIODIST_SERVERS" not in commands.common_variables({"AIODIST_SERVERS": "2"}, place)
 
 
 def test_l5_without_mpi_the_place_is_in_the_environment() -> None:

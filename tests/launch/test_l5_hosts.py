@@ -94,6 +94,19 @@ def test_l5_the_number_of_ranks_agrees_with_the_hosts() -> None:
         placed([Host("a"), Host("b")], 1)
 
 
+def test_l5_servers_are_the_last_ranks_of_the_last_hosts() -> None:
+    two = [Host("a", 2), Host("b", 2)]
+    for n in (None, 4):  # the numbers are those of the workers
+        assert placed(two, n, servers=2) == (Host("a", 2), Host("b", 4))
+    assert placed([*two, Host("c", 2)], 4, servers=2) == (*two, Host("c", 2))  # they are those of all
+    assert placed([Host("a"), Host("b"), Host("c")], 4, servers=2) == tuple(Host(name, 2) for name in "abc")
+    assert placed([Host("a"), Host("b")], None, servers=1) == (Host("a", 1), Host("b", 2))
+    with pytest.raises(ConfigError, match=r"-n 4 --servers 2: the hosts have 5 ranks \(a:2, b:3\): expected 4, or 6 w"):
+        placed(HOSTS, 4, servers=2)
+    with pytest.raises(ConfigError, match="-n 1 --servers 1: fewer ranks than the 3 hosts"):
+        placed([Host("a"), Host("b"), Host("c")], 1, servers=1)
+
+
 @given(hosts=st.integers(1, 9), more=st.integers(0, 40))
 def test_l5_ranks_are_shared_out_over_hosts_without_numbers(hosts: int, more: int) -> None:
     ranks = hosts + more

@@ -559,6 +559,9 @@ def test_l5_the_guard_loads_neither_torch_nor_numpy_nor_mpi4py(plain: Launcher) 
         (["--mpi-arg=-v", "script.py"], "--mpi-arg -v needs an mpirun, but --mpi is none"),
         (["-x", "NO_SUCH_VARIABLE", "script.py"], "-x NO_SUCH_VARIABLE: expected NAME=VALUE"),
         (["--log-dir", "script.py/logs", "script.py"], "script.py/logs"),
+        (["--servers", "-1", "script.py"], "--servers -1: expected a number of ranks, 0 for none"),
+        (["-n", "0", "--servers", "2", "script.py"], "0 workers beside 2 servers: expected at least 1"),
+        (["--keep-going", "--mpi", "openmpi", "script.py"], "--keep-going with --mpi openmpi: MPI ends every rank"),
     ],
 )
 def test_l5_bad_input_is_one_line_and_code_2(plain: Launcher, arguments: list[str], words: str) -> None:

@@ -10,10 +10,17 @@ from aiodist.launch.verdict import HOLD, Ending, Left, Report, Verdict, describe
 
 
 def verdict(
-    size: int, *, left: Mapping[int, Left] | None = None, first: tuple[int, int] | None = None, within: float = 5.0
+    size: int,
+    *,
+    left: Mapping[int, Left] | None = None,
+    first: tuple[int, int] | None = None,
+    within: float = 5.0,
+    servers: int = 0,
+    keep_going: bool = False,
 ) -> Verdict:
     known = left or {}
-    return Verdict(size, within, Report(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first))
+    report = Report(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first)
+    return Verdict(size, within, report, servers=servers, keep_going=keep_going)
 
 
 def test_l5_all_end_with_0() -> None:
@@ -132,3 +139,37 @@ def test_l5_an_mpirun_that_ends_after_its_ranks_says_nothing_new() -> None:
 def test_l5_a_signal_without_a_name_has_its_number() -> None:
     assert describe(-63) in ("signal 63", "signal SIGRTMAX-1")
     assert Ending(0, -63).exit_code == 191
+
+
+def test_l5_servers_are_called_so() -> None:
+    v = verdict(4, servers=2, within=1)
+    assert v.ended(Ending(2, -9), 0) == ["rank 2 (server): signal SIGKILL"]
+    assert v.ended(Ending(1, 3), 0) == ["rank 1: exit code 3"]
+    v = verdict(4, servers=2, within=1)
+    v.ended(Ending(3, 0), 0)
+    assert v.tick(1) == ["rank 3 (server): exit code 0, while others still worked (0, 1, 2)"]
+
+
+def test_l5_keep_going_names_each_at_once_and_the_first_gives_the_code() -> None:
+    v = verdict(4, left=dict.fromkeys(range(4), Left.OPEN), first=(1, 5), keep_going=True)
+    assert v.ended(Ending(0, 1), 0) == ["rank 0: exit code 1"]
+    assert v.ended(Ending(1, 5), 1) == ["rank 1: exit code 5"]
+    assert v.ended(Ending(2, -15, told=True), 2) == ["rank 2: signal SIGTERM"]
+    assert (v.code, v.due, v.working) == (1, None, {3})
+
+
+def test_l5_keep_going_names_who_left_early_also_after_a_failure() -> None:
+    v = verdict(3, left={1: Left.OPEN}, keep_going=True)
+    v.ended(Ending(0, -9), 0)
+    v.ended(Ending(1, 0), 1)
+    assert v.due is not None
+    assert v.tick(v.due) == ["rank 1: exit code 0, while others still worked (2)"]
+    assert v.code == 137
+
+
+def test_l5_keep_going_waits_for_nothing_when_the_last_has_failed() -> None:
+    v = verdict(2, keep_going=True)
+    v.ended(Ending(0, 0), 0)
+    assert v.due is not None
+    assert v.ended(Ending(1, 3), 1) == ["rank 1: exit code 3"]
+    assert (v.code, v.due) == (3, None)

@@ -78,9 +78,9 @@ def cut(group: ProcessGroup, others: Iterable[int]) -> None:
             group.recv([empty(1)], rank, _NEVER).wait(timedelta(milliseconds=1))
 
 
-def backend_error(error: Exception) -> BackendError:
-    """Return our error with gloo's text, less torch's own stack, raised from torch's."""
-    wrapped = BackendError(f"gloo: {str(error).partition(chr(10) + 'Exception raised from')[0]}")
+def backend_error(error: Exception, what: str = "") -> BackendError:
+    """Return our error with `what` and gloo's text, less torch's own stack, raised from torch's."""
+    wrapped = BackendError(f"gloo: {what}{str(error).partition(chr(10) + 'Exception raised from')[0]}")
     wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
     return wrapped
 

@@ -147,7 +147,7 @@ class Peer:
                 self._wire.tell(partial(self._came, buffer, view))
                 works.append(self._post(buffer, view))
         except RuntimeError as error:
-            self._wire.tell(partial(self._gone, backend_error(error)))
+            self._wire.tell(partial(self._gone, backend_error(error, f"rank {self.rank} cannot be reached: ")))
 
     def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
         work = self._wire.group.recv([buffer], self.rank, FRAMES)

@@ -1,4 +1,9 @@
-"""The receives of one communicator, matched with the messages that come."""
+"""The receives of one communicator, matched with the messages that come.
+
+[Note: lost peers] A rank that cannot be reached fails what waits for it, now and later. Receives from any source are
+told of each loss once: those that wait, else the next one that nothing matches. Those after it wait for the others.
+What came in full before the loss is still received; what the lost rank had only announced is not.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +53,9 @@ class Receiving:
         self._disputes = disputes
         self._wanted: list[Wanted] = []
         self._unexpected: list[Message] = []
+        self._untold: BackendError | None = None
+        """A loss that no receive from any source has been told of."""
+        self._over: BackendError | None = None
 
     def take(self, wanted: Wanted) -> bool:
         """Deliver a message that came before `wanted`; return False where there is none."""
@@ -59,8 +67,15 @@ class Receiving:
         return False
 
     def expect(self, wanted: Wanted) -> None:
-        """Have `wanted` wait for its message."""
-        self._wanted.append(wanted)
+        """Have `wanted` wait for its message; fail it where none will come, see [Note: lost peers]."""
+        peer = self._peers.get(wanted.src)
+        error = self._over or (None if peer is None else peer.error)
+        if wanted.src == ANY and error is None:
+            error, self._untold = self._untold, None
+        if error is None:
+            self._wanted.append(wanted)
+        else:
+            wanted.done(again(error))
 
     def arrived(self, message: Message) -> None:
         """Deliver `message` to the first receive that waits for it, or keep it for one."""
@@ -72,16 +87,18 @@ class Receiving:
         self._unexpected.append(message if message.offer else message._replace(data=message.data.clone()))
 
     def lost(self, rank: int, error: BackendError) -> None:
-        """Fail the receives that need `rank`."""
-        waiting, self._wanted = self._wanted, []
-        for wanted in waiting:
-            if wanted.src in (rank, ANY):
-                wanted.done(again(error))
-            else:
-                self._wanted.append(wanted)
+        """Fail the receives that need `rank`, see [Note: lost peers]."""
+        self._unexpected = [message for message in self._unexpected if message.src != rank or not message.offer]
+        failed = [wanted for wanted in self._wanted if wanted.src in (rank, ANY)]
+        self._wanted = [wanted for wanted in self._wanted if wanted.src not in (rank, ANY)]
+        if all(wanted.src == rank for wanted in failed):
+            self._untold = error
+        for wanted in failed:
+            wanted.done(again(error))
 
     def give_up(self, error: BackendError) -> None:
-        """Fail all receives."""
+        """Fail all receives, now and later."""
+        self._over = error
         waiting, self._wanted = self._wanted, []
         for wanted in waiting:
             wanted.done(again(error))

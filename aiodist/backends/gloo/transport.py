@@ -25,7 +25,6 @@ from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
-from aiodist.types import ANY
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
@@ -97,12 +96,7 @@ class GlooTransport:
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
         wanted = Wanted(src, tag, t, done)
-        if self._receiving.take(wanted):
-            return
-        error = self.error_of(src)
-        if error is not None:
-            done(again(error))
-        else:
+        if not self._receiving.take(wanted):
             self._receiving.expect(wanted)
 
     # What the wire tells.
@@ -125,12 +119,6 @@ class GlooTransport:
         self._receiving.lost(rank, error)
         if self._native is not None:
             self._native.give_up(error)
-
-    def error_of(self, src: int) -> BackendError | None:
-        """Return why `src`, for `ANY` one of the others, cannot be reached."""
-        ranks = self._peers if src == ANY else (src,)
-        errors = (self._peers[rank].error for rank in ranks if rank in self._peers)
-        return next((error for error in errors if error is not None), None)
 
     # Its life.
 

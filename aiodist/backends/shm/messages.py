@@ -1,4 +1,10 @@
-"""All messages between this rank and the others of its host, on every communicator, as `Progress` polls them."""
+"""All messages between this rank and the others of its host, on every communicator, as `Progress` polls them.
+
+[Note: ranks that are gone] A rank whose process has ended fails what is pending with it, and what is sent to it or
+awaited from it later. Receives from any source are told of it once on each communicator that it is in: those that
+wait, else the next one that nothing matches. Those after it wait for the others. Short messages that the rank sent
+are still received; long ones that were not received in full by then are gone.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ from aiodist.backends.shm.peers import Peer
 from aiodist.backends.shm.rings import Numbers, copy_bytes, move_bytes
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
+from aiodist.types import ANY
 
 __all__ = ["PASS_BYTES", "Messages"]
 
@@ -22,6 +29,7 @@ PASS_BYTES = 1 << 20
 """How much one pass over everything copies, about."""
 
 _LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
+_BUSY_PASSES = 1024  # how often something may
 
 
 @dataclass(eq=False, slots=True)
@@ -53,12 +61,24 @@ class Messages:
             slots = Numbers.slots(near)
             self.peers = {rank: Peer(self, neighbour, slots) for rank, neighbour in near.neighbours.items()}
         self._polled = tuple(self.peers.values())
+        self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._untold: dict[int, int] = {}
+        """By communicator: a rank that is gone, of which no receive from any source was told."""
         self._closed: set[int] = set()
         self._pending = 0
         self._idle = 0
+        self._busy = 0
         self._failure: BackendError | None = None
         progress.add_poller(self)
+
+    def join(self, comm: int, ranks: tuple[int, ...]) -> None:
+        """There is a communicator of these ranks of the world."""
+        self._members[comm] = ranks
+        for rank in ranks:
+            if rank != self.rank and self.peers[rank].gone:
+                self._untold[comm] = rank
 
     # --- sending and receiving ---------------------------------------------------------------------------------
 
@@ -92,9 +112,22 @@ class Messages:
         if box is None:
             self.over(receive, BackendError("the communicator is closed"))
             return
+        if self._gone and (error := self._never(receive, box)) is not None:
+            self.over(receive, error)
+            return
         message = box.receive(receive)
         if message is not None:
             self._deliver(message, receive)
+
+    def _never(self, receive: Receive, box: Box) -> BackendError | None:
+        """Return why `receive` has to fail, see [Note: ranks that are gone]."""
+        if any(message.tag == receive.tag and receive.src in (ANY, message.src) for message in box.messages()):
+            return None
+        if receive.src == ANY:
+            rank = self._untold.pop(receive.comm, None)
+        else:
+            rank = receive.src if receive.src in self._gone else None
+        return None if rank is None else self.peers[rank].lost()
 
     def _deliver(self, message: Message, receive: Receive) -> None:
         if message.own is not None:
@@ -173,13 +206,40 @@ class Messages:
                 moved = True
             if moved:
                 self._idle = 0
+                self._busy += 1
+                if self._busy % _BUSY_PASSES == 0:
+                    self._look()
                 return True
             self._idle += 1
-            if self._idle % _LOOK_PASSES == 0:
-                for peer in self._polled:
-                    peer.look()
+            if self._idle % _LOOK_PASSES == 0 and self._look():
+                return True
             if perf_counter() >= until:
                 return False
+
+    def _look(self) -> bool:
+        """Send what could not be sent over the sockets; True when a rank was found to be gone."""
+        gone = [peer for peer in self._polled if peer.look()]
+        for peer in gone:
+            self._lose(peer)
+        return bool(gone)
+
+    def _lose(self, peer: Peer) -> None:
+        """A rank is gone: see [Note: ranks that are gone]."""
+        self._gone.add(peer.rank)
+        self._polled = tuple([one for one in self._polled if one is not peer])
+        failed: list[Send | Receive] = peer.end()
+        for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
+            box = self.box(comm)
+            assert box is not None
+            waiting: list[Receive] = []
+            for tag in {receive.tag for receive in box.receives()}:
+                while (receive := box.match(peer.rank, tag)) is not None:
+                    waiting.append(receive)
+            failed += waiting
+            if all(receive.src != ANY for receive in waiting):
+                self._untold[comm] = peer.rank
+        for operation in failed:
+            self.over(operation, peer.lost())
 
     def _work(self) -> None:
         """Copy what this pass may still copy, for one operation after the other."""
@@ -200,6 +260,8 @@ class Messages:
     def give_up(self, comm: int, error: BaseException) -> None:
         """A communicator is closed: what is pending on it fails, and what comes for it is thrown away."""
         self._closed.add(comm)
+        self._members.pop(comm, None)
+        self._untold.pop(comm, None)
         box = self.boxes.pop(comm, None)
         for peer in self._polled:
             peer.give_up(comm, error)

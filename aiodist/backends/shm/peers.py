@@ -10,7 +10,9 @@ and neither do short ones that would go beyond `CREDIT_BYTES`: they are treated 
 from __future__ import annotations
 
 import ctypes
+import select
 from collections import deque
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +45,7 @@ CREDIT_BYTES = 1 << 22
 
 _PIECES = 4  # of a stage
 _RECORD_BYTES = 64  # what a message costs beside its bytes
+_GONE_SECONDS = 0.1  # for the control channel to tell first why a rank is gone
 _SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
 # Of the message `number`, from its sender: _PIECE some of it lies in the stage, _PUT all of it lies in the receiver's
 # tensor, _WITHDRAWN it is given up. From its receiver: _WANTED bring it, _GOT it is there, _REFUSED it is given up,
@@ -88,6 +91,9 @@ class Peer:
         self._given = 0
         self._filled = 0
         self._stage: Tensor | None = None
+        self._cut_at: float | None = None
+        self.gone = False
+        """Its process has ended."""
 
     @property
     def stuck(self) -> bool:
@@ -98,7 +104,9 @@ class Peer:
 
     def send(self, send: Send) -> None:
         """Send a message, behind those that wait."""
-        if self._waiting or not self._begin(send):
+        if self.gone:
+            self._messages.over(send, self.lost())
+        elif self._waiting or not self._begin(send):
             self._waiting.append(send)
 
     def _begin(self, send: Send) -> bool:
@@ -129,6 +137,8 @@ class Peer:
 
     def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
         record = Record(kind, 0, 0, number, nbytes, *place)
+        if self.gone:
+            return
         if self._waiting or not self._put(record):
             self._waiting.append(record)
 
@@ -164,9 +174,15 @@ class Peer:
             moved = self._fill() or moved
         return moved
 
-    def look(self) -> None:
-        """Send what could not be sent over the socket."""
+    def look(self) -> bool:
+        """Send what could not be sent over the socket; True when the other end is gone, and nothing of it unread."""
         self._neighbour.flush()
+        if not _is_cut(self._neighbour):
+            return False
+        now = perf_counter()
+        self._cut_at = self._cut_at or now
+        self._neighbour.listen()
+        return now - self._cut_at > _GONE_SECONDS and self._numbers.theirs[SENT] == self._numbers.mine[TAKEN]
 
     def _read(self) -> bool:
         messages, inbox = self._messages, self._inbox
@@ -371,6 +387,26 @@ class Peer:
         if send in self._staged:
             self._staged.remove(send)
 
+    # --- when it is gone ---------------------------------------------------------------------------------------------
+
+    def lost(self) -> BackendError:
+        """Return what becomes of messages to and from it."""
+        return BackendError(f"rank {self.rank} is gone: its process has ended")
+
+    def end(self) -> list[Send | Receive]:
+        """It is gone: return what is pending with it, which nothing here moves any more; forget what it announced."""
+        self.gone = True
+        for box in self._messages.boxes.values():
+            for message in [one for one in box.messages() if one.src == self.rank and one.data is None]:
+                box.forget(self.rank, message.number)
+        pending: list[Send | Receive] = [one for one in self._waiting if isinstance(one, Send)]
+        pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
+        for operation in pending:
+            self._messages.stop(operation)
+        for held in (self._waiting, self._staged, self._offered, self._brought, self._fetched):
+            held.clear()
+        return pending
+
     # --- giving up -------------------------------------------------------------------------------------------------
 
     def refuse(self, message: Message) -> None:
@@ -394,3 +430,10 @@ class Peer:
                     del receives[number]  # else the neighbour may be writing there until it hears of it
                 self._say(_REFUSED, number)
                 self._messages.over(receive, error)
+
+
+def _is_cut(neighbour: Neighbour) -> bool:
+    """Whether the other end of its socket is closed: by the kernel at the latest, when its process has ended."""
+    watch = select.poll()
+    watch.register(neighbour._link, 0)
+    return bool(watch.poll(0))

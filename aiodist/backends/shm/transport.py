@@ -43,6 +43,8 @@ class ShmTransport:
         self.rank = self._world_ranks.index(messages.rank)
         self.size = len(self._world_ranks)
         self.native: Native | None = None
+        with transport_lock:
+            messages.join(self._comm, self._world_ranks)
 
     @property
     def near(self) -> Neighbourhood | None:
@@ -54,7 +56,10 @@ class ShmTransport:
         return Capabilities(short_receives=True)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done at once when it is short, else when its bytes were copied, all of them."""
+        """Send `t`; done at once when it is short, else when its bytes were copied, all of them.
+
+        An error where the other rank is known to be gone; see [Note: ranks that are gone] of `messages`.
+        """
         self._messages.send(Send(t, self._comm, tag, done), self._world_ranks[dst])
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:

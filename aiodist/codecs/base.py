@@ -1,0 +1,152 @@
+"""What a codec is, and the sixteen bytes that every code begins with.
+
+A code is flat uint8 on the CPU: a head that says which codec made it, of which dtype and how many elements, then what
+the codec wrote. All numbers are little-endian. Whatever a head says is compared with what the receiver expects before
+anything is read, and no length or index is taken from a code unchecked: damaged and forged codes are a `ValueError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLOATS", "HEAD", "Codec", "Head", "Kind", "ObjectCodec", "check_input", "create", "named", "parse", "part"]
+
+_HEAD = struct.Struct("<BBHIQ")
+HEAD = _HEAD.size
+"""Bytes before what a codec writes: 16, so that what follows is aligned for every dtype."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What the codecs that lose something take."""
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *FLOATS,
+    *(torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
+)
+_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}  # on the wire: only append
+
+
+class Codec(Protocol):
+    """Makes tensors smaller. A frozen dataclass: its repr says all that sender and receiver must have in common.
+
+    What `decode` returns equals what was encoded only for a codec that says so. `code.nbytes` is what travels.
+    """
+
+    def encode(self, t: Tensor) -> Tensor:
+        """Return the code of `t`, one-dimensional: flat uint8 on the CPU, in new memory; `t` stays as it is.
+
+        The code is complete but for dtype and numel. Raises `TypeError` for a dtype that the codec does not take.
+        """
+        ...
+
+    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return the tensor, flat, on the CPU, in new memory; `code` stays as it is.
+
+        Raises `ValueError` for a code that this codec did not make of `numel` elements of `dtype`.
+        """
+        ...
+
+
+class ObjectCodec(Protocol):
+    """Makes bytes of Python objects, for a parameter server that keeps objects."""
+
+    def encode(self, obj: Any) -> Tensor:  # noqa: ANN401
+        """Return `obj` as flat uint8 on the CPU, in new memory."""
+        ...
+
+    def decode(self, code: Tensor) -> Any:  # noqa: ANN401
+        """Return the object; raise `ValueError` for a code that this codec did not make."""
+        ...
+
+
+class Kind(IntEnum):
+    """Who made a code. On the wire: numbers are never given twice."""
+
+    HALF = 1
+    TOP_K = 2
+    QSGD = 3
+    LOSSLESS = 4
+    WHOLE = 64
+    DIFFERENCE = 65
+    PICKLE = 128
+    JSON = 129
+
+
+class Head(NamedTuple):
+    """What stands before a code: `extra` has 16 bits and `param` 32, unsigned, for the codec."""
+
+    kind: Kind
+    dtype: torch.dtype
+    numel: int
+    extra: int = 0
+    param: int = 0
+
+
+def named(dtypes: Iterable[torch.dtype | torch.layout]) -> str:
+    """Return the names, for messages: `float16, float32`."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_input(t: Tensor, who: str, takes: Iterable[torch.dtype] = _DTYPES) -> Tensor:
+    """Return `t` without its history, on the CPU; raise ValueError unless flat, TypeError for another dtype."""
+    if t.dtype not in takes:
+        raise TypeError(f"{who} of {named([t.dtype])}: {who} takes {named(takes)}")
+    if t.dim() != 1 or t.layout is not torch.strided:
+        seen = f"{named([t.layout])} tensor of shape {tuple(t.shape)}"
+        raise ValueError(f"{who} of a {seen}: expected a strided one with one dimension, as `t.view(-1)` has")
+    return t.detach().cpu()
+
+
+def create(head: Head, nbytes: int) -> tuple[Tensor, Tensor]:
+    """Return a new code and the view of it that holds its `nbytes` bytes behind the head, not filled yet."""
+    code = torch.empty(HEAD + nbytes, dtype=torch.uint8, device="cpu")
+    _HEAD.pack_into(code.numpy().data, 0, head.kind, _NUMBER[head.dtype], head.extra, head.param, head.numel)
+    return code, code[HEAD:]
+
+
+def parse(
+    code: Tensor, kind: Kind, dtype: torch.dtype, numel: int | None, nbytes: int | None = None
+) -> tuple[Head, Tensor]:
+    """Return the head of `code` and what follows; raise ValueError unless it is as expected.
+
+    `nbytes` is how many bytes must follow; None leaves that to the caller. For `numel` None both are what the
+    head says.
+    """
+    if code.dtype is not torch.uint8 or code.dim() != 1 or code.device.type != "cpu":
+        seen = f"{named([code.dtype])} of shape {tuple(code.shape)} on {code.device}"
+        raise ValueError(f"a code of {kind.name} that is {seen}: expected flat uint8 on the CPU")
+    if code.numel() < HEAD:
+        raise ValueError(f"a code of {code.numel()} bytes: expected {kind.name}, at least {HEAD} bytes")
+    code = code.detach().contiguous()
+    made_by, number, extra, param, count = _HEAD.unpack_from(code.numpy().data)
+    if numel is None:
+        numel = nbytes = count
+    if (made_by, number, count) != (kind, _NUMBER.get(dtype), numel):
+        seen = f"{_kind_name(made_by)} of {count} x {_dtype_name(number)}"
+        raise ValueError(f"a code by {seen}: expected {kind.name} of {numel} x {named([dtype])}")
+    if nbytes is not None and code.numel() != HEAD + nbytes:
+        expected = f"{HEAD + nbytes} for {numel} x {named([dtype])}"
+        raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
+    return Head(kind, dtype, numel, extra, param), code[HEAD:]
+
+
+def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` elements of `dtype` that begin at byte `start`; a view, or a copy where they are not aligned."""
+    found = payload[start : start + count * dtype.itemsize]
+    # torch wants the offset in the storage to be a multiple as well, not the address alone.
+    aligned = found.data_ptr() % dtype.itemsize == found.storage_offset() % dtype.itemsize == 0
+    return (found if aligned else found.clone()).view(dtype)
+
+
+def _kind_name(number: int) -> str:
+    return Kind(number).name if number in set(Kind) else f"codec {number}"
+
+
+def _dtype_name(number: int) -> str:
+    return named([_DTYPES[number - 1]]) if 0 < number <= len(_DTYPES) else f"dtype {number}"

@@ -1,0 +1,29 @@
+"""The parameter server: tensors on servers, in shards; every call returns a handle.
+
+`ParameterServer` is what programs open. Below it, read in this order: `wire` and `post` (entries between ranks),
+`known` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
+them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`.
+"""
+
+from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
+from aiodist.ps.metrics import Metrics
+from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
+from aiodist.ps.parameter_server import ParameterServer
+from aiodist.ps.rules import Rule
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Asynchronous",
+    "Bounded",
+    "Metrics",
+    "ParameterServer",
+    "Policy",
+    "Quorum",
+    "RMSprop",
+    "Rule",
+    "Synchronous",
+    "inverse_age",
+    "optimizer",
+]

@@ -1,0 +1,541 @@
+"""The client of one rank: makes requests, keeps the order of its own, and completes handles by what servers say."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import DTYPES
+from aiodist.backends.inplace import copy
+from aiodist.codecs import ErrorFeedback, Incoming
+from aiodist.collectives.program import Call, Program
+from aiodist.errors import AiodistError, MismatchError, RemoteError
+from aiodist.handles import Handle
+from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.known import Known, Span
+from aiodist.ps.operation import Operation, PullPart, PushPart
+from aiodist.ps.raw import as_bytes, bytes_in, flat
+from aiodist.ps.wire import DATA_BYTES, FILL, Data, Done, Kind, Pull, Push, Reads, Release, Stage, Way
+
+__all__ = ["Client"]
+
+_Said = dict[str, Any]
+_Posting = Callable[[], None]
+_Answered = Callable[[_Said | None, BaseException | None], None]
+
+
+class Client:
+    """Calls from the loop's thread make requests; what is `heard` comes with the transport lock held."""
+
+    def __init__(self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int], Tensor]) -> None:
+        """`own` is where the server of this very rank finds what is pushed to it, `shown` its shards' memory."""
+        self.context = context
+        self._own = own
+        self._shown = shown
+        self._number = 0
+        self._pushes: dict[int, PushPart] = {}
+        self._pulls: dict[int, PullPart] = {}
+        self._calls: dict[tuple[int, int], _Answered] = {}
+        """By server and number."""
+        self._open: dict[int, None] = {}
+        """Pushes that are neither applied nor dropped, in order."""
+        self._syncs: deque[tuple[int, Handle[None]]] = deque()
+        self._watched: list[tuple[Known, Callable[[BaseException | None], None]]] = []
+        self._late_error: BaseException | None = None
+        self._feedback = None if context.codec is None else ErrorFeedback(context.codec)
+        self._incoming = None if context.pull_codec is None else Incoming(context.pull_codec)
+        self._laned = 0  # requests on their way through the service thread
+        self.programs: set[Handle[Any]] = set()
+        """Calls of several steps that are not over."""
+
+    @property
+    def number(self) -> int:
+        """The number of the last request."""
+        return self._number
+
+    @property
+    def busy(self) -> bool:
+        """Something is not over."""
+        return bool(self._open or self._pulls or self.programs)
+
+    def late(self) -> dict[int, str]:
+        """Return the servers that have not answered, and what they were asked."""
+        pushes = {rank: f"push of {part.known}" for part in list(self._pushes.values()) for rank in part.applying}
+        pulls = {rank: f"pull of {part.known}" for part in list(self._pulls.values()) for rank in part.left}
+        calls = {rank: "a call" for rank, _ in list(self._calls)}
+        return calls | pulls | pushes
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    # --- pushing ---------------------------------------------------------------------------------------------
+
+    def push(self, operation: Operation, known: Known, value: Tensor, rule: int, alpha: float) -> None:
+        """Push flat `value`; copied now where it is small, else the operation's until it is over."""
+        number = self._next_number()
+        spans = known.spans
+        accepts = self.context.policy.accepts and rule != FILL
+        part = PushPart(operation, known, [span.rank for span in spans], accepts=accepts)
+        self._pushes[number] = part
+        self._open[number] = None
+        metrics = self.context.metrics
+        metrics.pushes += 1
+        metrics.push_bytes += value.nbytes
+        if self._feedback is not None and rule != FILL and known.dtype.is_floating_point:
+            self._push_code(number, part, value, rule, alpha)
+            return
+        postings = [self._posting(number, known, span, value[span.start : span.stop], rule, alpha) for span in spans]
+        self._issue(postings)
+
+    def _posting(
+        self, number: int, known: Known, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
+    ) -> _Posting:
+        """Return what sends one shard's part of a push."""
+        dst, nbytes = span.rank, value.nbytes
+        post = self.context.post
+        segment = offset = 0
+        data = b""
+        way = Way.MESSAGE
+        if dst == self.context.rank:
+            way = Way.OWN
+            self._own[(number, known.key)] = (
+                value.view(torch.uint8).clone() if nbytes <= post.inline_bytes else value.view(torch.uint8)
+            )
+        elif nbytes <= post.inline_bytes:
+            way = Way.INLINE
+            data = as_bytes(value)
+        elif self.context.near_rank(dst) is not None and self.context.near is not None:
+            place = self.context.near.locate(value)
+            if place is not None:
+                way = Way.MEMORY
+                segment, offset = place
+        head = Push(known.key, rule, way, coded, number, known.base, alpha, nbytes, segment, offset).pack()
+        if way in (Way.INLINE, Way.MESSAGE):
+            self.context.metrics.push_sent_bytes += nbytes
+        if way != Way.MESSAGE:
+            return partial(self._put, dst, Kind.PUSH, head, data)
+
+        def send() -> None:
+            post.put(dst, Kind.PUSH, head, request=True)
+            post.send(value.view(torch.uint8), dst, number, lambda _error, _value=value: None)
+
+        return partial(self._put_first, dst, send)
+
+    def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
+        """Encode in the service thread what is large, and keep what comes after it behind it."""
+        known = part.known
+        codes: list[Tensor] = []
+
+        def encode() -> None:
+            began = perf_counter()
+            assert self._feedback is not None
+            for span in known.spans:
+                codes.append(self._feedback.encode((known.name, span.rank), value[span.start : span.stop]))
+            self.context.metrics.encode_seconds += perf_counter() - began
+
+        def postings() -> list[_Posting]:
+            part.keep = codes
+            return [
+                self._posting(number, known, span, code, rule, alpha, coded=True)
+                for span, code in zip(known.spans, codes, strict=True)
+            ]
+
+        if value.nbytes <= LIGHT_BYTES and not self._laned:
+            encode()
+            self._issue(postings())
+            return
+        self._laned += 1
+
+        def encoded(error: BaseException | None) -> None:
+            self._laned -= 1
+            if error is not None:
+                self._finish_push(number, part, error)
+                return
+            for posting in postings():
+                posting()
+            self.context.post.flush_all()
+
+        self.context.progress.start(partial(self.context.service.run, encode, encoded))
+
+    # --- pulling ---------------------------------------------------------------------------------------------
+
+    def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
+        """Pull what `part` says."""
+        number = self._next_number()
+        known, into = part.known, part.into
+        self._pulls[number] = part
+        metrics = self.context.metrics
+        metrics.pulls += 1
+        metrics.pull_bytes += 0 if into is None else into.nbytes
+        postings = []
+        for span in known.spans:
+            way = Way.MESSAGE
+            if span.rank == self.context.rank:
+                way = Way.OWN
+            elif self.context.near_rank(span.rank) is not None:
+                way = Way.MEMORY
+            head = Pull(known.key, way, reads, number, wants).pack()
+            postings.append(partial(self._put, span.rank, Kind.PULL, head, b""))
+        self._issue(postings)
+
+    def _data(self, src: int, body: memoryview) -> None:
+        data = Data.unpack(body)
+        part = self._pulls.get(data.number)
+        if part is None:  # it was given up
+            return
+        part.version = data.version if part.version is None else min(part.version, data.version)
+        if data.way == Way.INLINE:
+            self.context.metrics.pull_received_bytes += data.nbytes
+            self._take(part, src, data, bytes_in(body, DATA_BYTES, data.nbytes))
+            return
+        if data.way == Way.MESSAGE:
+            self.context.metrics.pull_received_bytes += data.nbytes
+            plain = part.into is not None and not data.coded
+            into = self._span(part, src).view(torch.uint8) if plain else torch.empty(data.nbytes, dtype=torch.uint8)
+            received = partial(self._received, part, src, data, into)
+            self.context.post.receive(into, src, data.number, received)
+            return
+        own = data.way == Way.OWN
+        found = (
+            self._shown(data.offset).view(torch.uint8)
+            if own
+            else self.context.memory(src, data.segment, data.offset, data.nbytes)
+        )
+        into = self._span(part, src).view(torch.uint8)
+
+        def copied(error: BaseException | None) -> None:
+            self.context.post.put(src, Kind.RELEASE, Release(part.known.key, data.number).pack())
+            self.context.post.flush(src)
+            self._part_read(data.number, part, src, error)
+
+        if data.nbytes <= LIGHT_BYTES:
+            copy(into, found)
+            copied(None)
+        else:
+            self.context.service.run(partial(copy, into, found), copied)
+
+    def _received(self, part: PullPart, src: int, data: Data, into: Tensor, error: BaseException | None) -> None:
+        if error is not None or (part.into is not None and not data.coded):
+            self._part_read(data.number, part, src, error)
+        else:
+            self._take(part, src, data, into)
+
+    def _span(self, part: PullPart, src: int) -> Tensor:
+        """Return the part of the destination that server `src` has."""
+        assert part.into is not None
+        span = next(span for span in part.known.spans if span.rank == src)
+        return part.into[span.start : span.stop]
+
+    def _take(self, part: PullPart, src: int, data: Data, raw: Tensor) -> None:
+        """Put what came as bytes where it belongs."""
+        if part.into is None:
+            part.value = raw.clone()
+            self._part_read(data.number, part, src, None)
+            return
+        into = self._span(part, src)
+        if not data.coded:
+            copy(into, raw.view(into.dtype))
+            self._part_read(data.number, part, src, None)
+            return
+        raw = raw.clone()
+
+        def decode() -> None:
+            began = perf_counter()
+            assert self._incoming is not None
+            copy(into, self._incoming.decode((part.known.name, src), raw, into.dtype, into.numel()))
+            self.context.metrics.decode_seconds += perf_counter() - began
+
+        decoded = partial(self._part_read, data.number, part, src)
+        if data.nbytes <= LIGHT_BYTES:
+            decode()
+            decoded(None)
+        else:
+            self.context.service.run(decode, decoded)
+
+    def _part_read(self, number: int, part: PullPart, src: int, error: BaseException | None) -> None:
+        part.left.discard(src)
+        if error is not None and self._pulls.get(number) is part:
+            del self._pulls[number]
+            part.operation.part_over(self.located(error))
+        elif not part.left and self._pulls.pop(number, None) is part:
+            assert part.version is not None
+            part.known.base = max(part.known.base, part.version)
+            part.operation.read(part.version)
+            if part.operation.part_over():
+                self.context.metrics.pull_seconds += part.operation.seconds
+
+    # --- calls -----------------------------------------------------------------------------------------------
+
+    def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, _Said]:  # noqa: ANN401
+        """Ask server `dst`, as a step of a program, and return what it answers."""
+        box: list[_Said] = []
+        yield [partial(self._ask, dst, self._next_number(), {"op": op, **said}, box.append)]
+        return box[0]
+
+    def _ask(
+        self,
+        dst: int,
+        number: int,
+        said: _Said,
+        answer: Callable[[_Said], None],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        def answered(got: _Said | None, error: BaseException | None) -> None:
+            if got is not None:
+                answer(got)
+            done(error)
+
+        if dst in self.context.gone:
+            done(self.context.lost(dst))
+            return
+        self._calls[(dst, number)] = answered
+        self.context.post.put(dst, Kind.CALL, json.dumps({**said, "n": number}).encode(), request=True)
+        self.context.post.flush(dst)
+
+    def configuring(self, known: Known, settings: dict[str, float]) -> Program[None]:
+        """Change settings of the rule of `known`, on all of its shards."""
+        number = self._next_number()
+        said = {"op": "configure", "key": known.key, "settings": settings}
+        yield [partial(self._ask, span.rank, number, said, lambda _: None) for span in known.spans]
+
+    def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
+        """Return the call that tells server `dst` something which it does not answer."""
+
+        def put(done: Callable[[BaseException | None], None]) -> None:
+            if dst not in self.context.gone:
+                body = json.dumps({"op": op, **said}).encode()
+                self.context.post.put(dst, Kind.CALL, body, request=True)
+                self.context.post.flush(dst)
+            done(None)
+
+        return put
+
+    def filling(self, known: Known, value: Tensor, spans: Sequence[Span]) -> Program[None]:
+        """Make the shards `spans` of `known` and give them the first values."""
+        servers = [span.rank for span in known.spans]
+
+        def fill(span: Span, done: Callable[[BaseException | None], None]) -> None:
+            number = self._next_number()
+            operation = _Told(done)
+            self._pushes[number] = PushPart(operation, known, [span.rank], accepts=False)  # type: ignore[arg-type]
+            part = value[span.start : span.stop]
+            self._posting(number, known, span, part, FILL, 1.0)()
+            self.context.post.flush(span.rank)
+
+        yield [
+            self.tell(
+                span.rank,
+                "make",
+                key=known.key,
+                name=known.name,
+                dtype=DTYPES.index(known.dtype),
+                numel=span.stop - span.start,
+                servers=servers,
+                rule=known.rule_number,
+                codec=known.codec is not None,
+            )
+            for span in spans
+        ]
+        yield [partial(fill, span) for span in spans]
+
+    # --- what comes ----------------------------------------------------------------------------------------
+
+    def heard(self, src: int, kind: int, body: memoryview) -> None:
+        """Take one entry that is meant for a client."""
+        if kind == Kind.DONE:
+            self._done(src, *Done.unpack(body))
+        elif kind == Kind.DATA:
+            self._data(src, body)
+        else:
+            self._answered(src, json.loads(bytes(body)))
+
+    def _done(self, src: int, number: int, version: int, stage: int) -> None:
+        part = self._pushes.get(number)
+        if part is None:
+            return
+        if stage == Stage.ACCEPTED:
+            if part.accepting:
+                part.accepting.discard(src)
+                if not part.accepting:
+                    self._push_over(part, None)
+            return
+        part.applying.discard(src)
+        if not part.applying:
+            del self._pushes[number]
+            if part.accepting is None:
+                self._push_over(part, None)
+            self._applied(number)
+
+    def _push_over(self, part: PushPart, error: BaseException | None) -> None:
+        if part.operation.part_over(error):
+            self.context.metrics.push_seconds += part.operation.seconds
+
+    def _finish_push(self, number: int, part: PushPart, error: BaseException) -> None:
+        """A push failed: its handle says so, or, where that is done already, the next sync."""
+        if self._pushes.pop(number, None) is None:
+            return
+        error = self.located(error)
+        if part.accepting is not None and not part.accepting:
+            self._late_error = self._late_error or error
+        else:
+            self._push_over(part, error)
+        self._own.pop((number, part.known.key), None)
+        self._applied(number)
+
+    def _answered(self, src: int, said: _Said) -> None:
+        number = said["n"]
+        error = _error_of(said, src) if "error" in said else None
+        if (answered := self._calls.pop((src, number), None)) is not None:
+            answered(said if error is None else None, error)
+        elif error is not None and number in self._pushes:
+            self._finish_push(number, self._pushes[number], error)
+        elif error is not None and number in self._pulls:
+            self._part_read(number, self._pulls[number], src, error)
+
+    def located(self, error: BaseException) -> BaseException:
+        """Return `error`, which says where it happened."""
+        if isinstance(error, AiodistError):
+            error.located(rank=self.context.rank, comm=self.context.name, op=None)
+        return error
+
+    # --- sync ----------------------------------------------------------------------------------------------
+
+    def when_applied(self, known: Known, done: Callable[[BaseException | None], None]) -> None:
+        """Call `done` when all pushes of one tensor are over."""
+        if not any(part.known is known for part in self._pushes.values()):
+            done(None)
+            return
+        self._watched.append((known, done))
+
+    def sync(self, handle: Handle[None]) -> None:
+        """Resolve `handle` when every push issued so far is applied or dropped."""
+        limit = self._number
+
+        def look() -> None:
+            self._syncs.append((limit, handle))
+            self._look()
+
+        self.context.progress.start(look)
+
+    def _applied(self, number: int) -> None:
+        self._open.pop(number, None)
+        if self._syncs:
+            self._look()
+        if self._watched:
+            watched, self._watched = self._watched, []
+            for known, done in watched:
+                self.when_applied(known, done)
+
+    def _look(self) -> None:
+        while self._syncs and (not self._open or next(iter(self._open)) > self._syncs[0][0]):
+            _, handle = self._syncs.popleft()
+            if handle.done():
+                continue
+            error, self._late_error = self._late_error, None
+            if error is None:
+                handle.resolve(None)
+            else:
+                handle.reject(error)
+
+    # --- the rest --------------------------------------------------------------------------------------------
+
+    def _issue(self, postings: Sequence[_Posting]) -> None:
+        """Post requests now, or behind those that are being encoded."""
+        if self._laned:
+            self._laned += 1
+
+            def later(error: BaseException | None) -> None:
+                self._laned -= 1
+                self._post(postings)
+
+            self.context.progress.start(partial(self.context.service.run, _nothing, later))
+        elif len(postings) == 1:
+            self.context.progress.start(partial(self._post_one, postings[0]))
+        else:
+            self.context.progress.start(partial(self._post, postings))
+
+    def _post_one(self, posting: _Posting) -> None:
+        posting()
+        self.context.post.flush_all()
+
+    def _post(self, postings: Sequence[_Posting]) -> None:
+        for posting in postings:
+            posting()
+        self.context.post.flush_all()
+
+    def _put(self, dst: int, kind: int, head: bytes, data: bytes) -> None:
+        if dst in self.context.gone:
+            self._lost(dst)
+            return
+        self.context.post.put(dst, kind, head, data, request=True)
+
+    def _put_first(self, dst: int, send: _Posting) -> None:
+        if dst in self.context.gone:
+            self._lost(dst)
+            return
+        send()
+
+    def lose(self, rank: int) -> None:
+        """`rank` died: what it should have answered never comes."""
+        self._lost(rank)
+
+    def _lost(self, rank: int) -> None:
+        for number, part in list(self._pushes.items()):
+            if rank in part.applying:
+                self._finish_push(number, part, self.context.lost(rank))
+        for number, pull in list(self._pulls.items()):
+            if rank in pull.left:
+                self._part_read(number, pull, rank, self.context.lost(rank))
+        for asked, answered in list(self._calls.items()):
+            if asked[0] == rank:
+                del self._calls[asked]
+                answered(None, self.context.lost(rank))
+
+    def give_up(self, error: AiodistError) -> None:
+        """Fail everything."""
+        for number, part in list(self._pushes.items()):
+            self._finish_push(number, part, error)
+        for number, pull in list(self._pulls.items()):
+            del self._pulls[number]
+            pull.operation.part_over(error)
+        calls, self._calls = self._calls, {}
+        for answered in calls.values():
+            answered(None, error)
+        self._open.clear()
+        self._look()
+
+
+class _Told:
+    """Stands for an operation whose end a program waits for."""
+
+    def __init__(self, done: Callable[[BaseException | None], None]) -> None:
+        self._done = done
+        self.seconds = 0.0
+
+    def part_over(self, error: BaseException | None = None) -> bool:
+        self._done(error)
+        return True
+
+
+def _error_of(said: _Said, src: int) -> BaseException:
+    """Return what a server's refusal raises here."""
+    text = f"{said['error']}"
+    if said["kind"] == "mismatch":
+        return MismatchError(text)
+    if said["type"] == "LookupError":
+        return KeyError(text)
+    return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)
+
+
+def _nothing() -> None:
+    return None
+
+

@@ -1,0 +1,142 @@
+"""Several pushes make a step: one of each worker, or the first n."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar, Literal
+
+from aiodist.ps.consistency.base import Base
+from aiodist.ps.consistency.events import Action, Push
+from aiodist.ps.consistency.stale import KEEP, Described, Scale, Stale, at_least, checked_scale, one_of
+
+__all__ = ["Quorum", "Stepwise", "Synchronous"]
+
+
+@dataclass(frozen=True, repr=False)
+class Synchronous(Described):
+    """Step k takes the k-th push of each worker that is still there, and of those that left what they had pushed.
+
+    "mean" divides by the number of pushes in the step, "sum" does not. A worker may push ahead of the others: that is
+    held. Raises ValueError for another reduction.
+    """
+
+    accepts: ClassVar[bool] = True
+
+    reduction: Literal["mean", "sum"]
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, ("mean", "sum"))
+
+    @property
+    def scales(self) -> bool:
+        """Whether weights other than 1 happen."""
+        return self.reduction == "mean"
+
+    def machine(self, workers: Sequence[int]) -> Stepwise:
+        """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
+        return Stepwise(workers, KEEP, mean=self.reduction == "mean")
+
+
+class Stepwise(Base):
+    """Holds pushes until each worker that is present has one."""
+
+    __slots__ = ("_missing",)
+
+    def __init__(self, workers: Sequence[int], stale: Stale, *, mean: bool) -> None:
+        """`mean` divides each step by the number of its parts."""
+        super().__init__(workers, stale, mean=mean)
+        self._missing = len(workers)  # how many that are present have none
+
+    def _take(self, event: Push, actions: list[Action]) -> None:
+        line = self._held[event.worker]
+        line.append(event)
+        self._missing -= len(line) == 1
+        self._step(actions)
+
+    def _without(self, worker: int, actions: list[Action]) -> None:
+        self._missing -= not self._held[worker]
+        self._step(actions)
+
+    def _step(self, actions: list[Action]) -> None:
+        while not self._missing:
+            pushes = [line.popleft() for line in self._held.values() if line]
+            if not pushes:
+                return  # nobody is present, nothing is held
+            self._missing = sum(not self._held[worker] for worker in self._present)
+            self._apply(pushes, actions)
+
+    def _late(self) -> tuple[int, ...]:
+        return tuple(worker for worker, line in self._held.items() if not line and worker in self._present)
+
+
+@dataclass(frozen=True, repr=False)
+class Quorum(Described):
+    """The first n pushes make a step, whoever they are from; when fewer than n workers are left, as many as those.
+
+    `stale` says what is done with a push whose base is not the current version. "accept": it counts like any other.
+    "drop": it is thrown away; with more workers than n that is synchronous training with backup workers. "scale": it
+    counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
+    pushes in the step, "sum" does not. Raises ValueError for anything else.
+
+    After Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting distributed synchronous SGD" (arXiv:1604.00981, 2016).
+    """
+
+    accepts: ClassVar[bool] = True
+
+    n: int
+    reduction: Literal["mean", "sum"]
+    stale: Literal["accept", "drop", "scale"] = "accept"
+    scale: Scale | None = None
+
+    def __post_init__(self) -> None:
+        at_least("n", self.n, 1)
+        one_of("reduction", self.reduction, ("mean", "sum"))
+        one_of("stale", self.stale, ("accept", "drop", "scale"))
+        checked_scale(self.stale, self.scale)
+
+    @property
+    def scales(self) -> bool:
+        """Whether weights other than 1 happen."""
+        return self.reduction == "mean" or self.stale == "scale"
+
+    def machine(self, workers: Sequence[int]) -> FirstOf:
+        """Return a machine at version 0. Raises ValueError for fewer than n workers, and for one there twice."""
+        if len(workers) < self.n:
+            raise ValueError(f"a quorum of {self.n} of workers {list(workers)}: expected at least {self.n} workers")
+        drop_above = 0 if self.stale == "drop" else inf
+        return FirstOf(self.n, workers, Stale(drop_above, checked_scale(self.stale, self.scale)), self.reduction)
+
+
+class FirstOf(Base):
+    """Holds pushes until there are enough."""
+
+    __slots__ = ("_count", "_n")
+
+    def __init__(self, n: int, workers: Sequence[int], stale: Stale, reduction: str) -> None:
+        """`n` pushes make a step, fewer where fewer are left."""
+        super().__init__(workers, stale, mean=reduction == "mean")
+        self._n = n
+        self._count = 0
+
+    def _take(self, event: Push, actions: list[Action]) -> None:
+        self._held[event.worker].append(event)
+        self._count += 1
+        self._step(actions)
+
+    def _without(self, worker: int, actions: list[Action]) -> None:
+        self._step(actions)
+
+    def _step(self, actions: list[Action]) -> None:
+        # More than n lie here only when somebody has just left. All of them count: to hold some for the next step
+        # would make those stale.
+        if self._count and self._count >= min(self._n, len(self._present)):
+            pushes = [push for line in self._held.values() for push in line]
+            for line in self._held.values():
+                line.clear()
+            self._count = 0
+            self._apply(pushes, actions)
+
+    def _late(self) -> tuple[int, ...]:
+        return tuple(worker for worker, line in self._held.items() if not line and worker in self._present)

@@ -1,0 +1,76 @@
+"""What the client and the server of one rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from aiodist.codecs import Codec
+from aiodist.errors import AiodistError, PeerLost
+from aiodist.handles import Progress
+from aiodist.ps.consistency import Policy
+from aiodist.ps.metrics import Metrics
+from aiodist.ps.pool import Pool
+from aiodist.ps.post import Post
+from aiodist.ps.rules import Rule
+from aiodist.ps.service import Service
+
+if TYPE_CHECKING:
+    from aiodist.backends.shm import Neighbourhood
+
+__all__ = ["LIGHT_BYTES", "Context"]
+
+LIGHT_BYTES = 256 << 10
+"""Work on fewer bytes is done at once, by whoever makes progress; more is the service thread's."""
+
+
+@dataclass(eq=False)
+class Context:
+    """One rank of a parameter server."""
+
+    name: str
+    rank: int
+    servers: tuple[int, ...]
+    """Ranks, in order."""
+    workers: tuple[int, ...]
+    world_ranks: Sequence[int]
+    """The ranks' numbers in the world."""
+    rules: Sequence[Rule]
+    """By their numbers on the wire: the same on all ranks."""
+    policy: Policy
+    codec: Codec | None
+    pull_codec: Codec | None
+    progress: Progress
+    service: Service
+    pool: Pool
+    near: Neighbourhood | None
+    metrics: Metrics
+    gone: dict[int, AiodistError] = field(default_factory=dict)
+    """The ranks that died, and how."""
+    post: Post = field(init=False)
+
+    def near_rank(self, rank: int) -> int | None:
+        """Return the number in the world of a rank that shares memory with this one, else None."""
+        world = self.world_ranks[rank]
+        return world if self.near is not None and world in self.near.neighbours else None
+
+    def memory(self, rank: int, segment: int, offset: int, nbytes: int) -> Tensor:
+        """Return bytes of another rank's arena; raise BackendError for a place that it never told of."""
+        from aiodist.backends.shm.memory import Place
+
+        assert self.near is not None
+        return self.near.neighbours[self.world_ranks[rank]].memory(Place(segment, offset), nbytes)
+
+    def ring(self, rank: int) -> None:
+        """Wake the progress thread of `rank` if it shares memory with us and sleeps."""
+        if self.near is not None and (world := self.world_ranks[rank]) in self.near.neighbours:
+            self.near.neighbours[world].ring()
+
+    def lost(self, rank: int) -> AiodistError:
+        """Return why nothing can be had from `rank`."""
+        known = self.gone.get(rank)
+        text = f"server {rank} of parameter server {self.name!r} is gone"
+        return PeerLost(f"{text}: {known.args[0] if known else 'nothing is known of it'}", lost=rank, rank=self.rank)

@@ -1,0 +1,127 @@
+"""Which names a server leads, who gives them their first values, and who has freed them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiodist.errors import MismatchError
+from aiodist.ps.wire import Kind
+
+if TYPE_CHECKING:
+    from aiodist.ps.context import Context
+    from aiodist.ps.server import Server
+
+__all__ = ["Directory"]
+
+_KEYS = 1 << 20  # for each server
+_COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One name. Whoever opens it waits until its values are there; those who give them are the fillers."""
+
+    key: int
+    first: dict[str, Any]
+    opener: int
+    fillers: set[int] = field(default_factory=set)
+    waiting: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    done: dict[int, int] = field(default_factory=dict)
+    """The fillers that have filled what they should, and their questions."""
+    filled: bool = False
+    freed: set[int] = field(default_factory=set)
+    again: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Those who have freed it and open it again, before all have freed it."""
+
+
+class Directory:
+    """Every method runs with the transport lock held."""
+
+    def __init__(self, context: Context, server: Server) -> None:
+        self._context = context
+        self._server = server
+        self._entries: dict[str, _Entry] = {}
+        self._made = 0
+        self._left: set[int] = set()
+
+    def open(self, client: int, call: dict[str, Any]) -> None:
+        """A client wants to use a name: it is told to fill it, or waits until others have."""
+        entry = self._entries.get(call["name"])
+        if entry is None:
+            number = self._context.servers.index(self._context.rank)
+            entry = self._entries[call["name"]] = _Entry(number * _KEYS + self._made % _KEYS, call, client)
+            self._made += 1
+        if client in entry.freed:
+            entry.again.append((client, call))
+            return
+        different = [what for what in _COMPARED if call[what] != entry.first[what]]
+        if different:
+            sides = "; ".join(
+                f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
+                for rank, side in ((entry.opener, entry.first), (client, call))
+            )
+            self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
+            return
+        if entry.filled:
+            self._server.answer(client, call["n"], key=entry.key, fill=False)
+            return
+        entry.waiting.append((client, call))
+        self._choose(entry)
+
+    def _choose(self, entry: _Entry) -> None:
+        """Have those fill the entry who should: each server its own block, the first worker, or whoever came first."""
+        start = entry.first["start"]
+        for client, call in list(entry.waiting):
+            if start == "own":
+                chosen = client in entry.first["servers"]
+            elif start == "root":
+                chosen = client == min(self._present(), default=-1) and not entry.fillers
+            else:
+                chosen = call["worker"] and not entry.fillers
+            if chosen:
+                entry.fillers.add(client)
+                entry.waiting.remove((client, call))
+                self._server.answer(client, call["n"], key=entry.key, fill=True)
+
+    def _present(self) -> set[int]:
+        return set(self._context.workers) - self._left - set(self._context.gone)
+
+    def ready(self, client: int, call: dict[str, Any]) -> None:
+        """A filler has filled what it should."""
+        entry = self._entries[call["name"]]
+        entry.done[client] = call["n"]
+        entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
+        if entry.filled:
+            for waiter, number in (*entry.done.items(), *((waiter, waiting["n"]) for waiter, waiting in entry.waiting)):
+                self._server.answer(waiter, number, key=entry.key, fill=False)
+            entry.waiting.clear()
+
+    def free(self, client: int, call: dict[str, Any]) -> None:
+        """A client uses the name no more; it is gone when that is true of all workers."""
+        entry = self._entries.get(call["name"])
+        if entry is not None:
+            entry.freed.add(client)
+            self._sweep(call["name"], entry)
+        self._server.answer(client, call["n"])
+
+    def _sweep(self, name: str, entry: _Entry) -> None:
+        if not entry.freed or not self._present() <= entry.freed:
+            return
+        del self._entries[name]
+        call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
+        for rank in entry.first["servers"]:
+            if rank not in self._context.gone:
+                self._context.post.put(rank, Kind.CALL, call)
+        for client, again in entry.again:
+            self.open(client, again)
+
+    def leave(self, client: int) -> None:
+        """A client has finished, or died: others may have to fill what it should, and it frees what it used."""
+        self._left.add(client)
+        for name, entry in list(self._entries.items()):
+            entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
+            if client in entry.fillers and not entry.filled:
+                entry.fillers.discard(client)
+            self._choose(entry)
+            self._sweep(name, entry)

@@ -1,0 +1,160 @@
+"""The tensors that this rank knows by name, and what a call means by `what`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aiodist.arguments import check_tensor
+from aiodist.codecs import ObjectCodec
+from aiodist.ps.rules import Rule
+from aiodist.ps.sharding import Placement
+
+__all__ = ["Known", "Names", "Span", "named"]
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) on the server with this rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Known:
+    """A name as this rank sees it."""
+
+    __slots__ = ("base", "codec", "dtype", "key", "name", "rule", "rule_number", "shape", "spans", "tensor")
+
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        rule: tuple[int, Rule],
+        placement: Placement,
+        servers: Sequence[int],
+        codec: ObjectCodec | None = None,
+    ) -> None:
+        """`tensor` is where it lies here, None for an object; `rule` with its number on the wire."""
+        self.name = name
+        self.tensor = tensor
+        self.codec = codec
+        self.dtype = torch.uint8 if tensor is None else tensor.dtype
+        self.shape = () if tensor is None else tuple(tensor.shape)
+        self.rule_number, self.rule = rule
+        self.spans = tuple(Span(servers[b.server], b.start, b.stop) for b in placement.blocks)
+        self.key = -1
+        self.base = 0
+        """The version that this rank last read."""
+
+    @staticmethod
+    def checked(name: str, value: object) -> Tensor:
+        """Return `value`, a tensor that `name` may stand for."""
+        return check_tensor(value, name)
+
+    def check(self, value: object, name: str = "values") -> Tensor:
+        """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
+        t = check_tensor(value, name)
+        if t.dtype is not self.dtype:
+            raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
+        if tuple(t.shape) != self.shape:
+            raise ValueError(
+                f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(self.shape)}, as it was init()ed"
+            )
+        return t
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.name!r}"
+
+
+class Names:
+    """What this rank has init()ed, in order."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+        self._names: dict[int, str] = {}
+        self.first: tuple[str, ...] = ()
+        """What `what=None` means."""
+
+    def add(self, known: Known) -> None:
+        """Know it from now on."""
+        self._known[known.name] = known
+        if known.tensor is not None:
+            self._names[id(known.tensor)] = known.name
+
+    def remove(self, known: Known) -> None:
+        """Know it no more."""
+        self._known.pop(known.name, None)
+        if known.tensor is not None:
+            self._names.pop(id(known.tensor), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In order."""
+        return tuple(self._known)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def __getitem__(self, name: str) -> Known:
+        known = self._known.get(name)
+        if known is None:
+            raise KeyError(f"unknown name {name!r}: expected one that this rank has init()ed, {self._listed()}")
+        return known
+
+    def resolve(self, what: object) -> tuple[list[Known], bool]:
+        """Return what a call means, and whether it is a single one.
+
+        Raises KeyError for a name, ValueError for a tensor that was not init()ed here, TypeError for anything else.
+        """
+        if isinstance(what, str):
+            return [self[what]], True
+        if isinstance(what, Tensor):
+            return [self._of(what)], True
+        if what is None:
+            return [self[name] for name in self.first], False
+        if isinstance(what, nn.Module):
+            return [self._of(p) for p in what.parameters()], False
+        if isinstance(what, Iterable):
+            return [self.resolve(one)[0][0] for one in what], False
+        raise TypeError(
+            f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
+        )
+
+    def _of(self, t: Tensor) -> Known:
+        name = self._names.get(id(t))
+        if name is None:
+            shape = f"{t.dtype}{list(t.shape)}"
+            raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
+        return self._known[name]
+
+    def _listed(self) -> str:
+        names = ", ".join(map(repr, list(self._known)[:8]))
+        return f"which are {names}{', ...' if len(self._known) > 8 else ''}" if names else "of which there are none"
+
+
+def named(tensors: object) -> dict[str, Tensor]:
+    """Return tensors by name: of a module its parameters, of a mapping its own, of an iterable "0", "1" and so on."""
+    found: Mapping[Any, Any]
+    if tensors is None:
+        return {}
+    if isinstance(tensors, nn.Module):
+        found = dict(tensors.named_parameters())
+    elif isinstance(tensors, Mapping):
+        found = tensors
+    elif isinstance(tensors, Tensor):
+        raise TypeError("tensors is a Tensor: expected a module, a list of tensors, or a dict of them by name")
+    elif isinstance(tensors, Iterable):
+        found = {str(i): t for i, t in enumerate(tensors)}
+    else:
+        raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
+    return {_name(name): check_tensor(t, str(name)) for name, t in found.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name {name!r}: expected a str that is not empty")
+    return name

@@ -1,0 +1,58 @@
+"""Where the ranks of a parameter server meet, at its first server: barriers, and the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiodist.ps.context import Context
+    from aiodist.ps.server import Server
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Every method runs with the transport lock held."""
+
+    def __init__(self, context: Context, server: Server) -> None:
+        self._context = context
+        self._server = server
+        self._at_barrier: dict[int, int] = {}
+        self._goodbyes: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._over = False
+
+    def barrier(self, client: int, call: dict[str, Any]) -> None:
+        """A worker waits for the others."""
+        self._at_barrier[client] = call["n"]
+        self._check_barrier()
+
+    def bye(self, client: int, call: dict[str, Any]) -> None:
+        """A rank waits for the end: nothing it asked for is open."""
+        self._goodbyes[client] = call["n"]
+        self._check_over()
+
+    def leave(self, client: int, *, gone: bool) -> None:
+        """A worker has finished, or a rank died: nobody waits for it."""
+        self._left.add(client)
+        self._check_barrier()
+        if gone:
+            self._check_over()
+
+    def _check_barrier(self) -> None:
+        missing = set(self._context.workers) - self._left - set(self._at_barrier)
+        if missing or not self._at_barrier:
+            return
+        waiting, self._at_barrier = self._at_barrier, {}
+        for client, number in waiting.items():
+            self._server.answer(client, number)
+
+    def _check_over(self) -> None:
+        missing = set(range(len(self._context.world_ranks))) - set(self._context.gone) - set(self._goodbyes)
+        if missing or self._over or not self._goodbyes:
+            return
+        self._over = True
+        for client, number in self._goodbyes.items():
+            self._server.answer(client, number)
+            if client != self._context.rank:
+                self._context.post.say_last(client)

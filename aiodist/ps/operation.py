@@ -1,0 +1,100 @@
+"""What a client waits for: the parts of one call, each at one or more servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from aiodist.claims import Claim
+from aiodist.handles import Handle, in_flight
+
+if TYPE_CHECKING:
+    from aiodist.ps.known import Known
+
+__all__ = ["Operation", "PullPart", "PushPart"]
+
+
+class Operation:
+    """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""
+
+    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "handle", "seconds", "version")
+
+    def __init__(self, handle: Handle[Any], parts: int, claims: Sequence[Claim], result: Callable[[], Any]) -> None:
+        """`result` makes what the handle returns; the claims are the operation's now."""
+        self.handle = handle
+        self._left = parts
+        self._claims = claims
+        self._result = result
+        self._error: BaseException | None = None
+        self._began = perf_counter()
+        self.seconds = 0.0
+        self.version: int | None = None
+        """The lowest that a part of it read."""
+
+    def read(self, version: int) -> None:
+        """A part has read `version`."""
+        self.version = version if self.version is None else min(self.version, version)
+
+    def part_over(self, error: BaseException | None = None) -> bool:
+        """One part is over; True when that was the last."""
+        self._error = self._error or error
+        self._left -= 1
+        if self._left:
+            return False
+        self.seconds = perf_counter() - self._began
+        for claim in self._claims:
+            in_flight.release(*claim)
+        handle = self.handle
+        handle.version = self.version
+        if handle.done():
+            return True
+        if self._error is not None:
+            handle.reject(self._error)
+            return True
+        try:
+            result = self._result()
+        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
+            handle.reject(error)
+        else:
+            handle.resolve(result)
+        return True
+
+
+class PushPart:
+    """A push of one tensor: `accepting` and `applying` are the servers that have not said so yet."""
+
+    __slots__ = ("accepting", "applying", "keep", "known", "operation")
+
+    def __init__(self, operation: Operation, known: Known, servers: Sequence[int], *, accepts: bool) -> None:
+        self.operation = operation
+        self.known = known
+        self.accepting = set(servers) if accepts else None
+        self.applying = set(servers)
+        self.keep: Any = None
+
+
+class PullPart:
+    """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
+
+    __slots__ = ("given", "into", "known", "left", "operation", "value", "version")
+
+    def __init__(self, operation: Operation, known: Known, into: Tensor | None, given: Tensor | None) -> None:
+        self.operation = operation
+        self.known = known
+        self.left = {span.rank for span in known.spans}
+        self.into = into
+        self.given = given
+        self.value: Tensor | None = None
+        """The code of an object."""
+        self.version: int | None = None
+
+    def result(self) -> Any:  # noqa: ANN401
+        """Return what the user gets: a tensor with the shape that it has, or the object."""
+        if self.known.codec is not None:
+            assert self.value is not None
+            return self.known.codec.decode(self.value)
+        assert self.into is not None
+        return self.into.view(self.known.shape) if self.given is None else self.given

@@ -1,0 +1,36 @@
+"""Buffers for data that arrive: those that were used before, since the pages of new memory cost more than a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pool"]
+
+_KEPT_BYTES = 512 << 20
+
+
+class Pool:
+    """Flat uint8 tensors by size; with the transport lock held."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        """`make(nbytes)` returns a new one."""
+        self._make = make
+        self._free: dict[int, list[Tensor]] = {}
+        self._kept_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return a buffer with anything in it."""
+        free = self._free.get(nbytes)
+        if free:
+            self._kept_bytes -= nbytes
+            return free.pop()
+        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def give(self, t: Tensor) -> None:
+        """Have `t` back, at which nobody looks any more."""
+        if t.nbytes and self._kept_bytes + t.nbytes <= _KEPT_BYTES:
+            self._kept_bytes += t.nbytes
+            self._free.setdefault(t.nbytes, []).append(t)

@@ -1,0 +1,242 @@
+"""Entries between ranks: put together into frames while earlier frames are on their way.
+
+A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather, and
+leave together when an answer comes. So a single small request is quick, and many cost little each. Entries between
+two ranks arrive in order. Every method runs with the transport lock held.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done, Transport
+from aiodist.types import ANY
+
+__all__ = ["Post"]
+
+_FRAME = struct.Struct("<iIHBx4x")  # source, bytes in use, frames answered, flags
+_ENTRY = struct.Struct("<BxxxI")
+_REQUESTS, _LAST = 1, 2
+_FRAME_TAG = 1
+_DATA_TAGS = 1 << 20
+_WINDOW = 2
+_BATCH_BYTES = 16 << 10
+_ROOM_BYTES = 64 << 10
+_FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
+_PADDING = tuple(bytes(-n % 8) for n in range(8))
+
+Heard = Callable[[int, int, memoryview], None]
+"""(rank, kind, body) of an entry; the body may be kept, its memory is used for nothing else."""
+
+
+class _Box:
+    """What goes to one rank."""
+
+    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered")
+
+    def __init__(self) -> None:
+        self.frame = bytearray(_FRAME.size)
+        self.has_requests = False
+        self.full: deque[tuple[bytearray, bool]] = deque()
+        self.unanswered = 0
+        self.owed = 0
+        self.gone = False
+
+    def close(self) -> None:
+        """Begin another frame."""
+        self.full.append((self.frame, self.has_requests))
+        self.frame = bytearray(_FRAME.size)
+        self.has_requests = False
+
+
+class Post:
+    """This rank's share of the traffic."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        heard: Heard,
+        failed: Callable[[int | None, BaseException], None],
+        ring: Callable[[int], None],
+    ) -> None:
+        """`failed(rank, error)`: a message to `rank` could not be sent, or, with None, none can be received.
+
+        `ring(rank)` wakes who may sleep when something is on its way.
+        """
+        self._transport = transport
+        self.rank = transport.rank
+        self._heard = heard
+        self._failed = failed
+        self._ring = ring
+        short = transport.capabilities().short_receives
+        self._fixed_bytes = 0 if short else _FIXED_BYTES
+        self._room_bytes = _ROOM_BYTES if short else _FIXED_BYTES
+        self.inline_bytes = self._room_bytes // 2 - 256
+        """The most data that an entry carries."""
+        self._boxes = [_Box() for _ in range(transport.size)]
+        self._own: deque[tuple[int, bytes]] = deque()
+        self._handling = False
+        self._closed = False
+        self._ended: Callable[[], None] | None = None
+        self.sent_bytes = 0
+
+    def open(self) -> None:
+        """Listen from now on."""
+        if self._transport.size > 1:
+            self._listen()
+
+    # --- sending ---------------------------------------------------------------------------------------------
+
+    def put(self, dst: int, kind: int, *parts: bytes, request: bool = False) -> None:
+        """Have an entry go to `dst` with the next `flush`; `request`: the other side answers."""
+        if dst == self.rank:
+            self._own.append((kind, b"".join(parts)))
+            return
+        box = self._boxes[dst]
+        length = sum(map(len, parts))
+        used = len(box.frame)
+        if used > _FRAME.size and (used >= _BATCH_BYTES or used + length + 2 * _ENTRY.size > self._room_bytes):
+            box.close()
+        frame = box.frame
+        frame += _ENTRY.pack(kind, length)
+        for part in parts:
+            frame += part
+        if length % 8:
+            frame += _PADDING[length % 8]
+        if request:
+            box.has_requests = True
+
+    def flush(self, dst: int) -> None:
+        """Send what may go to `dst` now."""
+        if dst == self.rank:
+            self._handle_own()
+            return
+        box = self._boxes[dst]
+        if box.gone:
+            box.full.clear()
+            box.frame = bytearray(_FRAME.size)
+            return
+        while box.unanswered < _WINDOW:
+            if not box.full:
+                if len(box.frame) == _FRAME.size:
+                    break
+                box.close()
+            self._send(dst, box, *box.full.popleft())
+        if box.owed:
+            # No answer has taken the word along that its frames were read.
+            self._send(dst, box, bytearray(_FRAME.size), False)
+
+    def flush_all(self) -> None:
+        """Send what may go to anybody."""
+        for dst, box in enumerate(self._boxes):
+            if box.full or box.owed or len(box.frame) > _FRAME.size:
+                self.flush(dst)
+        if self._own:
+            self._handle_own()
+
+    def _send(self, dst: int, box: _Box, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
+        used = len(frame)
+        _FRAME.pack_into(frame, 0, self.rank, used, box.owed, has_requests * _REQUESTS | flags)
+        box.owed = 0
+        box.unanswered += has_requests
+        if self._fixed_bytes:
+            frame.extend(bytes(self._fixed_bytes - used))
+        self.sent_bytes += used
+        t = torch.frombuffer(frame, dtype=torch.uint8)
+
+        def sent(error: BaseException | None, _frame: Tensor = t) -> None:
+            if error is not None and not box.gone:
+                self._failed(dst, error)
+
+        self._transport.isend(t, dst, _FRAME_TAG, sent)
+        self._ring(dst)
+
+    def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
+        """Send flat uint8 `t` as the data of request `number`."""
+        self.sent_bytes += t.nbytes
+        self._transport.isend(t, dst, _DATA_TAGS + number % _DATA_TAGS, done)
+
+    def receive(self, t: Tensor, src: int, number: int, done: Done) -> None:
+        """Receive the data of request `number` into flat uint8 `t`."""
+        self._transport.irecv(t, src, _DATA_TAGS + number % _DATA_TAGS, done)
+
+    # --- receiving -------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        frame = torch.empty(self._room_bytes, dtype=torch.uint8)
+        self._transport.irecv(frame, ANY, _FRAME_TAG, lambda error: self._arrived(frame, error))
+
+    def _arrived(self, frame: Tensor, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        if error is not None:
+            self._failed(None, error)
+            return
+        body = frame.numpy().data
+        source, used, answered, flags = _FRAME.unpack_from(body)
+        if flags & _LAST:
+            self._closed = True
+        else:
+            self._listen()
+        box = self._boxes[source]
+        box.unanswered -= answered
+        if flags & _REQUESTS:
+            box.owed += 1
+        at = _FRAME.size
+        while at < used:
+            kind, length = _ENTRY.unpack_from(body, at)
+            at += _ENTRY.size
+            self._heard(source, kind, body[at : at + length])
+            at += length + -length % 8
+        self.flush_all()
+        if self._closed and self._ended is not None:
+            self._ended()
+
+    def _handle_own(self) -> None:
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._own:
+                kind, body = self._own.popleft()
+                self._heard(self.rank, kind, memoryview(body))
+        finally:
+            self._handling = False
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def forget(self, rank: int) -> None:
+        """`rank` is gone: say nothing to it any more."""
+        self._boxes[rank].gone = True
+
+    def say_last(self, dst: int) -> None:
+        """Send `dst` all that is left, and that nobody will send it anything after this."""
+        box = self._boxes[dst]
+        if box.gone:
+            return
+        if len(box.frame) == _FRAME.size and not box.full:
+            self._send(dst, box, bytearray(_FRAME.size), False, _LAST)
+            return
+        if len(box.frame) > _FRAME.size:
+            box.close()
+        while box.full:
+            frame, has_requests = box.full.popleft()
+            self._send(dst, box, frame, has_requests, 0 if box.full else _LAST)
+
+    def when_last(self, ended: Callable[[], None]) -> None:
+        """Call `ended` once nothing is listened for any more: now, if that is so."""
+        if self._closed or self._transport.size == 1:
+            ended()
+        else:
+            self._ended = ended
+
+    def give_up(self) -> None:
+        """Hear nothing any more; what is posted is left to the transport."""
+        self._closed = True
+        for box in self._boxes:
+            box.gone = True

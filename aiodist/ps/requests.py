@@ -1,0 +1,58 @@
+"""What a server holds of a client's request until it is executed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from aiodist.ps.wire import Reads, Way
+
+__all__ = ["Change", "Pulling", "Pushing", "Request"]
+
+
+class Request:
+    """The request `number` of `client`; `ready` once all of it has come."""
+
+    __slots__ = ("client", "number", "ready")
+
+    def __init__(self, client: int, number: int) -> None:
+        self.client = client
+        self.number = number
+        self.ready = True
+
+
+class Pushing(Request):
+    """A push: `value` is flat, of the shard's dtype, or a code of bytes."""
+
+    __slots__ = ("alpha", "base", "coded", "pooled", "rule", "value")
+
+    def __init__(self, client: int, number: int, base: int, rule: int, alpha: float, *, coded: bool) -> None:
+        super().__init__(client, number)
+        self.base = base
+        self.rule = rule
+        self.alpha = alpha
+        self.coded = coded
+        self.value: Tensor | None = None
+        self.pooled = False
+        """`value` is a buffer of ours, to which nobody else writes."""
+
+
+class Pulling(Request):
+    """A pull: `way` is how the client wants the data."""
+
+    __slots__ = ("reads", "wants", "way")
+
+    def __init__(self, client: int, number: int, wants: int, way: Way, reads: Reads) -> None:
+        super().__init__(client, number)
+        self.wants = wants
+        self.way = way
+        self.reads = reads
+
+
+class Change(Request):
+    """New settings of the rule."""
+
+    __slots__ = ("settings",)
+
+    def __init__(self, client: int, number: int, settings: dict[str, float]) -> None:
+        super().__init__(client, number)
+        self.settings = settings

@@ -1,0 +1,269 @@
+"""What a server does with what is pushed (P3): zero, copy, add, axpy, mul, min, max, and the user's own.
+
+A rule has no state of its own: what lies beside a shard is made by `state` and given back to `apply`, so one rule
+serves any number of shards, in any thread. Its `repr` is the same on all ranks that run the same script: they compare
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import iscoroutinefunction
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from aiodist.collectives.arithmetic import SUPPORTED
+
+__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Rule", "State", "as_rule", "bare", "plain_name"]
+
+State: TypeAlias = Any
+"""What lies beside a shard; only its rule knows what that is."""
+
+COMPLEX = frozenset({kind for kind in SUPPORTED if kind.is_complex})
+FLOATS = frozenset({kind for kind in SUPPORTED if kind.is_floating_point})
+_NUMBERS = SUPPORTED - {torch.bool}
+_ORDERED = SUPPORTED - COMPLEX
+
+
+class Rule:
+    """How a shard changes by what is pushed.
+
+    Derive from it for a rule with state or settings, and give an instance; say the settings in its `repr`.
+    """
+
+    name: str
+    """What errors and metrics call it: of a class that does not say, the class's name."""
+    takes: frozenset[torch.dtype] = SUPPORTED
+    """The dtypes of tensors that it can be used for."""
+    takes_gradients: bool = False
+    """A push of a parameter sends its `.grad` unless something else is given, not the parameter."""
+    takes_value: bool = True
+    """It looks at what is pushed: otherwise nothing need be sent."""
+    combines: bool = False
+    """The pushes of one step are summed, each by its weight, and applied once; else one by one, in order of workers."""
+    scales: bool = True
+    """It may be given an `alpha` other than 1."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in cls.__dict__:
+            cls.name = cls.__qualname__
+
+    def check(self, dtype: torch.dtype, alpha: float = 1.0) -> None:
+        """Raise unless the rule can be used on tensors of `dtype` with this `alpha`.
+
+        `TypeError` for a dtype that it does not take, for an `alpha` that is no number, and for a fraction where the
+        tensor has integers; `ValueError` for one other than 1 where the rule has no use for it, and for one that the
+        dtype cannot hold, which inf and nan count as.
+        """
+        if dtype not in self.takes:
+            raise TypeError(f"rule {self.name} on {plain_name(dtype)}: expected {_names(self.takes)}")
+        if alpha == 1:
+            return
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise TypeError(f"rule {self.name}: alpha={alpha!r}: expected a number")
+        if not self.scales:
+            raise ValueError(f"rule {self.name}: alpha={alpha}: expected 1, it multiplies nothing by it")
+        if self.takes_value:
+            _check_factor(self.name, dtype, alpha)
+
+    def state(self, shard: Tensor) -> State:
+        """Return what lies beside `shard`, flat, from its first push on; None if there is nothing."""
+        del shard
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: State) -> None:
+        """Change `shard` in place by `alpha` times `value`; both flat, of equal dtype and numel.
+
+        `value` stays as it is, and nothing keeps it. `check` was called for this dtype and `alpha`, and `state` made
+        `state`. Called from any thread, but never twice at the same time for one shard.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__}.apply")
+
+    def configure(self, state: State, **changes: object) -> None:
+        """Change settings such as `lr` from the next push on.
+
+        Raises `ValueError` for unknown ones and `TypeError` for values of another type; then nothing is changed. Not
+        to be called while `apply` runs for that shard, as `state_dict` and `load_state_dict` are not.
+        """
+        del state
+        if changes:
+            raise ValueError(f"rule {self.name}: {', '.join(changes)}: it has no settings")
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: plain values and tensors, which later pushes change.
+
+        Of the tensors, those with a dimension are cut as the shard is; those without are the same for all shards.
+        """
+        del state
+        return {}
+
+    def load_state_dict(self, state: State, given: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, of a shard of equal numel; raise `ValueError` for what does not fit."""
+        del state
+        if given:
+            raise ValueError(f"rule {self.name}: {', '.join(given)}: it has no state")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Function(Rule):
+    """A function of the user's, `fn(shard, value)`, which changes `shard` in place.
+
+    It runs without autograd, on the server's shards: flat, and each with a part of a tensor that is cut. So it must
+    treat every element by itself. With an `alpha` other than 1 it is given `alpha * value`. Raises `TypeError` when
+    it returns something else than None or `shard`, which is the sign of one that changes nothing.
+    """
+
+    def __init__(self, fn: Callable[[Tensor, Tensor], object], name: str) -> None:
+        self.fn = fn
+        self.name = name
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        """Call the function."""
+        shard = bare(shard)
+        with torch.no_grad():
+            found = self.fn(shard, bare(value) if alpha == 1 else bare(value) * factor(shard, alpha))
+        if found is not None and found is not shard:
+            raise TypeError(f"rule {self.name} returned {type(found).__name__}: expected None, and the shard changed")
+
+    def __repr__(self) -> str:
+        return f"Function({self.name})"
+
+
+class _Zero(Rule):
+    name = "zero"
+    takes_value = False
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        """Shard = 0, whatever `value` is."""
+        bare(shard).zero_()
+
+
+class _Copy(Rule):
+    """Of several pushes in one step their sum, or mean, is copied; of one push, the push."""
+
+    name = "copy"
+    combines = True
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        """Shard = alpha * value."""
+        shard, value = bare(shard), bare(value)
+        if alpha == 1:
+            shard.copy_(value)
+        else:
+            torch.mul(value, factor(shard, alpha), out=shard)
+
+
+class _Add(Rule):
+    takes = _NUMBERS
+    combines = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        """Shard += alpha * value."""
+        # In this order: a shard without requires_grad, to which one with it is added, would get a history.
+        if shard.requires_grad or value.requires_grad:
+            shard, value = shard.detach(), value.detach()
+        if alpha == 1:
+            shard.add_(value)
+        else:
+            shard.add_(value, alpha=factor(shard, alpha))
+
+
+class _Into(Rule):
+    """A binary operator of torch, written into the shard."""
+
+    scales = False
+
+    def __init__(self, name: str, takes: frozenset[torch.dtype], operator: Callable[..., Tensor]) -> None:
+        self.name = name
+        self.takes = takes
+        self._operator = operator
+
+    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
+        """Shard = operator(shard, value)."""
+        if alpha != 1:
+            self.check(shard.dtype, alpha)
+        shard = bare(shard)
+        self._operator(shard, bare(value), out=shard)
+
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        _Zero(),
+        _Copy(),
+        _Add("add"),
+        _Add("axpy"),
+        _Into("mul", _NUMBERS, torch.mul),
+        _Into("min", _ORDERED, torch.minimum),
+        _Into("max", _ORDERED, torch.maximum),
+    )
+}
+"""The rules that are known by name. `add` and `axpy` differ in name only: shard += alpha * value."""
+
+
+def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:
+    """Return a rule: the one of that name, `given` itself, or one that calls it.
+
+    A function is called `name` in messages, else as it calls itself. Raises `ValueError` for a name that is not
+    known, `TypeError` for what is no rule: a class, a coroutine function.
+    """
+    if isinstance(given, str):
+        try:
+            return RULES[given]
+        except KeyError:
+            raise ValueError(f"rule {given!r}: expected one of {', '.join(RULES)}, a Rule or a function") from None
+    if isinstance(given, Rule):
+        return given
+    expected = "expected a name, a Rule such as aiodist.ps.SGD(lr=0.1), or a function (shard, value) -> None"
+    if isinstance(given, type):
+        raise TypeError(f"rule: the class {given.__qualname__}: {expected}")
+    if iscoroutinefunction(given) or not callable(given):
+        raise TypeError(f"rule {given!r}: {expected}")
+    return Function(given, name or _qualname(given))
+
+
+def _qualname(fn: Callable[..., object]) -> str:
+    """Return the name of a function, or of what a partial calls, or of the class of a callable object."""
+    own = getattr(fn, "__qualname__", None)
+    if isinstance(own, str):
+        return own
+    inner = getattr(fn, "func", None)
+    return _qualname(inner) if callable(inner) else type(fn).__qualname__
+
+
+def bare(t: Tensor) -> Tensor:
+    """Return `t` without autograd: cheaper than switching that off, and no thread's mode is touched."""
+    return t.detach() if t.requires_grad else t
+
+
+def factor(shard: Tensor, alpha: float) -> float:
+    """Return `alpha` as torch wants it for this dtype: integers are not multiplied by floats."""
+    return alpha if shard.dtype.is_floating_point or shard.dtype.is_complex else int(alpha)
+
+
+def _check_factor(name: str, dtype: torch.dtype, alpha: float) -> None:
+    """Raise what torch would raise at the server: `ValueError` where it does not fit, `TypeError` for a fraction."""
+    if dtype is torch.bool:
+        raise TypeError(f"rule {name} on bool: alpha={alpha}: expected 1")
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    most = torch.iinfo(dtype).max if whole else torch.finfo(dtype).max
+    if not abs(alpha) <= most:  # nan too
+        raise ValueError(f"rule {name} on {plain_name(dtype)}: alpha={alpha}: expected a number from -{most} to {most}")
+    if whole and alpha != int(alpha):
+        raise TypeError(f"rule {name} on {plain_name(dtype)}: alpha={alpha}: expected a whole number")
+
+
+def plain_name(dtype: torch.dtype) -> str:
+    """Return float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(takes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(plain_name(kind) for kind in takes))

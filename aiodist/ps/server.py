@@ -1,0 +1,346 @@
+"""The server of one rank: shards by key, and the way from an entry to a shard and back to the client."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import DTYPES
+from aiodist.codecs import Outgoing
+from aiodist.errors import AiodistError
+from aiodist.ps.consistency import Counts
+from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.directory import Directory
+from aiodist.ps.meeting import Meeting
+from aiodist.ps.metrics import Metrics
+from aiodist.ps.raw import as_bytes, bytes_in
+from aiodist.ps.requests import Change, Pulling, Pushing, Request
+from aiodist.ps.rules import Rule
+from aiodist.ps.shard import Shard
+from aiodist.ps.wire import (
+    FILL,
+    PUSH_BYTES,
+    Data,
+    Done,
+    Kind,
+    Order,
+    Pull,
+    Push,
+    Reads,
+    Release,
+    Stage,
+    Way,
+)
+
+if TYPE_CHECKING:
+    from aiodist.codecs import Codec
+
+__all__ = ["Server"]
+
+
+class Server:
+    """Every method runs with the transport lock held."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.own: dict[tuple[int, int], Tensor] = {}
+        """What this rank's client pushes to this very rank: by number and key."""
+        self._shards: dict[int, Shard] = {}
+        self._retired: dict[int, Shard] = {}
+        self._counted: list[Counts] = []  # of tensors that were freed
+        self._rules: dict[int, int] = {}
+        self._outgoing: Outgoing | None = None if context.pull_codec is None else Outgoing(context.pull_codec)
+        self._directory = Directory(context, self)
+        self._meeting = Meeting(context, self)
+        self._left: set[int] = set()
+        self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            "make": self._make,
+            "remove": self._remove,
+            "configure": self._configure,
+            "leave": self._leave,
+            "open": self._directory.open,
+            "ready": self._directory.ready,
+            "free": self._directory.free,
+            "barrier": self._meeting.barrier,
+            "bye": self._meeting.bye,
+        }
+
+    # --- what comes ----------------------------------------------------------------------------------------
+
+    def heard(self, client: int, kind: int, body: memoryview) -> None:
+        """Take one entry that is meant for a server."""
+        if kind == Kind.PUSH:
+            self._push(client, body)
+        elif kind == Kind.PULL:
+            self._pull(client, body)
+        elif kind == Kind.ORDER:
+            order = Order.unpack(body)
+            if (shard := self._shards.get(order.key)) is not None:
+                shard.obey(order)
+        elif kind == Kind.RELEASE:
+            self._release(client, body)
+        else:
+            call = json.loads(bytes(body))
+            self._calls[call["op"]](client, call)
+
+    def _push(self, client: int, body: memoryview) -> None:
+        head = Push.unpack(body)
+        push = Pushing(client, head.number, head.base, head.rule, head.alpha, coded=head.coded)
+        shard = self._shards.get(head.key)
+        if head.way == Way.MESSAGE:
+            buffer = self.context.pool.take(head.nbytes)
+            push.ready = False
+            push.pooled = True
+            self.context.post.receive(buffer, client, head.number, partial(self._received, shard, push))
+            self._take(shard, push, buffer)
+        elif head.way == Way.INLINE:
+            raw = bytes_in(body, PUSH_BYTES, head.nbytes)
+            # What waits must not keep a frame alive, which has more room than it needs.
+            self._take(shard, push, raw.clone() if self.context.policy.accepts else raw)
+        else:
+            self._look(shard, push, head)
+        if shard is None:
+            self.refuse(push, LookupError(f"key {head.key} was freed"))
+        else:
+            shard.expect(push)
+
+    def _look(self, shard: Shard | None, push: Pushing, head: Push) -> None:
+        """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied."""
+        if head.way == Way.OWN:
+            found = self.own.pop((head.number, head.key))
+        else:
+            found = self.context.memory(push.client, head.segment, head.offset, head.nbytes)
+        if not self.context.policy.accepts or head.rule == FILL or shard is None:
+            self._take(shard, push, found)
+            return
+        buffer = self.context.pool.take(head.nbytes)
+        push.pooled = True
+        self._take(shard, push, buffer)
+        if head.nbytes <= LIGHT_BYTES:
+            buffer.copy_(found)
+        else:
+            push.ready = False
+            self.context.service.run(partial(buffer.copy_, found), partial(self._received, shard, push))
+
+    def _take(self, shard: Shard | None, push: Pushing, raw: Tensor) -> None:
+        """Let `push` have its data as what they are."""
+        push.value = raw if push.coded or shard is None else raw.view(shard.data.dtype)
+
+    def _received(self, shard: Shard | None, push: Pushing, error: BaseException | None) -> None:
+        if shard is None or error is not None:
+            self.recycle(push)
+        if error is not None:
+            if push.client not in self.context.gone:
+                self.refuse(push, error)
+        elif shard is not None:
+            shard.ready(push)
+        self.context.post.flush_all()
+
+    def _pull(self, client: int, body: memoryview) -> None:
+        head = Pull.unpack(body)
+        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
+        shard = self._shards.get(head.key)
+        if shard is None:
+            self.refuse(pull, LookupError(f"key {head.key} was freed"))
+        else:
+            shard.expect(pull)
+
+    def _release(self, client: int, body: memoryview) -> None:
+        key, number = Release.unpack(body)
+        shard = self._shards.get(key) or self._retired.get(key)
+        if shard is not None:
+            shard.release(client, number)
+            if key in self._retired and not shard.looked_at:
+                del self._retired[key]
+
+    # --- calls -----------------------------------------------------------------------------------------------
+
+    def _make(self, client: int, call: dict[str, Any]) -> None:
+        """Make a shard; its first values come right behind."""
+        dtype = DTYPES[call["dtype"]]
+        memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
+        leads = call["servers"][0] == self.context.rank
+        machine = self.context.policy.machine(self.context.workers) if leads else None
+        followers = call["servers"][1:] if leads else ()
+        shard = Shard(self, call["key"], call["name"], memory, machine, followers, replaces=call["codec"])
+        self._shards[shard.key] = shard
+        self._rules[shard.key] = call["rule"]
+        for rank in {*self._left, *self.context.gone}:
+            shard.leave(rank, gone=rank in self.context.gone)
+
+    def _remove(self, client: int, call: dict[str, Any]) -> None:
+        shard = self._shards.pop(call["key"], None)
+        if shard is None:
+            return
+        if self._outgoing is not None:
+            for rank in range(len(self.context.world_ranks)):
+                self._outgoing.forget(rank, shard.key)
+        if shard.machine is not None:
+            self._counted.append(shard.machine.counts)
+        if shard.looked_at:
+            self._retired[shard.key] = shard
+
+    def _configure(self, client: int, call: dict[str, Any]) -> None:
+        change = Change(client, call["n"], call["settings"])
+        shard = self._shards.get(call["key"])
+        if shard is None:
+            self.refuse(change, LookupError(f"key {call['key']} was freed"))
+        else:
+            shard.expect(change)
+
+    def _leave(self, client: int, call: dict[str, Any]) -> None:
+        """`client` sends nothing more but its goodbye."""
+        self._gone(client, gone=False)
+        self.answer(client, call["n"])
+
+    def lose(self, rank: int) -> None:
+        """`rank` died."""
+        self._gone(rank, gone=True)
+        self.context.post.flush_all()
+
+    def _gone(self, rank: int, *, gone: bool) -> None:
+        self._left.add(rank)
+        for shard in list(self._shards.values()):
+            shard.leave(rank, gone=gone)
+        self._directory.leave(rank)
+        self._meeting.leave(rank, gone=gone)
+
+    # --- what shards ask for -----------------------------------------------------------------------------------
+
+    def rule_of(self, shard: Shard) -> Rule:
+        """Return the rule of the tensor, which a push may replace by another."""
+        return self.context.rules[self._rules[shard.key]]
+
+    def decoded(self, push: Pushing, like: Tensor) -> Tensor:
+        """Return the value of `push` as a flat tensor such as the shard; in whatever thread."""
+        assert push.value is not None
+        codec = self.context.codec
+        if not push.coded or codec is None:
+            return push.value
+        began = perf_counter()
+        value = codec.decode(push.value, like.dtype, like.numel())
+        self.context.metrics.decode_seconds += perf_counter() - began
+        return value
+
+    def recycle(self, push: Pushing) -> None:
+        """Nobody looks at what was pushed any more."""
+        if push.pooled and push.value is not None:
+            self.context.pool.give(push.value.view(torch.uint8))
+        push.value = None
+
+    def serve(self, shard: Shard, pull: Pulling, version: int) -> None:
+        """Let the client have the shard as it is now."""
+        if pull.client in self.context.gone:
+            return
+        self.context.metrics.served += 1
+        codec = self._codec_for(shard, pull)
+        if codec is not None:
+            self._serve_code(shard, pull, version)
+        elif shard.data.nbytes <= self.context.post.inline_bytes and (pull.way != Way.OWN or shard.replaces):
+            data = Data(pull.number, version, Way.INLINE, False, shard.data.nbytes)
+            self.context.post.put(pull.client, Kind.DATA, data.pack(), as_bytes(shard.data))
+        else:
+            self._show(shard, pull, version)
+
+    def _codec_for(self, shard: Shard, pull: Pulling) -> Codec | None:
+        """Return how to encode what `pull` reads; what the client itself has is not encoded."""
+        floating = shard.data.dtype.is_floating_point
+        return self.context.pull_codec if floating and pull.way != Way.OWN and pull.reads == Reads.SNAPSHOT else None
+
+    def _show(self, shard: Shard, pull: Pulling, version: int) -> None:
+        """Let the client look at the shard's memory, or send from it; nothing is applied meanwhile."""
+        raw = shard.data.view(torch.uint8)
+        place = None
+        if pull.way == Way.MEMORY and self.context.near is not None:
+            place = self.context.near.locate(raw)
+        shard.hold(pull)
+        way = pull.way if place is not None or pull.way == Way.OWN else Way.MESSAGE
+        data = Data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
+        self.context.post.put(pull.client, Kind.DATA, data.pack())
+        if way == Way.MESSAGE:
+            self._send(raw, pull, partial(shard.release, pull.client, pull.number))
+
+    def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
+        def sent(error: BaseException | None) -> None:
+            # Who cannot be reached is told of by the control channel.
+            over()
+            self.context.post.flush_all()
+
+        self.context.post.send(raw, pull.client, pull.number, sent)
+
+    def _serve_code(self, shard: Shard, pull: Pulling, version: int) -> None:
+        shard.hold(pull)
+        codes: list[Tensor] = []
+
+        def encode() -> None:
+            began = perf_counter()
+            assert self._outgoing is not None
+            codes.append(self._outgoing.encode(pull.client, shard.key, shard.data))
+            self.context.metrics.encode_seconds += perf_counter() - began
+
+        def encoded(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(pull, error)
+            else:
+                self._send_code(pull, version, codes[0])
+            shard.release(pull.client, pull.number)
+            self.context.post.flush_all()
+
+        if shard.data.nbytes <= LIGHT_BYTES:
+            encode()
+            self._send_code(pull, version, codes[0])
+            shard.release(pull.client, pull.number)
+        else:
+            self.context.service.run(encode, encoded)
+
+    def _send_code(self, pull: Pulling, version: int, code: Tensor) -> None:
+        inline = code.nbytes <= self.context.post.inline_bytes
+        data = Data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes)
+        if inline:
+            self.context.post.put(pull.client, Kind.DATA, data.pack(), as_bytes(code))
+        else:
+            self.context.post.put(pull.client, Kind.DATA, data.pack())
+            self._send(code, pull, lambda _code=code: None)  # type: ignore[misc]
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    def shown(self, key: int) -> Tensor:
+        """Return the memory of a shard that the client of this very rank was let look at."""
+        return (self._shards.get(key) or self._retired[key]).data
+
+    def done(self, push: Pushing, stage: Stage, version: int) -> None:
+        """Tell the client how far its push is."""
+        if push.client not in self.context.gone:
+            self.context.post.put(push.client, Kind.DONE, Done(push.number, version, stage).pack())
+
+    def measured(self) -> Metrics:
+        """Return a copy of what is counted, with what the machines have counted."""
+        metrics = replace(self.context.metrics)
+        counts = [shard.machine.counts for shard in list(self._shards.values()) if shard.machine is not None]
+        counts += self._counted
+        metrics.dropped = sum(count.dropped for count in counts)
+        metrics.scaled = sum(count.scaled for count in counts)
+        metrics.staleness = sum((count.staleness for count in counts), Counter())
+        return metrics
+
+    def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
+        """Answer a call."""
+        if client not in self.context.gone:
+            self.context.post.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
+
+    def refuse(self, request: Request, error: BaseException) -> None:
+        """Tell the client that its request failed here."""
+        self.fail(request.client, request.number, error)
+
+    def fail(self, client: int, number: int, error: BaseException) -> None:
+        """Tell `client` why its request failed here."""
+        kind = "mismatch" if isinstance(error, AiodistError) else "raised"
+        self.answer(client, number, error=str(error), type=type(error).__name__, kind=kind)

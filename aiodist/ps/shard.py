@@ -1,0 +1,309 @@
+"""One block of a tensor on a server: the requests that have come, the orders of its leader, and its memory.
+
+The server that leads a tensor asks the machine of its consistency what to do with each request, and sends the orders
+to the servers that follow. Every shard carries them out one after another, each as soon as the requests that it names
+have come. So all shards go through the same versions, and a read stands between the same two of them everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from aiodist.ps import consistency
+from aiodist.ps.consistency import Apply, Drop, Machine, Serve
+from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.requests import Change, Pulling, Pushing, Request
+from aiodist.ps.rules import RULES, Function, Rule
+from aiodist.ps.step import Piece, apply_step
+from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
+
+if TYPE_CHECKING:
+    from aiodist.ps.server import Server
+
+__all__ = ["Shard"]
+
+_COPY = RULES["copy"]
+_Key = tuple[int, int]  # client, number
+
+
+class Shard:
+    """What one server has of one tensor; every method runs with the transport lock held."""
+
+    def __init__(
+        self,
+        server: Server,
+        key: int,
+        name: str,
+        memory: Tensor,
+        machine: Machine | None,
+        followers: Sequence[int],
+        *,
+        replaces: bool,
+    ) -> None:
+        """`memory` is flat; the leader of the tensor has its `machine`, and the ranks of the `followers`.
+
+        With `replaces` it is the code of an object, which a push replaces whole.
+        """
+        self._server = server
+        self._context: Context = server.context
+        self.key = key
+        self.name = name
+        self.data = memory
+        self.replaces = replaces
+        self.machine = machine
+        self._followers = tuple(followers)
+        self.version = 0
+        self._states: dict[str, Any] = {}
+        self._incoming: dict[int, deque[Request]] = {}
+        self._arrived: dict[_Key, tuple[Request, float]] = {}
+        self._orders: deque[Order] = deque()
+        self._readers: set[_Key] = set()
+        self._lookers: set[_Key] = set()  # lock-free: they see what they see, but not other tensors' memory
+        self._busy = False
+        self._advancing = False
+
+    # --- what comes ----------------------------------------------------------------------------------------
+
+    def expect(self, request: Request) -> None:
+        """Take note of a request; what its client sends afterwards waits until it is ready."""
+        queue = self._incoming.get(request.client)
+        if queue is not None:
+            queue.append(request)
+        elif request.ready:
+            self._deliver(request)
+        else:
+            self._incoming[request.client] = deque([request])
+
+    def ready(self, request: Request) -> None:
+        """All of `request` has come."""
+        request.ready = True
+        queue = self._incoming.get(request.client)
+        while queue and queue[0].ready:
+            self._deliver(queue.popleft())
+        if queue is not None and not queue:
+            self._incoming.pop(request.client, None)
+
+    def obey(self, order: Order) -> None:
+        """Carry out what the leader of the tensor says, in its turn."""
+        self._orders.append(order)
+        self.advance()
+
+    def release(self, client: int, number: int) -> None:
+        """A reader looks no more."""
+        self._readers.discard((client, number))
+        self._lookers.discard((client, number))
+        self.advance()
+
+    def leave(self, client: int, *, gone: bool) -> None:
+        """`client` has finished, or is `gone`: died."""
+        if gone:
+            self._incoming.pop(client, None)
+            self._readers = {reader for reader in self._readers if reader[0] != client}
+            self._lookers = {looker for looker in self._lookers if looker[0] != client}
+        if self.machine is not None and client in self._context.workers:
+            self._order(self.machine.leave(client))
+        self.advance()
+
+    def _deliver(self, request: Request) -> None:
+        if isinstance(request, Pushing):
+            if request.rule == FILL:
+                self._fill(request)
+                return
+            if self._context.policy.accepts:
+                self._server.done(request, Stage.ACCEPTED, self.version)
+        elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
+            self._server.serve(self, request, self.version)
+            return
+        self._arrived[(request.client, request.number)] = (request, perf_counter())
+        if self.machine is not None:
+            try:
+                self._decide(request)
+            except ValueError as error:
+                del self._arrived[(request.client, request.number)]
+                self._server.refuse(request, error)
+        self.advance()
+
+    def _fill(self, request: Pushing) -> None:
+        assert request.value is not None
+        self.data.copy_(request.value)
+        self._server.recycle(request)
+        self._server.done(request, Stage.APPLIED, 0)
+
+    # --- the leader ------------------------------------------------------------------------------------------
+
+    def _decide(self, request: Request) -> None:
+        assert self.machine is not None
+        client, number = request.client, request.number
+        if isinstance(request, Pushing):
+            self._order(self.machine.push(consistency.Push(client, number, request.base)))
+        elif isinstance(request, Pulling):
+            self._order(self.machine.pull(consistency.Pull(client, number, request.wants)))
+        else:
+            self._send(Order(self.key, OrderKind.DO, self.machine.version, ((client, number, 1.0),)))
+
+    def _order(self, actions: Sequence[consistency.Action]) -> None:
+        assert self.machine is not None
+        for action in actions:
+            if isinstance(action, Apply):
+                self._send(Order(self.key, OrderKind.APPLY, action.version, action.parts))
+            elif isinstance(action, Serve):
+                part = (action.client, action.number, 1.0)
+                self._send(Order(self.key, OrderKind.SERVE, action.version, (part,)))
+            elif isinstance(action, Drop):
+                part = (action.worker, action.number, 1.0)
+                self._send(Order(self.key, OrderKind.DROP, self.machine.version, (part,)))
+
+    def _send(self, order: Order) -> None:
+        self._orders.append(order)
+        for rank in self._followers:
+            self._context.post.put(rank, Kind.ORDER, order.pack())
+
+    # --- carrying out ------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Carry out orders until one has to wait."""
+        if self._advancing:  # a reply to this very rank is heard at once
+            return
+        self._advancing = True
+        try:
+            while self._orders and not self._busy:
+                order = self._orders[0]
+                if order.kind == OrderKind.APPLY and self._readers:
+                    return
+                requests = self._gather(order)
+                if requests is None:
+                    return
+                self._orders.popleft()
+                self._carry_out(order, requests)
+        finally:
+            self._advancing = False
+
+    def _gather(self, order: Order) -> list[tuple[Request, float]] | None:
+        """Return the requests that `order` names, each with its weight; None while one is still to come."""
+        found: list[tuple[Request, float]] = []
+        for client, number, weight in order.parts:
+            entry = self._arrived.get((client, number))
+            if entry is not None:
+                found.append((entry[0], weight))
+            elif client not in self._context.gone:
+                return None
+        now = perf_counter()
+        for client, number, _ in order.parts:
+            entry = self._arrived.pop((client, number), None)
+            if entry is not None:
+                self._context.metrics.held_seconds += now - entry[1]
+            else:
+                self._context.metrics.torn += order.kind == OrderKind.APPLY
+        return found
+
+    def _carry_out(self, order: Order, requests: list[tuple[Request, float]]) -> None:
+        if order.kind == OrderKind.APPLY:
+            self._apply(order, [(r, w) for r, w in requests if isinstance(r, Pushing)])
+            return
+        for request, _ in requests:
+            if isinstance(request, Pushing):
+                self._server.recycle(request)
+                self._server.done(request, Stage.DROPPED, self.version)
+            elif isinstance(request, Pulling):
+                self._server.serve(self, request, self.version)
+            elif isinstance(request, Change):
+                self._change(request)
+
+    def hold(self, request: Pulling) -> None:
+        """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
+        holders = self._lookers if request.reads == Reads.LOCK_FREE else self._readers
+        holders.add((request.client, request.number))
+
+    @property
+    def looked_at(self) -> bool:
+        """Somebody reads this memory just now, or changes it."""
+        return bool(self._readers or self._lookers or self._busy)
+
+    def _change(self, request: Change) -> None:
+        try:
+            rule = self._server.rule_of(self)
+            rule.configure(self._state(rule), **request.settings)
+        except (TypeError, ValueError) as error:
+            self._server.refuse(request, error)
+        else:
+            self._server.answer(request.client, request.number)
+
+    # --- applying ----------------------------------------------------------------------------------------------
+
+    def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
+        over = partial(self._applied, order, [push for push, _ in pushes])
+        if self._can_swap(pushes):
+            self._swap(pushes[0][0])
+            over(None)
+            return
+        work = partial(self._compute, pushes)
+        rules = [self._context.rules[push.rule] for push, _ in pushes]
+        if self.replaces:
+            if pushes and pushes[-1][0].value is not None:
+                self.data = pushes[-1][0].value.clone()
+            over(None)
+        elif len(pushes) * self.data.nbytes <= LIGHT_BYTES and not any(isinstance(rule, Function) for rule in rules):
+            over(_error_of(work))
+        else:
+            self._busy = True
+            self._context.service.run(work, over)
+
+    def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
+        """Change the memory, in whatever thread."""
+        if not pushes:  # all of them died on the way
+            return
+        began = perf_counter()
+        pieces: list[Piece] = []
+        for push, weight in pushes:
+            value = self._server.decoded(push, self.data)
+            pieces.append(Piece(self._context.rules[push.rule], value, push.alpha, weight))
+        apply_step(self.data, pieces, self._state)
+        self._context.metrics.step_seconds += perf_counter() - began
+
+    def _state(self, rule: Rule) -> Any:  # noqa: ANN401
+        if rule.name not in self._states:
+            self._states[rule.name] = rule.state(self.data)
+        return self._states[rule.name]
+
+    def _applied(self, order: Order, pushes: Sequence[Pushing], error: BaseException | None) -> None:
+        was_busy, self._busy = self._busy, False
+        self.version = order.version
+        metrics = self._context.metrics
+        metrics.applied += len(pushes)
+        metrics.steps += 1
+        for push in pushes:
+            self._server.recycle(push)
+            if error is None:
+                self._server.done(push, Stage.APPLIED, order.version)
+            else:
+                self._server.refuse(push, error)
+        if was_busy:
+            self.advance()
+            self._context.post.flush_all()
+
+    def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
+        """Return True when what was pushed can become the shard's memory itself."""
+        if len(pushes) != 1 or self._lookers or any(state is not None for state in self._states.values()):
+            return False
+        push, weight = pushes[0]
+        rule = self._context.rules[push.rule]
+        return not self.replaces and rule is _COPY and push.pooled and not push.coded and weight == push.alpha == 1
+
+    def _swap(self, push: Pushing) -> None:
+        assert push.value is not None
+        self.data, push.value = push.value, self.data
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  - it belongs to whoever pushed
+        return error
+    return None

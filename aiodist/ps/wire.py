@@ -1,0 +1,214 @@
+"""What ranks of a parameter server say to one another: a frame of entries, each a kind, a length and a body.
+
+What is sent often has a fixed form; the rest are calls in JSON. Nothing here is ever unpickled. Every request has its
+sender's number, by which its answer, its data and the order of its execution name it.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = [
+    "DATA_BYTES",
+    "FILL",
+    "PUSH_BYTES",
+    "Data",
+    "Done",
+    "Kind",
+    "Order",
+    "OrderKind",
+    "Pull",
+    "Push",
+    "Reads",
+    "Release",
+    "Stage",
+    "Way",
+]
+
+
+class Kind(IntEnum):
+    """What an entry says."""
+
+    CALL = 0
+    """JSON: open, make, ready, free, configure, leave, over, barrier."""
+    ANSWER = 1
+    """JSON: the answer to a call, or why a request failed."""
+    PUSH = 2
+    PULL = 3
+    ORDER = 4
+    """From the server that leads a tensor to those that follow: what to do next."""
+    DONE = 5
+    DATA = 6
+    RELEASE = 7
+    """A reader has copied what it was let look at."""
+
+
+class Way(IntEnum):
+    """How the data of a push or a pull travel."""
+
+    INLINE = 0
+    """In the entry."""
+    MESSAGE = 1
+    """In a message of their own, under the tag of the request's number."""
+    MEMORY = 2
+    """They lie where the other rank can look: in this rank's arena."""
+    OWN = 3
+    """Client and server are the same rank."""
+
+
+class Reads(IntEnum):
+    """What a pull may see."""
+
+    SNAPSHOT = 0
+    LOCK_FREE = 1
+
+
+class Stage(IntEnum):
+    """How far a push has come."""
+
+    ACCEPTED = 0
+    APPLIED = 1
+    DROPPED = 2
+
+
+class OrderKind(IntEnum):
+    """What the leader of a tensor has all of its shards do."""
+
+    APPLY = 0
+    DROP = 1
+    SERVE = 2
+    DO = 3
+
+
+_PUSH = struct.Struct("<IHBBQQdQqq")
+_PULL = struct.Struct("<IBBxxQQ")
+_DONE = struct.Struct("<QqBxxxxxxx")
+_DATA = struct.Struct("<QqBBxxxxxxQqq")
+_RELEASE = struct.Struct("<IxxxxQ")
+_ORDER = struct.Struct("<IBxxxqQ")
+_PART = struct.Struct("<qQd")
+PUSH_BYTES = _PUSH.size
+DATA_BYTES = _DATA.size
+FILL = 0xFFFF
+"""The rule of a push that gives a new shard its first values."""
+
+
+class Push(NamedTuple):
+    """The head of a push; with `Way.INLINE` the data follow."""
+
+    key: int
+    rule: int
+    way: int
+    coded: bool
+    number: int
+    base: int
+    alpha: float
+    nbytes: int
+    segment: int = 0
+    offset: int = 0
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _PUSH.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Push:
+        """Return what `pack` packed."""
+        return cls._make(_PUSH.unpack_from(body))
+
+
+class Pull(NamedTuple):
+    """A pull: `way` is how the client wants the data."""
+
+    key: int
+    way: int
+    reads: int
+    number: int
+    wants: int
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _PULL.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Pull:
+        """Return what `pack` packed."""
+        return cls._make(_PULL.unpack_from(body))
+
+
+class Done(NamedTuple):
+    """How far the push `number` has come; `version` is what it made, or was dropped at."""
+
+    number: int
+    version: int
+    stage: int
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _DONE.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Done:
+        """Return what `pack` packed."""
+        return cls._make(_DONE.unpack_from(body))
+
+
+class Data(NamedTuple):
+    """What the pull `number` reads; with `Way.INLINE` the data follow."""
+
+    number: int
+    version: int
+    way: int
+    coded: bool
+    nbytes: int
+    segment: int = 0
+    offset: int = 0
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _DATA.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Data:
+        """Return what `pack` packed."""
+        return cls._make(_DATA.unpack_from(body))
+
+
+class Release(NamedTuple):
+    """The reader of `number` looks no more."""
+
+    key: int
+    number: int
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _RELEASE.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Release:
+        """Return what `pack` packed."""
+        return cls._make(_RELEASE.unpack_from(body))
+
+
+class Order(NamedTuple):
+    """What comes next on every shard of a tensor: requests by client and number, each with its weight."""
+
+    key: int
+    kind: int
+    version: int
+    parts: tuple[tuple[int, int, float], ...]
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        head = _ORDER.pack(self.key, self.kind, self.version, len(self.parts))
+        return head + b"".join([_PART.pack(*part) for part in self.parts])
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Order:
+        """Return what `pack` packed."""
+        key, kind, version, count = _ORDER.unpack_from(body)
+        at = _ORDER.size
+        parts = tuple(_PART.unpack_from(body, at + i * _PART.size) for i in range(count))
+        return cls(key, kind, version, parts)

@@ -1,0 +1,327 @@
+"""P10: the codecs one by one: what comes back, how large the codes are, what is not taken."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import pickle
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import aiodist
+from aiodist import codecs
+from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+OTHERS = [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
+NUMELS = [0, 1, 2, 3, 7, 255, 511, 512, 513, 1537]
+LOSSY: list[Codec] = [Half(), TopK(0.1), TopK(1.0), QSGD(), QSGD(bits=2, bucket=7), QSGD(bits=8, bucket=1)]
+needs_blosc2 = pytest.mark.skipif(
+    importlib.util.find_spec("blosc2") is None, reason="needs blosc2: pip install 'aiodist[codecs]'"
+)
+every = pytest.mark.parametrize("codec", [*LOSSY, pytest.param(Lossless(), marks=needs_blosc2)], ids=str)
+
+
+def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bits(t: Tensor) -> list[int]:
+    return t.contiguous().view(torch.uint8).tolist()
+
+
+def back(codec: Codec, t: Tensor) -> Tensor:
+    return codec.decode(codec.encode(t), t.dtype, t.numel())
+
+
+def bound(codec: Codec, t: Tensor) -> Tensor:
+    """The largest error that the docstrings allow, for each element."""
+    largest = t.double().abs().amax() if t.numel() else torch.tensor(0.0)
+    rounding = t.double().abs() * torch.finfo(t.dtype).eps
+    if isinstance(codec, Half):
+        return torch.maximum(t.double().abs() * 2**-11, largest * 2**-39) + rounding
+    if isinstance(codec, QSGD):
+        return largest.expand(t.numel()) / codec.levels + rounding
+    return torch.zeros(t.numel())
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_p10_what_comes_back(codec: Codec, dtype: torch.dtype) -> None:
+    for numel in NUMELS:
+        t = normal(numel, dtype)
+        before = bits(t)
+        code = codec.encode(t)
+        assert (code.dtype, code.dim(), code.device.type) == (torch.uint8, 1, "cpu")
+        sent = bits(code)
+        decoded = codec.decode(code, dtype, numel)
+        assert (decoded.dtype, decoded.shape) == (dtype, t.shape)
+        assert bits(t) == before  # nothing was changed on the way
+        assert bits(code) == sent
+        if isinstance(codec, TopK):
+            kept = decoded != 0
+            assert int(kept.sum()) == min(numel, max(1, round(codec.ratio * numel)))
+            assert torch.equal(decoded[kept], t[kept])
+            if not kept.all():
+                assert t[kept].abs().min() >= t[~kept].abs().max()
+        else:
+            assert bool(((decoded.double() - t.double()).abs() <= bound(codec, t)).all())
+        for own in (code, decoded):  # new memory, of the size that is needed
+            assert own.untyped_storage().nbytes() == own.nbytes
+            assert numel == 0 or own.data_ptr() not in (t.data_ptr(), codec.encode(t).data_ptr())
+        decoded.zero_()
+        assert bits(code) == sent
+
+
+@every
+def test_p10_codes_in_larger_memory(codec: Codec) -> None:
+    t = normal(1001, torch.float64)
+    code = codec.encode(t)
+    expected = codec.decode(code, t.dtype, t.numel())
+    for offset in range(1, 9):  # as a receiver finds it: anywhere
+        larger = torch.zeros(code.numel() + 9, dtype=torch.uint8)
+        larger[offset : offset + code.numel()] = code
+        assert torch.equal(codec.decode(larger[offset : offset + code.numel()], t.dtype, t.numel()), expected)
+    strided = torch.stack([code, code], 1)[:, 0]
+    assert not strided.is_contiguous()
+    assert torch.equal(codec.decode(strided, t.dtype, t.numel()), expected)
+
+
+@every
+def test_p10_inputs_with_strides_and_history(codec: Codec) -> None:
+    t = normal(1000).requires_grad_()
+    half = t.detach()[::2]
+    code = copy.deepcopy(codec).encode((t * 1)[::2])
+    assert not code.requires_grad
+    assert torch.equal(code, copy.deepcopy(codec).encode(half.clone()))
+    with torch.inference_mode():
+        inside = back(codec, half)
+    assert inside.shape == half.shape
+
+
+@every
+def test_p10_only_flat_tensors(codec: Codec) -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 3\): expected .* one dimension"):
+        codec.encode(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="sparse_coo"):
+        codec.encode(torch.ones(3).to_sparse())
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS + OTHERS, ids=str)
+def test_p10_only_floats_where_something_is_lost(codec: Codec, dtype: torch.dtype) -> None:
+    name, kind = type(codec).__name__, str(dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=f"{name} of {kind}: {name} takes float16, bfloat16, float32, float64"):
+        codec.encode(torch.ones(3, dtype=dtype))
+
+
+def test_p10_sizes_of_codes() -> None:
+    t = normal(1 << 18)
+    assert Half().encode(t).nbytes == 16 + t.nbytes // 2
+    assert TopK(0.01).encode(t).nbytes == 16 + 8 * round(0.01 * t.numel())
+    assert QSGD().encode(t).nbytes == 16 + t.numel() // 2 + 4 * 512
+    assert QSGD(bits=2, bucket=1000).encode(t).nbytes == 16 + t.numel() // 4 + 4 * 263
+    assert QSGD(bits=8).encode(t.double()).nbytes == 16 + t.numel() + 8 * 512
+
+
+def test_p10_repr_says_all_that_must_agree() -> None:
+    assert [repr(codec) for codec in (Half(), TopK(0.01), QSGD(8, seed=3), Lossless())] == [
+        "Half()",
+        "TopK(ratio=0.01)",
+        "QSGD(bits=8, bucket=512, seed=3)",
+        "Lossless(level=1)",
+    ]
+    assert QSGD() == QSGD()
+    assert len({QSGD(), QSGD(), QSGD(seed=1)}) == 2
+
+
+def test_p10_what_makes_no_sense_is_refused() -> None:
+    for ratio in (0.0, -0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="ratio="):
+            TopK(ratio)
+    with pytest.raises(ValueError, match="bits=3: expected one of 2, 4, 8"):
+        QSGD(bits=3)
+    with pytest.raises(ValueError, match="bucket=0"):
+        QSGD(bucket=0)
+    with pytest.raises(ValueError, match="seed=-1"):
+        QSGD(seed=-1)
+    with pytest.raises(ValueError, match="level=10"):
+        Lossless(10)
+
+
+# Half
+
+
+@given(st.integers(-140, 127), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_p10_half_has_one_exponent_for_all(exponent: int, dtype: torch.dtype) -> None:
+    t = (normal(100, torch.float64, seed=exponent % 7).clamp(-1, 1) * 2.0**exponent).to(dtype)
+    decoded = back(Half(), t).double()
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # where the dtype itself ends
+    assert bool(((decoded - t.double()).abs() <= bound(Half(), t) + smallest).all())
+
+
+def test_p10_half_of_the_largest_and_smallest() -> None:
+    for dtype in FLOATS:
+        limits = torch.finfo(dtype)
+        t = torch.tensor([limits.max, -limits.max, limits.max / 2, 0.0, -0.0], dtype=dtype)
+        decoded = back(Half(), t)
+        assert bool(decoded.isfinite().all())
+        assert bool(((decoded.double() / t.double())[:3] - 1).abs().max() <= 2**-11)
+        assert torch.equal(decoded.signbit(), t.signbit())
+        tiny = torch.tensor([limits.smallest_normal * limits.eps, 0.0], dtype=dtype)
+        assert torch.equal(back(Half(), tiny), tiny)
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    assert bits(back(Half(), halves)) == bits(halves)  # all of them, as they are
+
+
+# TopK
+
+
+def test_p10_topk_is_deterministic_among_equals() -> None:
+    t = torch.ones(100)
+    t[::3] = -1
+    t[50] = 2
+    for _ in range(3):
+        assert back(TopK(0.05), t).nonzero().view(-1).tolist() == [0, 1, 2, 3, 50]
+    assert back(TopK(0.5), torch.zeros(10)).tolist() == [0.0] * 10
+
+
+@given(st.integers(1, 300), st.floats(0.001, 1.0), st.integers(0, 5))
+def test_p10_topk_against_sorting(numel: int, ratio: float, seed: int) -> None:
+    t = normal(numel, seed=seed).mul(3).round()  # many equal ones
+    kept = min(numel, max(1, round(ratio * numel)))
+    order = sorted(range(numel), key=lambda i: (-abs(t[i].item()), i))
+    expected = torch.zeros(numel)
+    expected[order[:kept]] = t[order[:kept]]
+    assert torch.equal(back(TopK(ratio), t), expected)
+
+
+# QSGD
+
+
+def test_p10_qsgd_is_unbiased() -> None:
+    t = torch.cat([normal(64), torch.tensor([0.0, -0.0, 1e-3, 5.0, -5.0])])
+    for codec in (QSGD(bits=2), QSGD(bits=4), QSGD(bits=8), QSGD(bits=4, bucket=5)):
+        rounds, step = 1500, 5.0 / codec.levels
+        mean = torch.stack([back(codec, t) for _ in range(rounds)]).double().mean(0)
+        # Hoeffding: each draw lies in an interval of one step, so P(|mean - t| >= a) <= 2 exp(-2 rounds (a / step)**2),
+        # here 1e-9 for each element.
+        allowed = step * math.sqrt(math.log(2e9) / (2 * rounds))
+        assert float((mean - t.double()).abs().max()) <= allowed + 1e-6
+
+
+def test_p10_qsgd_rounds_to_the_levels_beside() -> None:
+    t = normal(1000, torch.float64)
+    for codec in (QSGD(bits=2, bucket=64), QSGD(bits=4, bucket=64), QSGD(bits=8, bucket=64)):
+        decoded = back(codec, t)
+        for bucket, found in zip(t.split(64), decoded.split(64), strict=True):
+            step = float(bucket.abs().max()) / codec.levels
+            levels = found / step
+            assert float((levels - levels.round()).abs().max()) < 1e-9
+            assert float((found - bucket).abs().max()) < step
+        assert bool((decoded[t.abs() == t.abs().max()] == t[t.abs() == t.abs().max()]).all())
+
+
+def test_p10_qsgd_draws_anew_at_each_call_and_is_reproducible() -> None:
+    t = normal(2000)
+    codec = QSGD(seed=5)
+    first = [bits(codec.encode(t)) for _ in range(4)]
+    assert len({tuple(code) for code in first}) == 4
+    for copied in (QSGD(seed=5), copy.copy(codec), copy.deepcopy(codec), pickle.loads(pickle.dumps(codec))):
+        assert [bits(copied.encode(t)) for _ in range(4)] == first
+    assert bits(QSGD(seed=6).encode(t)) != first[0]
+    state = torch.get_rng_state()
+    codec.encode(t)
+    assert torch.equal(torch.get_rng_state(), state)  # the user's random numbers are theirs
+
+
+def test_p10_qsgd_of_ranks_with_one_seed_averages_out() -> None:
+    # Ranks have nearly the same gradient and the same seed: were their draws the same, no error would average out.
+    t = normal(4096)
+    errors = [back(QSGD(), t * (1 + rank * 1e-6)) - t for rank in range(16)]
+    alone = float(torch.stack(errors).square().mean().sqrt())
+    together = float(torch.stack(errors).mean(0).square().mean().sqrt())
+    assert together < alone / 3  # a quarter is expected
+
+
+def test_p10_qsgd_of_the_largest_and_smallest() -> None:
+    for dtype in FLOATS:
+        limits = torch.finfo(dtype)
+        for largest in (limits.max, limits.smallest_normal * limits.eps):
+            t = torch.tensor([largest, -largest, 0.0], dtype=dtype)
+            assert torch.equal(back(QSGD(), t), t)
+
+
+# Lossless
+
+
+@needs_blosc2
+@settings(deadline=None)
+@given(st.integers(0, 600), st.sampled_from(FLOATS + INTEGERS + OTHERS), st.integers(0, 255), st.integers(1, 9))
+def test_p10_lossless_keeps_every_bit(numel: int, dtype: torch.dtype, most: int, level: int) -> None:
+    high = 2 if dtype is torch.bool else most + 1
+    raw = torch.randint(high, (numel * dtype.itemsize,), dtype=torch.uint8)
+    t = raw.view(dtype)  # NaN with payloads, subnormals and all
+    assert bits(back(Lossless(level), t)) == raw.tolist()
+
+
+@needs_blosc2
+@pytest.mark.parametrize("numel", [(1 << 18) - 1, 1 << 18, (1 << 18) + 1, (3 << 18) + 5])
+def test_p10_lossless_in_chunks(numel: int) -> None:
+    for t in (normal(numel), torch.zeros(numel), torch.full((numel,), math.pi), normal(numel).view(torch.int32)):
+        decoded = back(Lossless(), t)
+        assert torch.equal(decoded.view(torch.uint8), t.view(torch.uint8))
+
+
+@needs_blosc2
+def test_p10_lossless_gains_little_on_dense_floats() -> None:
+    def left(t: Tensor) -> float:
+        return Lossless().encode(t).nbytes / t.nbytes
+
+    assert 0.8 < left(normal(1 << 18)) < 0.9
+    assert 0.8 < left(normal(1 << 18, torch.float64)) < 1.0
+    assert left(torch.zeros(1 << 18)) < 0.001
+    noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+    assert Lossless().encode(noise).nbytes == noise.nbytes + 16 + 32  # at worst
+
+
+def test_p10_lossless_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    with pytest.raises(aiodist.BackendUnavailable, match=r"blosc2.*aiodist\[codecs\]"):
+        Lossless().encode(torch.ones(3))
+    with pytest.raises(aiodist.BackendUnavailable, match=r"aiodist\[codecs\]"):
+        Lossless().decode(torch.zeros(16, dtype=torch.uint8), torch.float32, 0)
+
+
+# NaN and infinities
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_p10_nan_and_infinities(dtype: torch.dtype) -> None:
+    t = normal(40, dtype)
+    t[3], t[5], t[7] = math.nan, math.inf, -math.inf
+    usual = [i for i in range(40) if i not in (3, 5, 7)]
+    halves = back(Half(), t)
+    assert halves[3].isnan()
+    assert halves[[5, 7]].tolist() == [math.inf, -math.inf]
+    assert bool(((halves[usual] - t[usual]).abs() <= bound(Half(), t[usual])).all())
+    first = back(TopK(3 / 40), t)  # these three go first
+    assert first[3].isnan()
+    assert first[[5, 7]].tolist() == [math.inf, -math.inf]
+    assert first[usual].tolist() == [0.0] * 37
+    buckets = back(QSGD(bucket=5), t)  # 0 to 4 and 5 to 9 are spoilt, the others are not
+    assert buckets[:10].isnan().all()
+    assert buckets[10:].isfinite().all()
+    assert ((buckets[10:] - t[10:]).abs() <= t[10:].abs().max() / 7 * 1.01).all()
+
+
+def test_p10_public_names() -> None:
+    assert sorted(codecs.__all__, key=str.lower) == sorted(set(codecs.__all__), key=str.lower)
+    assert all(hasattr(codecs, name) for name in codecs.__all__)

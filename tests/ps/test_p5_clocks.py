@@ -1,0 +1,328 @@
+"""P5: synchronous, asynchronous, bounded staleness, by examples; what the dead and the finished leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from functools import partial
+
+import pytest
+
+from aiodist.ps.consistency import (
+    EXACT_STALENESS,
+    Action,
+    Apply,
+    Asynchronous,
+    Bounded,
+    Drop,
+    Machine,
+    Part,
+    Policy,
+    Pull,
+    Push,
+    Quorum,
+    Serve,
+    Synchronous,
+    Waiting,
+    inverse_age,
+)
+
+
+def step(version: int, *pushes: tuple[int, int], weight: float = 1.0) -> Apply:
+    return Apply(version, tuple(Part(worker, number, weight) for worker, number in pushes))
+
+
+def fill(machine: Machine, *pushes: tuple[int, int]) -> list[Action]:
+    """Push (worker, number) one after another; return all that comes out."""
+    return [action for worker, number in pushes for action in machine.push(Push(worker, number))]
+
+
+# --- synchronous ------------------------------------------------------------------------------------------------
+
+
+def test_p5_synchronous_takes_one_of_each() -> None:
+    machine = Synchronous("mean").machine([7, 2, 4])
+    assert fill(machine, (4, 0), (7, 5)) == []
+    assert machine.waiting() == Waiting((Push(4, 0), Push(7, 5)), (), (2,))
+    assert fill(machine, (2, 1)) == [step(1, (2, 1), (4, 0), (7, 5), weight=1 / 3)]
+    assert machine.version == 1
+    assert machine.waiting() == Waiting((), (), ())
+    assert fill(Synchronous("sum").machine([0, 1]), (1, 0), (0, 0)) == [step(1, (0, 0), (1, 0))]
+
+
+def test_p5_synchronous_holds_who_runs_ahead() -> None:
+    machine = Synchronous("sum").machine([0, 1])
+    assert fill(machine, (0, 0), (0, 1), (0, 2)) == []
+    assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0))]
+    assert machine.waiting().pushes == (Push(0, 1), Push(0, 2))
+    assert fill(machine, (1, 9)) == [step(2, (0, 1), (1, 9))]
+    assert machine.counts.staleness == {0: 2, 1: 2}  # nobody has read
+
+
+def test_p5_synchronous_pull_waits_for_its_version() -> None:
+    machine = Synchronous("sum").machine([0, 1])
+    assert machine.pull(Pull(0, 0)) == [Serve(0, 0, 0)]
+    fill(machine, (0, 1))
+    assert machine.pull(Pull(0, 2)) == []
+    assert machine.pull(Pull(1, 0)) == [Serve(1, 0, 0)]
+    fill(machine, (0, 3))
+    assert machine.pull(Pull(0, 4)) == []
+    assert machine.waiting().pulls == (Pull(0, 2), Pull(0, 4))
+    assert fill(machine, (1, 1)) == [step(1, (0, 1), (1, 1)), Serve(0, 2, 1)]
+    assert fill(machine, (1, 2)) == [step(2, (0, 3), (1, 2)), Serve(0, 4, 2)]
+
+
+def test_p5_synchronous_goes_on_without_who_leaves() -> None:
+    machine = Synchronous("mean").machine([0, 1, 2])
+    fill(machine, (0, 0), (1, 0), (1, 1))
+    assert machine.leave(2) == [step(1, (0, 0), (1, 0), weight=0.5)]
+    assert machine.leave(1) == []  # what it pushed before still counts
+    assert machine.waiting() == Waiting((Push(1, 1),), (), (0,))
+    assert fill(machine, (0, 1)) == [step(2, (0, 1), (1, 1), weight=0.5)]
+    assert fill(machine, (0, 2)) == [step(3, (0, 2))]
+    assert machine.leave(0) == []
+
+
+def test_p5_synchronous_gives_out_all_when_the_last_leave() -> None:
+    machine = Synchronous("mean").machine([0, 1, 2])
+    fill(machine, (0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    machine.pull(Pull(0, 3))
+    machine.pull(Pull(9, 0, wants=2))
+    machine.pull(Pull(9, 1, wants=50))
+    assert machine.leave(0) == []
+    assert machine.leave(1) == []
+    assert machine.leave(2) == [
+        step(1, (0, 0), (1, 0), weight=0.5),
+        step(2, (0, 1), (1, 1), weight=0.5),
+        Serve(9, 0, 2),
+        step(3, (0, 2)),
+        Serve(0, 3, 3),
+        Serve(9, 1, 3),
+    ]
+    assert machine.waiting() == Waiting((), (), ())
+    assert machine.pull(Pull(9, 2, wants=50)) == [Serve(9, 2, 3)]
+
+
+@pytest.mark.parametrize("policy", [Synchronous("sum"), Asynchronous(), Bounded(2), Quorum(2, "sum")])
+def test_p5_to_leave_twice_is_to_leave(policy: Policy) -> None:
+    machine = policy.machine([0, 1])
+    assert machine.leave(0) == []
+    assert machine.leave(0) == []
+    assert fill(machine, (1, 0)) == [step(1, (1, 0))]
+
+
+@pytest.mark.parametrize("policy", [Synchronous("sum"), Asynchronous(), Bounded(2), Quorum(2, "sum")])
+def test_p5_pushes_of_the_dead_that_come_later_are_dropped(policy: Policy) -> None:
+    machine = policy.machine([0, 1])
+    machine.leave(0)
+    assert machine.push(Push(0, 3)) == [Drop(0, 3, 0)]
+    assert machine.push(Push(0, 3)) == []
+    assert (machine.counts.dropped, machine.counts.repeated, machine.counts.applied) == (1, 1, 0)
+    assert machine.pull(Pull(0, 4)) == [Serve(0, 4, 0)]  # it reads on
+
+
+@pytest.mark.parametrize("policy", [Synchronous("sum"), Asynchronous(), Bounded(0), Bounded(1), Quorum(2, "sum")])
+def test_p5_a_repeated_push_is_ignored(policy: Policy) -> None:
+    machine = policy.machine([0, 1])
+    seen = fill(machine, (0, 4), (0, 4), (0, 3), (1, 0), (1, 0), (0, 4))
+    assert sorted(part[:2] for action in seen if isinstance(action, Apply) for part in action.parts) == [(0, 4), (1, 0)]
+    assert machine.counts.repeated == 4
+    assert machine.counts.applied == 2
+
+
+def test_p5_a_repeated_pull_is_answered_once_or_again() -> None:
+    machine = Asynchronous().machine([0])
+    assert machine.pull(Pull(9, 0, wants=1)) == []
+    assert machine.pull(Pull(9, 0, wants=1)) == []
+    assert fill(machine, (0, 0)) == [step(1, (0, 0)), Serve(9, 0, 1)]
+    assert machine.pull(Pull(9, 0, wants=1)) == [Serve(9, 0, 1)]  # the answer was lost
+
+
+def test_p5_a_pull_waits_for_no_later_push() -> None:
+    """It came late: of its own pushes only those before it count."""
+    machine = Synchronous("sum").machine([0, 1])
+    fill(machine, (0, 0), (0, 7))
+    assert machine.pull(Pull(0, 3)) == []
+    assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0)), Serve(0, 3, 1)]
+    assert machine.pull(Pull(0, 5)) == [Serve(0, 5, 1)]
+
+
+def test_p5_a_pull_waits_for_its_pushes_and_then_for_its_version() -> None:
+    machine = Quorum(2, "sum").machine([0, 1])
+    fill(machine, (0, 0))
+    assert machine.pull(Pull(0, 1, wants=2)) == []
+    assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0))]
+    assert fill(machine, (1, 1), (1, 2)) == [step(2, (1, 1), (1, 2)), Serve(0, 1, 2)]
+
+
+# --- asynchronous -----------------------------------------------------------------------------------------------
+
+
+def test_p5_asynchronous_makes_a_version_of_each() -> None:
+    machine = Asynchronous().machine([0, 1])
+    assert fill(machine, (1, 0), (1, 1), (0, 0)) == [step(1, (1, 0)), step(2, (1, 1)), step(3, (0, 0))]
+    assert machine.pull(Pull(1, 2)) == [Serve(1, 2, 3)]
+    assert machine.push(Push(1, 3, base=3)) == [step(4, (1, 3))]
+    assert machine.counts.staleness == {0: 2, 1: 1, 2: 1}
+    assert machine.pull(Pull(0, 1, wants=6)) == []
+    assert machine.waiting() == Waiting((), (Pull(0, 1, 6),), (0, 1))
+    assert fill(machine, (1, 4), (1, 5), (1, 6)) == [step(5, (1, 4)), step(6, (1, 5)), Serve(0, 1, 6), step(7, (1, 6))]
+
+
+def test_p5_the_histogram_of_staleness_stays_small() -> None:
+    machine = Asynchronous().machine([0])
+    many = 3 * EXACT_STALENESS
+    fill(machine, *((0, number) for number in range(many)))
+    assert machine.counts.staleness.total() == many
+    assert machine.counts.staleness[EXACT_STALENESS - 1] == 1
+    assert machine.counts.staleness[EXACT_STALENESS] == EXACT_STALENESS
+    assert machine.counts.staleness[2 * EXACT_STALENESS] == EXACT_STALENESS
+    assert len(machine.counts.staleness) == EXACT_STALENESS + 2
+
+
+# --- bounded staleness ------------------------------------------------------------------------------------------
+
+
+def test_p5_bounded_holds_who_is_too_far_ahead() -> None:
+    machine = Bounded(2).machine([0, 1, 2])
+    assert fill(machine, (0, 0), (0, 1)) == [step(1, (0, 0)), step(2, (0, 1))]
+    assert fill(machine, (0, 2), (0, 3)) == []
+    assert fill(machine, (1, 0)) == [step(3, (1, 0))]
+    assert machine.waiting() == Waiting((Push(0, 2), Push(0, 3)), (), (2,))
+    assert machine.pull(Pull(0, 4)) == []
+    assert fill(machine, (2, 0)) == [step(4, (2, 0)), step(5, (0, 2))]
+    assert fill(machine, (2, 1)) == [step(6, (2, 1))]
+    assert fill(machine, (1, 1)) == [step(7, (1, 1)), step(8, (0, 3)), Serve(0, 4, 8)]
+
+
+def test_p5_bounded_lets_go_in_order_of_arrival() -> None:
+    machine = Bounded(1).machine([0, 1, 2])
+    assert fill(machine, (2, 0), (1, 0)) == [step(1, (2, 0)), step(2, (1, 0))]
+    assert fill(machine, (2, 1), (1, 1), (2, 2), (1, 2)) == []
+    # 0 leaves at clock 0: the others are free to make one step each, then each other's next, in turn
+    assert machine.leave(0) == [step(3, (2, 1)), step(4, (1, 1)), step(5, (2, 2)), step(6, (1, 2))]
+    assert machine.waiting() == Waiting((), (), ())
+
+    machine = Bounded(2).machine([0, 1, 2])
+    fill(machine, (1, 0), (1, 1), (2, 0), (2, 1))
+    assert fill(machine, (2, 2), (2, 3), (1, 2), (2, 4)) == []
+    # now two steps each
+    assert machine.leave(0) == [step(5, (2, 2)), step(6, (2, 3)), step(7, (1, 2)), step(8, (2, 4))]
+
+
+def test_p5_bounded_keeps_to_the_clock_for_what_a_leaver_left() -> None:
+    machine = Bounded(1).machine([0, 1])
+    assert fill(machine, (0, 0), (0, 1), (0, 2)) == [step(1, (0, 0))]
+    assert machine.leave(0) == []
+    assert fill(machine, (1, 0)) == [step(2, (1, 0)), step(3, (0, 1))]
+    assert machine.leave(1) == [step(4, (0, 2))]
+
+
+def test_p5_bounded_by_nothing_moves_all_at_once() -> None:
+    machine = Bounded(0).machine([0, 1, 2])
+    assert fill(machine, (2, 0), (0, 0), (2, 1)) == []
+    assert fill(machine, (1, 0)) == [step(1, (0, 0), (1, 0), (2, 0))]
+    assert machine.leave(0) == []
+    assert fill(machine, (1, 1)) == [step(2, (1, 1), (2, 1))]
+
+
+def test_p5_bounded_scales_the_stale() -> None:
+    machine = Bounded(3, "scale").machine([0, 1])
+    assert fill(machine, (0, 0), (0, 1)) == [step(1, (0, 0)), step(2, (0, 1), weight=0.5)]
+    assert machine.push(Push(1, 0, base=2)) == [step(3, (1, 0))]
+    assert machine.counts.scaled == 1
+
+
+# --- policies ---------------------------------------------------------------------------------------------------
+
+
+def halve(staleness: int) -> float:
+    return 0.5**staleness
+
+
+def power(exponent: float, staleness: int) -> float:
+    return float((1 + staleness) ** -exponent)
+
+
+class Power:
+    def __init__(self, exponent: float) -> None:
+        self.exponent = exponent
+
+    def __call__(self, staleness: int) -> float:
+        return power(self.exponent, staleness)
+
+
+def test_p5_policies_say_what_they_are() -> None:
+    assert repr(Synchronous("mean")) == "Synchronous(reduction='mean')"
+    assert repr(Asynchronous()) == "Asynchronous(max_staleness=None, stale='drop', scale=None)"
+    assert repr(Bounded(4)) == "Bounded(staleness=4, stale='accept', scale=None)"
+    assert repr(Quorum(3, "sum", stale="drop")) == "Quorum(n=3, reduction='sum', stale='drop', scale=None)"
+    with pytest.raises(FrozenInstanceError):
+        Bounded(4).staleness = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda exponent: lambda staleness: (1 + staleness) ** -exponent,
+        lambda exponent: partial(power, exponent),
+        Power,
+    ],
+    ids=["closure", "partial", "object"],
+)
+def test_p5_a_policy_with_a_function_has_a_repr_that_ranks_can_compare(
+    make: Callable[[float], Callable[[int], float]],
+) -> None:
+    shown = [repr(Asynchronous(stale="scale", scale=make(exponent))) for exponent in (0.5, 0.5, 0.6)]
+    assert shown[0] == shown[1]  # two functions at two addresses
+    assert shown[0] != shown[2]  # that do something else
+    assert "0x" not in shown[0]
+    assert repr(Bounded(1, "scale", halve)) == (
+        "Bounded(staleness=1, stale='scale', scale=halve[1.0, 0.5, 0.25, 0.125, 0.03125, 0.0009765625, "
+        "7.888609052210118e-31])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "accepts", "scales"),
+    [
+        (Synchronous("mean"), True, True),
+        (Synchronous("sum"), True, False),
+        (Asynchronous(3), False, False),
+        (Asynchronous(3, "scale"), False, True),
+        (Bounded(1), False, False),
+        (Bounded(1, "scale"), False, True),
+        (Quorum(1, "sum"), True, False),
+        (Quorum(1, "sum", "drop"), True, False),
+        (Quorum(1, "sum", "scale"), True, True),
+        (Quorum(1, "mean"), True, True),
+    ],
+    ids=repr,
+)
+def test_p5_policies_say_what_they_do(policy: Policy, accepts: bool, scales: bool) -> None:
+    assert policy.accepts is accepts
+    assert policy.scales is scales
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Synchronous("max"), "reduction 'max': expected one of mean, sum"),  # type: ignore[arg-type]
+        (lambda: Quorum(2, "avg"), "reduction 'avg': expected one of mean, sum"),  # type: ignore[arg-type]
+        (lambda: Quorum(0, "sum"), "n is 0: expected an integer of at least 1"),
+        (lambda: Quorum(1.5, "sum"), "n is 1.5: expected an integer"),  # type: ignore[arg-type]
+        (lambda: Quorum(1, "sum", "keep"), "stale 'keep': expected one of accept, drop, scale"),  # type: ignore[arg-type]
+        (lambda: Quorum(1, "sum", "drop", halve), "scale is given, but stale is 'drop': expected 'scale'"),
+        (lambda: Asynchronous(-1), "max_staleness is -1: expected an integer of at least 0"),
+        (lambda: Asynchronous(stale="accept"), "stale 'accept': expected one of drop, scale"),  # type: ignore[arg-type]
+        (lambda: Asynchronous(stale="scale", scale=lambda age: -age), r"scale\(1\) is -1.0: expected a finite weight"),
+        (lambda: Bounded(-1), "staleness is -1: expected an integer of at least 0"),
+        (lambda: Bounded(True), "staleness is True: expected an integer"),
+        (lambda: Bounded(1, "drop"), "stale 'drop': expected one of accept, scale"),  # type: ignore[arg-type]
+        (lambda: Bounded(1, scale=inverse_age), "scale is given, but stale is 'accept'"),
+        (lambda: Quorum(3, "sum").machine([1, 2]), r"a quorum of 3 of workers \[1, 2\]: expected at least 3 workers"),
+    ],
+)
+def test_p5_policies_that_make_no_sense(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
