@@ -166,6 +166,18 @@ class Progress:
         if _thread.asleep or not self.watched:
             _thread.wake(self)
 
+    def liven(self) -> None:
+        """Something came that nobody here waits for, and more may follow: have the loop poll again; from any thread.
+
+        Unless a stream computes: beside it the loop must not poll, and the thread goes on.
+        """
+        if not self.armed and not self.computing:
+            self.post(self._rearm)
+
+    def _rearm(self) -> None:
+        if not self.armed:
+            self._arm()
+
     def add_large(self, count: int) -> None:
         """Count transfers and calls that only the thread may drive; from any thread."""
         with self._large_lock:

@@ -15,7 +15,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "HEAD", "Codec", "Head", "Kind", "ObjectCodec", "check_input", "create", "named", "parse", "part"]
+__all__ = [
+    "FLOATS",
+    "HEAD",
+    "Codec",
+    "Head",
+    "Kind",
+    "ObjectCodec",
+    "check_input",
+    "create",
+    "is_kind",
+    "named",
+    "parse",
+    "part",
+]
 
 _HEAD = struct.Struct("<BBHIQ")
 HEAD = _HEAD.size
@@ -134,6 +147,12 @@ def parse(
         expected = f"{HEAD + nbytes} for {numel} x {named([dtype])}"
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
     return Head(kind, dtype, numel, extra, param), code[HEAD:]
+
+
+def is_kind(code: Tensor, kind: Kind) -> bool:
+    """Return whether `code` says that it is a `kind`; whether it is one, `parse` tells."""
+    flat = code.dtype is torch.uint8 and code.dim() == 1 and code.device.type == "cpu"
+    return flat and code.numel() > 0 and int(code[0]) == kind
 
 
 def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

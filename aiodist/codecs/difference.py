@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, named, parse
+from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, is_kind, named, parse
 from aiodist.codecs.feedback import saturated, wide
 
 __all__ = ["Incoming", "Outgoing"]
@@ -93,8 +93,9 @@ class Outgoing:
 
     def forget(self, receiver: Hashable, key: Hashable | None = None) -> None:
         """Drop what is known of `receiver`, or of one key of it: its next message is whole."""
-        for known in [known for known in self._held if known[0] == receiver and (key is None or known[1] == key)]:
-            self._held.pop(known, None)
+        for known in list(self._held):  # a copy at once: other threads may encode
+            if known[0] == receiver and (key is None or known[1] == key):
+                self._held.pop(known, None)
 
     def _whole(self, receiver: Hashable, key: Hashable, t: Tensor) -> Tensor:
         stream = next(self._streams) % _STREAMS
@@ -122,7 +123,7 @@ class Incoming:
         changed then. Cost: one decoding and two passes.
         """
         held = self._held.get(key)
-        if message.dtype is torch.uint8 and message.numel() and int(message.view(-1)[0]) == Kind.WHOLE:
+        if is_kind(message, Kind.WHOLE):
             head, payload = parse(message, Kind.WHOLE, dtype, numel, numel * dtype.itemsize)
             value = torch.empty(numel, dtype=dtype, device="cpu")
             value.view(torch.uint8).copy_(payload)

@@ -69,7 +69,7 @@ def _exponent(t: Tensor) -> int:
 
 
 def _scaled(t: Tensor, exponent: int) -> Tensor:
-    """Return t * 2**exponent, in which nothing finite rounds to a float16 that leaves the dtype when it is scaled back."""
+    """Return t * 2**exponent; what is finite does not round to a float16 that leaves the dtype when it comes back."""
     scaled = _times_power(t, exponent)
     if exponent > _TOP - math.frexp(torch.finfo(t.dtype).max)[1]:
         return scaled

@@ -26,7 +26,7 @@ class Integration:
         *,
         single: bool,
     ) -> None:
-        """`fetched` has for each tensor the handle of a pull, and which of its results to take, None for the only one."""
+        """`fetched` has for each tensor the handle of a pull, and which of its results, None for the only one."""
         self._handle = handle
         self._fn = fn
         self._tensors = tensors

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist import env
-from aiodist.arguments import check_rank
 from aiodist.backends.base import DTYPES
 from aiodist.claims import Claim, reading, writing
 from aiodist.codecs import Codec, ObjectCodec
-from aiodist.collectives.program import Call, Program, concurrently, run
+from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerLost
-from aiodist.handles import Account, Handle, Progress, in_flight
-from aiodist.handles.origin import whence
-from aiodist.handles.progress import transport_lock
-from aiodist.ps.client import Client
+from aiodist.handles import Handle, in_flight
+from aiodist.ps.arguments import Out, Pushed, check_settings, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
-from aiodist.ps.context import Context
 from aiodist.ps.integration import Integration
 from aiodist.ps.known import Known, Names, named
 from aiodist.ps.metrics import Metrics
 from aiodist.ps.operation import Operation, PullPart
-from aiodist.ps.pool import Pool
-from aiodist.ps.post import Post
 from aiodist.ps.raw import flat
-from aiodist.ps.rules import RULES, Rule, as_rule
-from aiodist.ps.server import Server
-from aiodist.ps.service import Service
+from aiodist.ps.rules import RULES
+from aiodist.ps.session import Session
+from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
 from aiodist.ps.sharding import place
-from aiodist.ps.wire import Kind, Reads
+from aiodist.ps.wire import Reads
 
 __all__ = ["ParameterServer"]
 
-Start = Literal["root", "first", "own"]
-ReadMode = Literal["snapshot", "lock-free"]
-_Out = tuple[Tensor | None, Tensor | None]  # flat, and as it was given
-RuleLike = str | Rule | Callable[[Tensor, Tensor], object]
-
 _MISSING: Any = object()
-_READS = {"snapshot": Reads.SNAPSHOT, "lock-free": Reads.LOCK_FREE}
-_STARTS = ("root", "first", "own")
-_SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})
 
 
-class ParameterServer:
+class ParameterServer(Session):
     """Tensors by name, in shards on servers; every call returns a handle.
 
     ```python
@@ -71,7 +53,7 @@ class ParameterServer:
         tensors: init()ed when it is opened: a module (its parameters by name), a dict, or a list ("0", "1", ...).
             With `start` "root" or "first" every worker and reader has the common values in them then.
         rule: what a server does with a push: a name ("zero", "copy", "add", "axpy", "mul", "min", "max"), a server-side
-            optimizer such as `SGD`, `Adam`, or a function `(shard, value) -> None` that changes the flat shard in place.
+            optimizer such as `SGD`, `Adam`, or a function `(shard, value) -> None` that changes the flat shard.
         rules: more rules, for `init(rule=)` and `push(rule=)`, by name.
         consistency: which pushes make a version, and who waits for whom: `Asynchronous()`, `Synchronous("mean")`,
             `Bounded(s)`, `Quorum(n, "mean")`.
@@ -111,26 +93,24 @@ class ParameterServer:
         split_bytes: int = 1 << 20,
         timeout: float | None = None,
     ) -> None:
-        self._parent = coll
-        self._tensors = named(tensors)
-        self._rules = _rules(rule, rules or {})
-        self._policy: Policy = Asynchronous() if consistency is None else consistency
-        self.servers, self.workers = _roles(coll, servers, workers)
-        self._start = _one_of("start", start, _STARTS)
-        self._reads = _READS[_one_of("reads", reads, tuple(_READS))]
-        self._codec = codec
-        self._pull_codec = pull_codec
         if isinstance(split_bytes, bool) or not isinstance(split_bytes, int) or split_bytes < 1:
             raise ValueError(f"split_bytes={split_bytes!r}: expected a number of bytes, at least 1")
-        self._split_bytes = split_bytes
-        self.timeout = timeout
-        self._names = Names()
-        self._prefetched: dict[str, tuple[Handle[Any], Any]] = {}
-        self._refusal: AiodistError | RuntimeError | None = RuntimeError(
-            "the parameter server is not open: use `async with`"
+        serving, working = roles_of(coll, servers, workers)
+        settings = Settings(
+            rules=rules_of(rule, rules or {}),
+            consistency=Asynchronous() if consistency is None else consistency,
+            servers=serving,
+            workers=working,
+            start=one_of("start", start, STARTS),
+            codec=codec,
+            pull_codec=pull_codec,
+            split_bytes=split_bytes,
         )
-        self._opened = False
-        self._leaving = False
+        super().__init__(coll, settings, timeout)
+        self._tensors = named(tensors)
+        self._reads = READS[one_of("reads", reads, tuple(READS))]
+        self._names = Names()
+        self._prefetched: dict[str, tuple[Handle[Any], int | None]] = {}
 
     # --- who -------------------------------------------------------------------------------------------------
 
@@ -138,6 +118,16 @@ class ParameterServer:
     def rank(self) -> int:
         """This rank's number, that of the communicator which it was made with."""
         return self._parent.rank
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks that hold shards, in order."""
+        return self._settings.servers
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that push, in order."""
+        return self._settings.workers
 
     @property
     def is_server(self) -> bool:
@@ -162,215 +152,14 @@ class ParameterServer:
     def __repr__(self) -> str:
         return f"<ParameterServer {len(self._names.names)} names, servers {self.servers}, workers {self.workers}>"
 
-    # --- opening and leaving ---------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        if self._opened:
-            raise RuntimeError("a parameter server cannot be opened twice: make another")
-        self._opened = True
-        self._coll = await self._parent.dup()
-        await self._agree()
-        self._open()
-        if self._tensors and (self.is_worker or not self.is_server or self._start == "own"):
-            try:
-                await self.init(list(self._tensors), list(self._tensors.values()))
-                self._names.first = tuple(self._tensors)
-                if self._start != "own":
-                    await self.pull()
-            except BaseException as error:
-                self._abandon(error)
-                raise
-        return self
-
-    async def _agree(self) -> None:
-        """Raise MismatchError unless all ranks opened it with the same settings."""
-        mine = {
-            "rules": repr(self._rules),
-            "consistency": repr(self._policy),
-            "servers": self.servers,
-            "workers": self.workers,
-            "start": self._start,
-            "codec": repr(self._codec),
-            "pull_codec": repr(self._pull_codec),
-            "split_bytes": self._split_bytes,
-        }
-        others = await self._coll.allgather_object(mine)
-        for rank, other in enumerate(others):
-            different = [what for what in mine if other[what] != others[0][what]]
-            if different:
-                what = different[0]
-                raise MismatchError(
-                    f"parameter servers disagree on {what}: rank 0: {others[0][what]}; rank {rank}: {other[what]}"
-                )
-
-    def _open(self) -> None:
-        progress = self._progress = Progress.current()
-        issuer = self._coll._issuer
-        near = self._coll._family.near
-        self._account = Account(progress.loop)
-        self._loop = progress.loop
-
-        def buffer(nbytes: int) -> Tensor:
-            with torch.inference_mode(False):
-                return self._coll.empty(nbytes, torch.uint8)
-
-        self._context = Context(
-            name=self._coll.name,
-            rank=self.rank,
-            servers=self.servers,
-            workers=self.workers,
-            world_ranks=issuer.ranks,
-            rules=tuple(self._rules.values()),
-            policy=self._policy,
-            codec=self._codec,
-            pull_codec=self._pull_codec,
-            progress=progress,
-            service=Service(progress, f"aiodist-ps-{self._coll.name}"),
-            pool=Pool(buffer),
-            near=near,
-            metrics=Metrics(),
-        )
-        self._context.post = Post(self._coll._transport, self._heard, self._failed, self._context.ring)
-        self._server = Server(self._context)
-        self._client = Client(self._context, self._server.own, self._server.shown)
-        issuer.on_lost.append(self._lost)
-        issuer.on_abort.append(self._aborted)
-        self._coll.admit(self)
-        self._refusal = None
-        with transport_lock:
-            self._context.post.open()
-        if issuer.refusal is not None:  # lost in the meantime
-            self._aborted(CommunicatorAborted(str(issuer.refusal)))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._abandon(error)
-            return
-        try:
-            await self._leave()
-        except BaseException as raised:
-            self._abandon(raised)
-            raise
-        await self._coll.aclose()
-
-    async def _leave(self) -> None:
-        """End in order: nothing of mine is open, all servers know that I have left, and all ranks have."""
-        if self._refusal is not None:
-            raise self._refusal
-        self._leaving = True
-        try:
-            await self._drain()
-        finally:
-            self._account.judge()
-        await self._run("leave", self._goodbye(), None)
-        await self._ended()
-        self._close(CommunicatorClosed(f"parameter server {self._coll.name!r} is closed", comm=self._coll.name))
-
-    async def _drain(self) -> None:
-        """Wait until nothing of this rank's is open."""
-        await self.sync(timeout=None)
-        pending = [handle for handle in self._prefetched_handles() if not handle.done()]
-        for handle in pending:
-            await handle
-        while self._client.busy:
-            await asyncio.sleep(1e-3)
-
-    def _goodbye(self) -> Program[None]:
-        post = self._context.post
-        living = [rank for rank in self.servers if rank not in self._context.gone]
-        for rank in living:
-            yield from self._client.call(rank, "leave")
-        first = self.servers[0]
-        yield from self._client.call(first, "bye")
-        others = [rank for rank in range(self._coll.size) if rank != first and rank not in self._context.gone]
-        if others and self.rank == others[0]:
-            post.say_last(first)
-
-    async def _ended(self) -> None:
-        """Wait until nothing is listened for any more; where a rank died the transport is given up anyway."""
-        if self._context.gone:
-            return
-        over = self._loop.create_future()
-
-        def end() -> None:
-            self._progress.post(lambda: over.done() or over.set_result(None))
-
-        with transport_lock:
-            self._context.post.when_last(end)
-        await over
-
-    def _close(self, refusal: AiodistError) -> None:
-        self._refusal = self._refusal or refusal
-        self._context.post.give_up()
-        self._context.service.close()
-        issuer = self._coll._issuer
-        for told, mine in ((issuer.on_lost, self._lost), (issuer.on_abort, self._aborted)):
-            if mine in told:
-                told.remove(mine)  # type: ignore[arg-type]
-
-    def _abandon(self, error: BaseException) -> None:
-        """End at once, and have the other ranks do so too."""
-        if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
-            return
-        self._give_up(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self.rank))
-        if self._coll._issuer.refusal is None:
-            self._coll.abort(f"its parameter server was given up on rank {self.rank}: {error!r}")
-
-    def _give_up(self, error: AiodistError) -> None:
-        if self._refusal is not None:
-            return
-        self._close(error)
-        with transport_lock:
-            self._client.give_up(error)
-        self._account.judge()
-
-    async def release(self) -> None:
-        """End with the communicator: for its family."""
-        self.give_up()
-
-    def give_up(self) -> None:
-        """End without waiting for anything: for its family."""
-        name = self._coll.name
-        self._give_up(CommunicatorAborted(f"parameter server {name!r} was given up: its communicator ended", comm=name))
-
-    # --- other ranks' fate -----------------------------------------------------------------------------------
-
-    def _lost(self, rank: int, error: AiodistError) -> None:
-        if rank < 0:
-            self._give_up(error)
-            return
-        context = self._context
-        context.gone[rank] = error
-        with transport_lock:
-            context.post.forget(rank)
-            self._server.lose(rank)
-            self._client.lose(rank)
-            context.post.flush_all()
-
-    def _aborted(self, error: AiodistError) -> None:
-        if not isinstance(error, PeerLost):
-            self._give_up(error)
-
-    def _failed(self, rank: int | None, error: BaseException) -> None:
-        """A message could not be sent or received: whose fault it is the control channel tells."""
-        if rank is not None and rank in self._context.gone:
-            return
-        if rank is None and not self._context.gone:
-            text = f"parameter server {self._coll.name!r} can hear nothing more: {error}"
-            self._progress.post(partial(self._give_up, CommunicatorAborted(text)))
-
-    def _heard(self, src: int, kind: int, body: memoryview) -> None:
-        try:
-            if kind in _SERVER_KINDS:
-                self._server.heard(src, kind, body)
-            else:
-                self._client.heard(src, kind, body)
-        except Exception as error:  # noqa: BLE001  - it must not end the progress of everything else
-            message = f"parameter server {self._coll.name!r}: what rank {src} sent failed here"
-            self._progress.report(message, error)
-            self._progress.post(partial(self._abandon, error))
+    async def _begin(self) -> None:
+        """Make known what it was opened with, and take the common values."""
+        start = self._settings.start
+        if self._tensors and (self.is_worker or not self.is_server or start == "own"):
+            await self.init(list(self._tensors), list(self._tensors.values()))
+            self._names.first = tuple(self._tensors)
+            if start != "own":
+                await self.pull()
 
     # --- names -----------------------------------------------------------------------------------------------
 
@@ -396,12 +185,10 @@ class ParameterServer:
         given = [values] if isinstance(what, str) else list(values)
         if len(names) != len(given):
             raise ValueError(f"{len(given)} values for {len(names)} names: expected one for each")
-        chosen = self._start if start is None else _one_of("start", start, _STARTS)
+        chosen = self._settings.start if start is None else one_of("start", start, STARTS)
         fresh = [self._new(name, value, rule, codec) for name, value in zip(names, given, strict=True)]
-        programs = [
-            self._opening(known, given[i] if codec else known.tensor, chosen) for i, known in enumerate(fresh)
-        ]
-        return self._run("init", concurrently(programs) if programs else _nothing(), timeout)
+        programs = [self._opening(known, given[i] if codec else known.tensor, chosen) for i, known in enumerate(fresh)]
+        return self._run_all("init", programs, timeout)
 
     def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> Known:  # noqa: ANN401
         if not isinstance(name, str) or not name:
@@ -410,17 +197,21 @@ class ParameterServer:
             raise KeyError(f"{name!r} was init()ed already: free() it first")
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
-        number, chosen = self._rule("copy" if rule is None and codec is not None else rule)
+        number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
         if codec is not None:
             if chosen is not RULES["copy"]:
-                raise ValueError(f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object")
+                raise ValueError(
+                    f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
+                )
             placement = place(name, 1, 1, len(self.servers), 2)
             return Known(name, None, (number, chosen), placement, self.servers, codec)
         t = Known.checked(name, value)
         chosen.check(t.dtype)
-        if self._policy.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
-            raise TypeError(f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._policy!r} takes means")
-        placement = place(name, t.numel(), t.itemsize, len(self.servers), self._split_bytes)
+        if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
+            raise TypeError(
+                f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
+            )
+        placement = place(name, t.numel(), t.itemsize, len(self.servers), self._settings.split_bytes)
         return Known(name, t, (number, chosen), placement, self.servers)
 
     def _opening(self, known: Known, value: Any, start: str) -> Program[None]:  # noqa: ANN401
@@ -455,8 +246,7 @@ class ParameterServer:
             self._names.remove(known)
             self._prefetched.pop(known.name, None)
         self._names.first = tuple(name for name in self._names.first if name in self._names)
-        programs = [self._freeing(known) for known in knowns]
-        return self._run("free", concurrently(programs) if programs else _nothing(), timeout)
+        return self._run_all("free", [self._freeing(known) for known in knowns], timeout)
 
     def _freeing(self, known: Known) -> Program[None]:
         yield [partial(self._client.when_applied, known)]
@@ -473,9 +263,9 @@ class ParameterServer:
         if not settings:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for known in knowns:
-            _check_settings(known, settings)
+            check_settings(known, settings)
         programs = [self._client.configuring(known, settings) for known in knowns]
-        return self._run("configure", concurrently(programs) if programs else _nothing(), timeout)
+        return self._run_all("configure", programs, timeout)
 
     # --- pushing and pulling ---------------------------------------------------------------------------------
 
@@ -501,9 +291,10 @@ class ParameterServer:
         each when many are issued before one `sync`.
         """
         self._check()
-        pushed, single = self._pushed(what, values, rule, alpha)
-        handle = self._handle("push", sum(value.nbytes for _, value, _ in pushed), timeout)
-        claims = self._claim(handle, pushed, [])
+        pushed, _ = self._pushed(what, values, rule, alpha)
+        nbytes = pushed[0][1].nbytes if len(pushed) == 1 else sum(value.nbytes for _, value, _ in pushed)
+        handle = self._handle("push", nbytes, timeout)
+        claims = self._claim(handle, pushed, []) if nbytes > self._context.post.inline_bytes else []
         operation = Operation(handle, len(pushed), claims, _none)
         self._start_pushes(operation, pushed, alpha)
         if not pushed:
@@ -527,10 +318,10 @@ class ParameterServer:
         """
         self._check()
         knowns, single = self._names.resolve(what)
-        outs = self._outs(knowns, single, out)
+        outs = outs_of(knowns, out, single)
         handle = self._handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
         claims = self._claim(handle, [], outs)
-        mode = self._reads if reads is None else _READS[_one_of("reads", reads, tuple(_READS))]
+        mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
         self._start_pulls(handle, len(knowns), claims, (knowns, outs), single, (mode, int(at_least)))
         return handle
 
@@ -544,11 +335,11 @@ class ParameterServer:
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Push, and return what the tensors are after that: `push` and `pull` in one, which also raises what they do."""
+        """Push, and return what the tensors are after that: `push` and `pull` in one; raises what both do."""
         self._check()
         pushed, single = self._pushed(what, values, rule, alpha)
         knowns = [known for known, _, _ in pushed]
-        outs = self._outs(knowns, single, out)
+        outs = outs_of(knowns, out, single)
         handle = self._handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
         claims = self._claim(handle, pushed, outs)
         pulls = (knowns, outs)
@@ -611,105 +402,25 @@ class ParameterServer:
 
     # --- how it is done ----------------------------------------------------------------------------------------
 
+    def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
+        return self._run(op, concurrently(programs), timeout)
+
     def _asking(self, rank: int, op: str) -> Program[None]:
         yield from self._client.call(rank, op)
 
-    def _check(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
-        if asyncio._get_running_loop() is not self._loop:
-            raise RuntimeError(
-                f"parameter server {self._coll.name!r} belongs to another thread or event loop: call it on the loop it "
-                "was opened on"
-            )
-
-    def _check_opened(self) -> None:
-        if not hasattr(self, "_server"):
-            raise RuntimeError("the parameter server is not open: use `async with`")
-
-    def _handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
-        handle: Handle[Any] = Handle(
-            self._progress, op, self._client.number, nbytes, whence(3), self._account
-        )
-        seconds = self.timeout if timeout is None else timeout
-        if seconds is not None:
-            handle.set_deadline(seconds, self._client.late)
-        return handle
-
-    def _run(self, op: str, program: Program[Any], timeout: float | None) -> Handle[Any]:
-        """Return the handle of a program."""
-        handle = self._handle(op, 0, timeout)
-        self._client.programs.add(handle)
-
-        def finish(result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-            self._client.programs.discard(handle)
-            if handle.done():
-                return
-            if error is None:
-                handle.resolve(None)
-            else:
-                handle.reject(self._client.located(error))
-
-        self._progress.start(partial(run, program, finish))
-        return handle
-
-    def _rule(self, rule: RuleLike | None) -> tuple[int, Rule]:
-        """Return the number and the rule that a call means; None is the first."""
-        if rule is None:
-            return 0, next(iter(self._rules.values()))
-        for number, (name, known) in enumerate(self._rules.items()):
-            if rule is known or rule == name or getattr(known, "fn", None) is rule:
-                return number, known
-        known_names = ", ".join(self._rules)
-        raise ValueError(f"unknown rule {rule!r}: expected one that all ranks gave at the start, {known_names}")
-
     def _pushed(
-        self, what: object, values: Any, rule: RuleLike | None, alpha: float  # noqa: ANN401
-    ) -> tuple[list[tuple[Known, Tensor, int]], bool]:
-        """Return what goes up: each tensor's name, flat value and rule; raise unless all of it is as it should be."""
+        self,
+        what: object,
+        values: Any,  # noqa: ANN401
+        rule: RuleLike | None,
+        alpha: float,
+    ) -> tuple[list[Pushed], bool]:
         if not self.is_worker:
             raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
         knowns, single = self._names.resolve(what)
-        given = [values] * len(knowns) if values is None else ([values] if single else list(values))
-        if len(given) != len(knowns):
-            raise ValueError(f"{len(given)} values for {len(knowns)} tensors: expected one for each")
-        pushed = []
-        for known, value in zip(knowns, given, strict=True):
-            number, chosen = (known.rule_number, known.rule) if rule is None else self._rule(rule)
-            if known.codec is not None:
-                pushed.append((known, known.codec.encode(value), number))
-                continue
-            chosen.check(known.dtype, alpha)
-            pushed.append((known, flat(known.check(self._default(known, chosen) if value is None else value)), number))
-        return pushed, single
+        return pushed_of(knowns, values, single, (self._settings, rule), alpha), single
 
-    def _default(self, known: Known, rule: Rule) -> Tensor:
-        """Return what a push sends that was given no value."""
-        t = known.tensor
-        assert t is not None
-        if not rule.takes_gradients:
-            return t
-        if t.grad is None:
-            raise ValueError(f"{known.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
-        return t.grad
-
-    def _outs(self, knowns: Sequence[Known], single: bool, out: Any) -> list[_Out]:  # noqa: ANN401
-        """Return where the tensors go."""
-        given = [None] * len(knowns) if out is None else ([out] if single else list(out))
-        if len(given) != len(knowns):
-            raise ValueError(f"{len(given)} out tensors for {len(knowns)}: expected one for each")
-        outs: list[_Out] = []
-        for known, t in zip(knowns, given, strict=True):
-            if known.codec is not None:
-                outs.append((None, None))
-            else:
-                checked = known.check(known.tensor if t is None else t, "out")
-                outs.append((flat(checked), checked))
-        return outs
-
-    def _claim(
-        self, handle: Handle[Any], pushed: Sequence[tuple[Known, Tensor, int]], outs: Sequence[_Out]
-    ) -> list[Claim]:
+    def _claim(self, handle: Handle[Any], pushed: Sequence[Pushed], outs: Sequence[Out]) -> list[Claim]:
         """Claim what the operation reads and writes until it is over; small pushes are copied at the call."""
         small = self._context.post.inline_bytes
         written = [out for out, _ in outs if out is not None and out.nbytes]
@@ -725,7 +436,7 @@ class ParameterServer:
                 raise
         return claims
 
-    def _start_pushes(self, operation: Operation, pushed: Sequence[tuple[Known, Tensor, int]], alpha: float) -> None:
+    def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
         for known, value, rule in pushed:
             self._client.push(operation, known, value, rule, alpha)
 
@@ -734,10 +445,10 @@ class ParameterServer:
         handle: Handle[Any],
         count: int,
         claims: Sequence[Claim],
-        pulls: tuple[Sequence[Known], Sequence[_Out]],
+        pulls: tuple[Sequence[Known], Sequence[Out]],
         single: bool,
         how: tuple[Reads, int],
-        pushes: tuple[Sequence[tuple[Known, Tensor, int]], float] | None = None,
+        pushes: tuple[Sequence[Pushed], float] | None = None,
     ) -> None:
         knowns, outs = pulls
 
@@ -754,63 +465,6 @@ class ParameterServer:
         if not knowns:
             handle.resolve([])
 
-    def _prefetched_handles(self) -> list[Handle[Any]]:
-        return [handle for handle, _ in self._prefetched.values()]
-
 
 def _none() -> None:
     return None
-
-
-def _check_settings(known: Known, settings: Mapping[str, float]) -> None:
-    """Raise ValueError for a setting that the rule of `known` does not have."""
-    expected = getattr(known.rule, "settings", {})
-    unknown = [name for name in settings if name not in expected]
-    if unknown:
-        told = ", ".join(expected) or "none, since it has no settings"
-        raise ValueError(f"rule {known.rule.name} of {known.name!r}: {', '.join(unknown)}: expected {told}")
-
-
-def _nothing() -> Generator[list[Call], None, None]:
-    yield []
-
-
-def _one_of(name: str, value: Any, expected: Sequence[str]) -> Any:  # noqa: ANN401
-    if value not in expected:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
-    return value
-
-
-def _rules(rule: RuleLike, more: Mapping[str, RuleLike]) -> dict[str, Rule]:
-    """Return every rule by name, the default first: the order gives their numbers on the wire."""
-    default = as_rule(rule)
-    found = {default.name: default}
-    for name, given in more.items():
-        if name in RULES or name in found:
-            raise ValueError(f"rules: the name {name!r} is taken")
-        found[name] = as_rule(given, name)
-    for name, known in RULES.items():
-        found.setdefault(name, known)
-    return found
-
-
-def _roles(
-    coll: Communicator, servers: int | Sequence[int] | None, workers: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that serve and those that work."""
-    everybody = range(coll.size)
-    if servers is None:
-        servers = env.servers(coll.size) or everybody
-    if isinstance(servers, int):
-        if isinstance(servers, bool) or not 0 < servers < coll.size:
-            raise ValueError(f"servers={servers}: expected 1 to {coll.size - 1}, so that a rank is left to work")
-        servers = everybody[-servers:]
-    serving = tuple(check_rank(rank, coll.size, "servers") for rank in servers)
-    if workers is None:
-        workers = [rank for rank in everybody if rank not in serving] or everybody
-    working = tuple(sorted(check_rank(rank, coll.size, "workers") for rank in workers))
-    for name, ranks in (("servers", serving), ("workers", working)):
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"{name}={list(ranks)}: expected at least one rank, each once")
-    return serving, working
-

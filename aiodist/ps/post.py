@@ -37,7 +37,7 @@ Heard = Callable[[int, int, memoryview], None]
 class _Box:
     """What goes to one rank."""
 
-    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered")
+    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered", "waiting")
 
     def __init__(self) -> None:
         self.frame = bytearray(_FRAME.size)
@@ -46,6 +46,8 @@ class _Box:
         self.unanswered = 0
         self.owed = 0
         self.gone = False
+        self.waiting = False
+        """It is among those to flush."""
 
     def close(self) -> None:
         """Begin another frame."""
@@ -79,6 +81,7 @@ class Post:
         self.inline_bytes = self._room_bytes // 2 - 256
         """The most data that an entry carries."""
         self._boxes = [_Box() for _ in range(transport.size)]
+        self._to_flush: list[int] = []
         self._own: deque[tuple[int, bytes]] = deque()
         self._handling = False
         self._closed = False
@@ -92,35 +95,43 @@ class Post:
 
     # --- sending ---------------------------------------------------------------------------------------------
 
-    def put(self, dst: int, kind: int, *parts: bytes, request: bool = False) -> None:
+    def put(self, dst: int, kind: int, head: bytes, data: bytes = b"", *, request: bool = False) -> None:
         """Have an entry go to `dst` with the next `flush`; `request`: the other side answers."""
         if dst == self.rank:
-            self._own.append((kind, b"".join(parts)))
+            self._own.append((kind, head + data))
             return
         box = self._boxes[dst]
-        length = sum(map(len, parts))
+        length = len(head) + len(data)
         used = len(box.frame)
         if used > _FRAME.size and (used >= _BATCH_BYTES or used + length + 2 * _ENTRY.size > self._room_bytes):
             box.close()
         frame = box.frame
         frame += _ENTRY.pack(kind, length)
-        for part in parts:
-            frame += part
+        frame += head
+        frame += data
         if length % 8:
             frame += _PADDING[length % 8]
         if request:
             box.has_requests = True
+        if not box.waiting:
+            box.waiting = True
+            self._to_flush.append(dst)
 
-    def flush(self, dst: int) -> None:
-        """Send what may go to `dst` now."""
-        if dst == self.rank:
+    def flush(self) -> None:
+        """Send what may go now."""
+        while self._to_flush:
+            dst = self._to_flush.pop()
+            box = self._boxes[dst]
+            box.waiting = False
+            if box.gone:
+                box.full.clear()
+                box.frame = bytearray(_FRAME.size)
+            else:
+                self._send_some(dst, box)
+        if self._own and not self._handling:
             self._handle_own()
-            return
-        box = self._boxes[dst]
-        if box.gone:
-            box.full.clear()
-            box.frame = bytearray(_FRAME.size)
-            return
+
+    def _send_some(self, dst: int, box: _Box) -> None:
         while box.unanswered < _WINDOW:
             if not box.full:
                 if len(box.frame) == _FRAME.size:
@@ -130,14 +141,6 @@ class Post:
         if box.owed:
             # No answer has taken the word along that its frames were read.
             self._send(dst, box, bytearray(_FRAME.size), False)
-
-    def flush_all(self) -> None:
-        """Send what may go to anybody."""
-        for dst, box in enumerate(self._boxes):
-            if box.full or box.owed or len(box.frame) > _FRAME.size:
-                self.flush(dst)
-        if self._own:
-            self._handle_own()
 
     def _send(self, dst: int, box: _Box, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
         used = len(frame)
@@ -187,19 +190,20 @@ class Post:
         box.unanswered -= answered
         if flags & _REQUESTS:
             box.owed += 1
+        if not box.waiting:
+            box.waiting = True
+            self._to_flush.append(source)
         at = _FRAME.size
         while at < used:
             kind, length = _ENTRY.unpack_from(body, at)
             at += _ENTRY.size
             self._heard(source, kind, body[at : at + length])
             at += length + -length % 8
-        self.flush_all()
+        self.flush()
         if self._closed and self._ended is not None:
             self._ended()
 
     def _handle_own(self) -> None:
-        if self._handling:
-            return
         self._handling = True
         try:
             while self._own:
@@ -207,6 +211,8 @@ class Post:
                 self._heard(self.rank, kind, memoryview(body))
         finally:
             self._handling = False
+        if self._to_flush:
+            self.flush()
 
     # --- the end ---------------------------------------------------------------------------------------------
 

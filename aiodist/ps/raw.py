@@ -7,12 +7,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "bytes_in", "flat"]
+__all__ = ["as_bytes", "bytes_in", "flat", "values_in"]
 
 
 def flat(t: Tensor) -> Tensor:
     """Return contiguous `t` as a flat tensor of the same memory, without a history."""
-    return t.detach().view(-1)
+    if t.requires_grad:
+        t = t.detach()
+    return t if t.dim() == 1 else t.view(-1)
 
 
 def as_bytes(t: Tensor) -> bytes:
@@ -23,6 +25,13 @@ def as_bytes(t: Tensor) -> bytes:
 def bytes_in(body: memoryview, start: int, nbytes: int) -> Tensor:
     """Return `nbytes` of `body` from `start` on as flat uint8, without a copy."""
     return torch.frombuffer(body, dtype=torch.uint8, offset=start, count=nbytes) if nbytes else _NONE
+
+
+def values_in(body: memoryview, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Return `nbytes` of `body` from `start` on as a flat tensor of `dtype`, without a copy."""
+    if not nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(body, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)
 
 
 _NONE = torch.empty(0, dtype=torch.uint8)

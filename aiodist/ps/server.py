@@ -21,15 +21,13 @@ from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.metrics import Metrics
-from aiodist.ps.raw import as_bytes, bytes_in
+from aiodist.ps.raw import as_bytes, values_in
 from aiodist.ps.requests import Change, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import (
     FILL,
     PUSH_BYTES,
-    Data,
-    Done,
     Kind,
     Order,
     Pull,
@@ -38,6 +36,8 @@ from aiodist.ps.wire import (
     Release,
     Stage,
     Way,
+    pack_data,
+    pack_done,
 )
 
 if TYPE_CHECKING:
@@ -102,9 +102,11 @@ class Server:
             self.context.post.receive(buffer, client, head.number, partial(self._received, shard, push))
             self._take(shard, push, buffer)
         elif head.way == Way.INLINE:
-            raw = bytes_in(body, PUSH_BYTES, head.nbytes)
             # What waits must not keep a frame alive, which has more room than it needs.
-            self._take(shard, push, raw.clone() if self.context.policy.accepts else raw)
+            keep = self.context.policy.accepts
+            dtype = torch.uint8 if head.coded or shard is None else shard.data.dtype
+            value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
+            push.value = value.clone() if keep else value
         else:
             self._look(shard, push, head)
         if shard is None:
@@ -142,7 +144,7 @@ class Server:
                 self.refuse(push, error)
         elif shard is not None:
             shard.ready(push)
-        self.context.post.flush_all()
+        self.context.post.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
         head = Pull.unpack(body)
@@ -204,7 +206,7 @@ class Server:
     def lose(self, rank: int) -> None:
         """`rank` died."""
         self._gone(rank, gone=True)
-        self.context.post.flush_all()
+        self.context.post.flush()
 
     def _gone(self, rank: int, *, gone: bool) -> None:
         self._left.add(rank)
@@ -245,8 +247,8 @@ class Server:
         if codec is not None:
             self._serve_code(shard, pull, version)
         elif shard.data.nbytes <= self.context.post.inline_bytes and (pull.way != Way.OWN or shard.replaces):
-            data = Data(pull.number, version, Way.INLINE, False, shard.data.nbytes)
-            self.context.post.put(pull.client, Kind.DATA, data.pack(), as_bytes(shard.data))
+            data = pack_data(pull.number, version, Way.INLINE, False, shard.data.nbytes, 0, 0)
+            self.context.post.put(pull.client, Kind.DATA, data, as_bytes(shard.data))
         else:
             self._show(shard, pull, version)
 
@@ -263,8 +265,8 @@ class Server:
             place = self.context.near.locate(raw)
         shard.hold(pull)
         way = pull.way if place is not None or pull.way == Way.OWN else Way.MESSAGE
-        data = Data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
-        self.context.post.put(pull.client, Kind.DATA, data.pack())
+        data = pack_data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
+        self.context.post.put(pull.client, Kind.DATA, data)
         if way == Way.MESSAGE:
             self._send(raw, pull, partial(shard.release, pull.client, pull.number))
 
@@ -272,7 +274,7 @@ class Server:
         def sent(error: BaseException | None) -> None:
             # Who cannot be reached is told of by the control channel.
             over()
-            self.context.post.flush_all()
+            self.context.post.flush()
 
         self.context.post.send(raw, pull.client, pull.number, sent)
 
@@ -292,7 +294,7 @@ class Server:
             else:
                 self._send_code(pull, version, codes[0])
             shard.release(pull.client, pull.number)
-            self.context.post.flush_all()
+            self.context.post.flush()
 
         if shard.data.nbytes <= LIGHT_BYTES:
             encode()
@@ -303,11 +305,11 @@ class Server:
 
     def _send_code(self, pull: Pulling, version: int, code: Tensor) -> None:
         inline = code.nbytes <= self.context.post.inline_bytes
-        data = Data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes)
+        data = pack_data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes, 0, 0)
         if inline:
-            self.context.post.put(pull.client, Kind.DATA, data.pack(), as_bytes(code))
+            self.context.post.put(pull.client, Kind.DATA, data, as_bytes(code))
         else:
-            self.context.post.put(pull.client, Kind.DATA, data.pack())
+            self.context.post.put(pull.client, Kind.DATA, data)
             self._send(code, pull, lambda _code=code: None)  # type: ignore[misc]
 
     # --- answers ---------------------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ class Server:
     def done(self, push: Pushing, stage: Stage, version: int) -> None:
         """Tell the client how far its push is."""
         if push.client not in self.context.gone:
-            self.context.post.put(push.client, Kind.DONE, Done(push.number, version, stage).pack())
+            self.context.post.put(push.client, Kind.DONE, pack_done(push.number, version, stage))
 
     def measured(self) -> Metrics:
         """Return a copy of what is counted, with what the machines have counted."""

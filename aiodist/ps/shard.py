@@ -13,7 +13,6 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from aiodist.ps import consistency
@@ -60,7 +59,7 @@ class Shard:
         self.machine = machine
         self._followers = tuple(followers)
         self.version = 0
-        self._states: dict[str, Any] = {}
+        self._states: dict[int, Any] = {}
         self._incoming: dict[int, deque[Request]] = {}
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
@@ -68,6 +67,9 @@ class Shard:
         self._lookers: set[_Key] = set()  # lock-free: they see what they see, but not other tensors' memory
         self._busy = False
         self._advancing = False
+        # What is applied when it comes, here alone and in no time, needs no order.
+        light = memory.nbytes <= LIGHT_BYTES and not replaces
+        self._quick = machine is not None and not followers and light
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -118,6 +120,9 @@ class Shard:
                 return
             if self._context.policy.accepts:
                 self._server.done(request, Stage.ACCEPTED, self.version)
+            elif self._quick and not (self._orders or self._busy or self._readers or self._arrived):
+                self._apply_at_once(request)
+                return
         elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
             self._server.serve(self, request, self.version)
             return
@@ -129,6 +134,29 @@ class Shard:
                 del self._arrived[(request.client, request.number)]
                 self._server.refuse(request, error)
         self.advance()
+
+    def _apply_at_once(self, push: Pushing) -> None:
+        """Do what `_decide` and `advance` do for a push that waits for nothing."""
+        assert self.machine is not None
+        rule = self._context.rules[push.rule]
+        actions = self._asked(push)
+        if len(actions) != 1 or type(actions[0]) is not Apply or isinstance(rule, Function):
+            self._arrived[(push.client, push.number)] = (push, perf_counter())
+            self._order(actions)
+            self.advance()
+            return
+        version, (part,) = actions[0]
+        work = partial(self._compute, [(push, part.weight)])
+        self._finished(version, (push,), _error_of(work))
+
+    def _asked(self, push: Pushing) -> Sequence[consistency.Action]:
+        """Ask the machine; what it refuses the client is told."""
+        assert self.machine is not None
+        try:
+            return self.machine.push(consistency.Push(push.client, push.number, push.base))
+        except ValueError as error:
+            self._server.refuse(push, error)
+            return []
 
     def _fill(self, request: Pushing) -> None:
         assert request.value is not None
@@ -268,25 +296,28 @@ class Shard:
         self._context.metrics.step_seconds += perf_counter() - began
 
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
-        if rule.name not in self._states:
-            self._states[rule.name] = rule.state(self.data)
-        return self._states[rule.name]
+        if id(rule) not in self._states:
+            self._states[id(rule)] = rule.state(self.data)
+        return self._states[id(rule)]
 
     def _applied(self, order: Order, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         was_busy, self._busy = self._busy, False
-        self.version = order.version
+        self._finished(order.version, pushes, error)
+        if was_busy:
+            self.advance()
+            self._context.post.flush()
+
+    def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
+        self.version = version
         metrics = self._context.metrics
         metrics.applied += len(pushes)
         metrics.steps += 1
         for push in pushes:
             self._server.recycle(push)
             if error is None:
-                self._server.done(push, Stage.APPLIED, order.version)
+                self._server.done(push, Stage.APPLIED, version)
             else:
                 self._server.refuse(push, error)
-        if was_busy:
-            self.advance()
-            self._context.post.flush_all()
 
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         """Return True when what was pushed can become the shard's memory itself."""

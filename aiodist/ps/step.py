@@ -32,11 +32,12 @@ def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule]
     memory.
     """
     first = pieces[0]
+    if len(pieces) == 1 and first.weight == 1:
+        first.rule.apply(shard, first.value, first.alpha, state_of(first.rule))
+        return
     if first.rule.combines and all(piece.rule is first.rule for piece in pieces):
         alphas = {piece.alpha for piece in pieces}
-        if len(pieces) == 1 and first.weight == 1:
-            total, alpha = first.value, first.alpha
-        elif len(alphas) == 1:
+        if len(alphas) == 1:
             total, alpha = _sum(pieces, scaled=False), first.alpha
         else:
             total, alpha = _sum(pieces, scaled=True), 1.0

@@ -25,6 +25,10 @@ __all__ = [
     "Release",
     "Stage",
     "Way",
+    "pack_data",
+    "pack_done",
+    "pack_pull",
+    "pack_push",
 ]
 
 
@@ -95,6 +99,10 @@ FILL = 0xFFFF
 """The rule of a push that gives a new shard its first values."""
 
 
+pack_push, pack_done, pack_data, pack_pull = _PUSH.pack, _DONE.pack, _DATA.pack, _PULL.pack
+"""The fields of a `Push`, `Done`, `Data` or `Pull`, in their order, as bytes: those are not made only to be packed."""
+
+
 class Push(NamedTuple):
     """The head of a push; with `Way.INLINE` the data follow."""
 
@@ -108,10 +116,6 @@ class Push(NamedTuple):
     nbytes: int
     segment: int = 0
     offset: int = 0
-
-    def pack(self) -> bytes:
-        """Return it as bytes."""
-        return _PUSH.pack(*self)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Push:
@@ -128,10 +132,6 @@ class Pull(NamedTuple):
     number: int
     wants: int
 
-    def pack(self) -> bytes:
-        """Return it as bytes."""
-        return _PULL.pack(*self)
-
     @classmethod
     def unpack(cls, body: memoryview) -> Pull:
         """Return what `pack` packed."""
@@ -144,10 +144,6 @@ class Done(NamedTuple):
     number: int
     version: int
     stage: int
-
-    def pack(self) -> bytes:
-        """Return it as bytes."""
-        return _DONE.pack(*self)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Done:
@@ -165,10 +161,6 @@ class Data(NamedTuple):
     nbytes: int
     segment: int = 0
     offset: int = 0
-
-    def pack(self) -> bytes:
-        """Return it as bytes."""
-        return _DATA.pack(*self)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Data:

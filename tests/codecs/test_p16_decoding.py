@@ -7,8 +7,6 @@ import importlib.util
 import math
 import pickle
 import struct
-import subprocess
-import sys
 import zlib
 from typing import Any
 
@@ -130,7 +128,7 @@ def decode_or_refuse(codec: Codec, code: Tensor, dtype: torch.dtype, numel: int)
 
 
 @every
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_p16_any_bytes(codec: Codec, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
@@ -144,7 +142,7 @@ def test_p16_any_bytes(codec: Codec, data: st.DataObject) -> None:
 
 
 @needs_blosc2
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(
     numel=st.integers(1, 600),
     kind=st.sampled_from(["normal", "zeros", "steps"]),
@@ -187,6 +185,16 @@ def test_p16_damage_is_noticed() -> None:
         damaged[place] ^= 1
         with pytest.raises(ValueError, match="was damaged"):
             Lossless().decode(damaged, torch.float32, 100)
+
+
+def test_p16_what_is_no_message() -> None:
+    whole = Outgoing(Half()).encode(0, "w", sample())
+    for wrong in (whole.float(), whole.view(1, -1), whole.view(1, -1).t(), whole[:0], whole.to("meta")):
+        with pytest.raises(ValueError, match="no whole 100 x float32 for key 'w', of which there is nothing here"):
+            Incoming(Half()).decode("w", wrong, torch.float32, 100)
+    for dtype, numel in ((torch.float64, 100), (torch.int32, 100), (torch.float32, 99), (torch.float32, -1)):
+        with pytest.raises(ValueError, match="of 100 x float32: expected WHOLE of"):
+            Incoming(Half()).decode("w", whole, dtype, numel)
 
 
 @settings(deadline=None, max_examples=50)
@@ -327,9 +335,3 @@ def test_p16_only_pickle_unpickles() -> None:
             Incoming(Half()).decode("w", code, torch.float32, 4)
     with pytest.raises(ValueError, match="code"):
         Pickle().decode(bare)  # not even this
-
-
-def test_p16_nothing_is_loaded_that_is_not_used() -> None:
-    program = "import sys, aiodist.codecs; print('blosc2' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout == "False\n"

@@ -28,8 +28,9 @@ __all__ = ["PASS_BYTES", "Messages"]
 PASS_BYTES = 1 << 20
 """How much one pass over everything copies, about."""
 
-_LOOK_PASSES = 64  # how often nothing may move before the sockets are looked at
-_BUSY_PASSES = 1024  # how often something may
+_LOOK_PASSES = 64  # after how many passes the sockets are looked at, once nothing moves
+_BUSY_PASSES = 1024  # after how many at the latest
+_GONE_SECONDS = 0.02  # how often it is asked whether the others are still there
 
 
 @dataclass(eq=False, slots=True)
@@ -68,8 +69,8 @@ class Messages:
         """By communicator: a rank that is gone, of which no receive from any source was told."""
         self._closed: set[int] = set()
         self._pending = 0
-        self._idle = 0
-        self._busy = 0
+        self._passes = 0
+        self._ask_at = 0.0
         self._failure: BackendError | None = None
         progress.add_poller(self)
 
@@ -204,21 +205,24 @@ class Messages:
             if self._copies:
                 self._work()
                 moved = True
-            if moved:
-                self._idle = 0
-                self._busy += 1
-                if self._busy % _BUSY_PASSES == 0:
-                    self._look()
+            self._passes += 1
+            if self._passes >= (_BUSY_PASSES if moved else _LOOK_PASSES) and self._look():
                 return True
-            self._idle += 1
-            if self._idle % _LOOK_PASSES == 0 and self._look():
+            if moved:
                 return True
             if perf_counter() >= until:
                 return False
 
     def _look(self) -> bool:
         """Send what could not be sent over the sockets; True when a rank was found to be gone."""
-        gone = [peer for peer in self._polled if peer.look()]
+        self._passes = 0
+        for peer in self._polled:
+            peer.look()
+        now = perf_counter()
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + _GONE_SECONDS
+        gone = [peer for peer in self._polled if peer.is_gone(now)]
         for peer in gone:
             self._lose(peer)
         return bool(gone)

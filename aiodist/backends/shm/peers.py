@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import select
 from collections import deque
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,12 +173,14 @@ class Peer:
             moved = self._fill() or moved
         return moved
 
-    def look(self) -> bool:
-        """Send what could not be sent over the socket; True when the other end is gone, and nothing of it unread."""
+    def look(self) -> None:
+        """Send what could not be sent over the socket."""
         self._neighbour.flush()
+
+    def is_gone(self, now: float) -> bool:
+        """Whether its process has ended, some time ago, and nothing of it is unread."""
         if not _is_cut(self._neighbour):
             return False
-        now = perf_counter()
         self._cut_at = self._cut_at or now
         self._neighbour.listen()
         return now - self._cut_at > _GONE_SECONDS and self._numbers.theirs[SENT] == self._numbers.mine[TAKEN]

@@ -1,0 +1,95 @@
+"""What a call of a parameter server may be given: each check names what was seen and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from aiodist.ps.known import Known
+from aiodist.ps.raw import flat
+from aiodist.ps.rules import Rule
+from aiodist.ps.settings import RuleLike, Settings
+
+__all__ = ["Out", "Pushed", "check_settings", "outs_of", "pushed_of"]
+
+
+class Pushed(NamedTuple):
+    """What goes up for one name."""
+
+    known: Known
+    value: Tensor
+    """Flat."""
+    rule: int
+
+
+class Out(NamedTuple):
+    """Where what comes down for one name goes: nowhere yet, for an object."""
+
+    flat: Tensor | None
+    given: Tensor | None
+
+
+def pushed_of(
+    knowns: Sequence[Known],
+    values: Any,  # noqa: ANN401
+    single: bool,
+    rule: tuple[Settings, RuleLike | None],
+    alpha: float,
+) -> list[Pushed]:
+    """Return what goes up; `rule` is what the call was given, and the settings that know it."""
+    settings, wanted = rule
+    given = [values] * len(knowns) if values is None else ([values] if single else list(values))
+    if len(given) != len(knowns):
+        raise ValueError(f"{len(given)} values for {len(knowns)} tensors: expected one for each")
+    return [
+        _pushed(known, value, *((known.rule_number, known.rule) if wanted is None else settings.rule(wanted)), alpha)
+        for known, value in zip(knowns, given, strict=True)
+    ]
+
+
+def _pushed(known: Known, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
+    if known.codec is not None:
+        if number != known.rule_number:
+            raise ValueError(
+                f"rule {rule.name} for the object {known.name!r}: expected copy, servers look at no object"
+            )
+        return Pushed(known, known.codec.encode(value), number)
+    rule.check(known.dtype, alpha)
+    return Pushed(known, flat(known.check(_default(known, rule) if value is None else value)), number)
+
+
+def _default(known: Known, rule: Rule) -> Tensor:
+    """Return what a push sends that was given no value."""
+    t = known.tensor
+    assert t is not None
+    if not rule.takes_gradients:
+        return t
+    if t.grad is None:
+        raise ValueError(f"{known.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
+    return t.grad
+
+
+def outs_of(knowns: Sequence[Known], out: Any, single: bool) -> list[Out]:  # noqa: ANN401
+    """Return where tensors go."""
+    given = [None] * len(knowns) if out is None else ([out] if single else list(out))
+    if len(given) != len(knowns):
+        raise ValueError(f"{len(given)} out tensors for {len(knowns)}: expected one for each")
+    outs: list[Out] = []
+    for known, t in zip(knowns, given, strict=True):
+        if known.codec is not None:
+            outs.append(Out(None, None))
+        else:
+            checked = known.check(known.tensor if t is None else t, "out")
+            outs.append(Out(flat(checked), checked))
+    return outs
+
+
+def check_settings(known: Known, settings: Mapping[str, float]) -> None:
+    """Raise ValueError for a setting that the rule of `known` does not have."""
+    expected = getattr(known.rule, "settings", {})
+    unknown = [name for name in settings if name not in expected]
+    if unknown:
+        told = ", ".join(expected) or "none, since it has no settings"
+        raise ValueError(f"rule {known.rule.name} of {known.name!r}: {', '.join(unknown)}: expected {told}")
