@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import data, handles, nn, streams, testing
+    from aiodist import codecs, data, handles, nn, ps, streams, testing
     from aiodist.communicator import Communicator
     from aiodist.errors import (
         AiodistError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from aiodist.handles import Handle, as_completed, gather, timeout
+    from aiodist.ps import ParameterServer
     from aiodist.runtime import as_handle, init, isolate, run
     from aiodist.types import ANY, ReduceOp
 
@@ -51,6 +52,7 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "OperationTimeout",
+    "ParameterServer",
     "PeerError",
     "PeerLost",
     "ReduceOp",
@@ -59,12 +61,14 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_handle",
+    "codecs",
     "data",
     "gather",
     "handles",
     "init",
     "isolate",
     "nn",
+    "ps",
     "run",
     "streams",
     "testing",
@@ -86,6 +90,7 @@ _HOMES: Final = {
     "LaunchError": "aiodist.errors",
     "MismatchError": "aiodist.errors",
     "OperationTimeout": "aiodist.errors",
+    "ParameterServer": "aiodist.ps",
     "PeerError": "aiodist.errors",
     "PeerLost": "aiodist.errors",
     "ReduceOp": "aiodist.types",
@@ -99,7 +104,7 @@ _HOMES: Final = {
     "run": "aiodist.runtime",
     "timeout": "aiodist.handles",
 }
-_MODULES: Final = frozenset({"data", "handles", "nn", "streams", "testing"})
+_MODULES: Final = frozenset({"codecs", "data", "handles", "nn", "ps", "streams", "testing"})
 
 
 def _version() -> str:

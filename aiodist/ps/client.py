@@ -141,7 +141,7 @@ class Client:
 
         def send() -> None:
             post.put(dst, Kind.PUSH, head, request=True)
-            post.send(value.view(torch.uint8), dst, number, lambda _error, _value=value: None)
+            post.send(value.view(torch.uint8), dst, number, partial(_keep, value))
 
         return partial(self._put_first, dst, send)
 
@@ -550,6 +550,10 @@ def _error_of(said: _Said, src: int) -> BaseException:
     if said["type"] == "LookupError":
         return KeyError(text)
     return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)
+
+
+def _keep(value: Tensor, error: BaseException | None) -> None:
+    """Hold on to `value` until it is sent; whether that went well its server tells."""
 
 
 def _nothing() -> None:

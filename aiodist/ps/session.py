@@ -163,11 +163,12 @@ class Session:
             return
         over = self._loop.create_future()
 
-        def end() -> None:
-            self._progress.post(lambda: over.done() or over.set_result(None))
+        def tell() -> None:
+            if not over.done():
+                over.set_result(None)
 
         with transport_lock:
-            self._context.post.when_last(end)
+            self._context.post.when_last(partial(self._progress.post, tell))
         await over
 
     def _close(self, refusal: AiodistError) -> None:

@@ -41,7 +41,7 @@ MAKERS: dict[str, tuple[str, Make]] = {
     "eamsgd": ("add", lambda ps, m, **how: EAMSGD(ps, m, sgd(m), tau=2, alpha=ALPHA, momentum=0.5, **how)),
     "downpour": ("add", lambda ps, m, **how: Downpour(ps, m, sgd(m), n_push=2, n_pull=3, **how)),
     "gradients": ("sgd", lambda ps, m, **how: Downpour(ps, m, sgd(m), n_push=2, n_pull=3, gradients=True, **how)),
-    "asysg": ("sgd", lambda ps, m, **how: AsySGInCon(ps, m, n_pull=2, **how)),
+    "asysg": ("sgd", lambda ps, m, **how: AsySGInCon(ps, m, n_pull=STEPS + 1, **how)),  # its reads see anything
 }
 
 
@@ -152,8 +152,21 @@ async def test_p9_a_group_is_one_that_this_rank_belongs_to(coll: Communicator) -
             AsySGInCon(Broken(talks=False), [w], group=group)
 
 
+@pytest.mark.ranks(5)
+async def test_p9_lock_free_reads_of_a_group_are_the_same_on_all_its_ranks(coll: Communicator) -> None:
+    group = await coll.split(coll.rank // 3)
+    model = build(coll.rank)
+    async with ParameterServer(coll, model, rule=SGD(lr=0.1), workers=[0, 3]) as ps:
+        async with AsySGInCon(ps, model, group=group) as client:
+            for step in range(STEPS):
+                gradients(model, coll.rank // 3, step)
+                await client.step()
+                for t in model.parameters():
+                    for other in await group.allgather(t.detach()):
+                        assert torch.equal(other, t)
+
+
 @pytest.mark.ranks(3)
-@pytest.mark.ranks(3, backend="mpi")
 async def test_p9_data_parallel_groups_train_against_the_centre(coll: Communicator) -> None:
     number = coll.rank // 2
     group = await coll.split(number)  # 2 ranks and 1

@@ -78,7 +78,7 @@ class Downpour(TrainingClient):
         await self._link.settle()
         if self._sums is not None:
             self._link.push(*self._sums.taken(self._keys))
-        else:
+        elif self._link.talks:
             await self._compute(self._measure)
             self._link.push(self._keys, self._sent, "add")
         await self._compute(self._rebase)
