@@ -8,18 +8,31 @@ import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiodist.handles.origin import Origin, described
+
 if TYPE_CHECKING:
+    from types import CodeType
+
     from aiodist.handles.handle import Handle
-    from aiodist.handles.origin import Origin
 
 __all__ = ["Account"]
 
 
 class _Dropped(NamedTuple):
-    text: str
+    op: str
     seq: int
-    origin: Origin | None
+    whence: tuple[CodeType, int] | None
     error: BaseException | None
+
+    @property
+    def origin(self) -> Origin | None:
+        """The line that issued it, worked out only when somebody is told: most are covered."""
+        return None if self.whence is None else Origin(*self.whence)
+
+    @property
+    def text(self) -> str:
+        """What the handle called itself."""
+        return described(self.op, self.seq, self.origin)
 
 
 class Account:
@@ -40,7 +53,7 @@ class Account:
         """Take note of a finished handle; called by the garbage collector, on any thread, so it only appends."""
         error = handle._value if isinstance(handle._value, BaseException) else None
         if error is not None or handle.seq > self._covered:
-            self._dropped.append(_Dropped(str(handle), handle.seq, handle.origin, error))
+            self._dropped.append(_Dropped(handle.op, handle.seq, handle._origin, error))
             if self._closed:
                 self._judge_soon()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
-from aiodist.handles.origin import Origin
+from aiodist.handles.origin import Origin, described
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -430,8 +430,7 @@ class Handle(Generic[T]):
         return f"<Handle {self} {self._status.value}>"
 
     def __str__(self) -> str:
-        where = f" issued at {self.origin}" if self._origin else ""
-        return f"{self.op} #{self.seq}{where}"
+        return described(self.op, self.seq, self.origin)
 
 
 def describe_late(late: dict[int, str]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from aiodist import errors
 
-__all__ = ["Origin", "whence"]
+__all__ = ["Origin", "described", "whence"]
 
 _ours: dict[str, bool] = {}
 
@@ -70,3 +70,8 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.lineno} in {self.code.co_qualname}"
+
+
+def described(op: str, seq: int, origin: Origin | None) -> str:
+    """Return what an operation is called in messages."""
+    return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"

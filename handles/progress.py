@@ -257,6 +257,14 @@ class Progress:
         self._empty_inbox()
         return True
 
+    def glance(self) -> None:
+        """Make one pass now: for calls that issue so much that what they wait for should not wait for the loop."""
+        if transport_lock.acquire(False):
+            try:
+                self.poll()
+            finally:
+                transport_lock.release()
+
     def spin(self, handle: Handle[Any]) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
         if not handle.polled or self.large:

@@ -2,7 +2,7 @@
 
 `ParameterServer` is what programs open. Below it, read in this order: `wire` and `post` (entries between ranks),
 `known` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
-them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`.
+them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`; `training` stands on top.
 """
 
 from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
@@ -10,20 +10,27 @@ from aiodist.ps.metrics import Metrics
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
 from aiodist.ps.rules import Rule
+from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, Schedule, elastic_alpha
 
 __all__ = [
+    "EAMSGD",
+    "EASGD",
     "SGD",
     "Adagrad",
     "Adam",
+    "AsySGInCon",
     "Asynchronous",
     "Bounded",
+    "Downpour",
     "Metrics",
     "ParameterServer",
     "Policy",
     "Quorum",
     "RMSprop",
     "Rule",
+    "Schedule",
     "Synchronous",
+    "elastic_alpha",
     "inverse_age",
     "optimizer",
 ]

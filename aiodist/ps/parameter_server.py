@@ -155,7 +155,7 @@ class ParameterServer(Session):
     async def _begin(self) -> None:
         """Make known what it was opened with, and take the common values."""
         start = self._settings.start
-        if self._tensors and (self.is_worker or not self.is_server or start == "own"):
+        if self._tensors:
             await self.init(list(self._tensors), list(self._tensors.values()))
             self._names.first = tuple(self._tensors)
             if start != "own":
@@ -299,6 +299,8 @@ class ParameterServer(Session):
         self._start_pushes(operation, pushed, alpha)
         if not pushed:
             handle.resolve(None)
+        if self._context.post.congested:
+            self._progress.glance()
         return handle
 
     def pull(
@@ -417,6 +419,12 @@ class ParameterServer(Session):
     ) -> tuple[list[Pushed], bool]:
         if not self.is_worker:
             raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
+        if type(what) is str and values is not None and rule is None:  # what is called most often
+            known = self._names[what]
+            if known.codec is None:
+                if alpha != 1:
+                    known.rule.check(known.dtype, alpha)
+                return [Pushed(known, flat(known.check(values)), known.rule_number)], True
         knowns, single = self._names.resolve(what)
         return pushed_of(knowns, values, single, (self._settings, rule), alpha), single
 

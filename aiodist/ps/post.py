@@ -1,8 +1,8 @@
 """Entries between ranks: put together into frames while earlier frames are on their way.
 
-A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather, and
-leave together when an answer comes. So a single small request is quick, and many cost little each. Entries between
-two ranks arrive in order. Every method runs with the transport lock held.
+A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather until it
+is full, or an answer comes. So a single small request is quick, and many cost little each. Entries between two ranks
+arrive in order. Every method runs with the transport lock held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _REQUESTS, _LAST = 1, 2
 _FRAME_TAG = 1
 _DATA_TAGS = 1 << 20
 _WINDOW = 2
-_BATCH_BYTES = 16 << 10
+_FULL_WINDOW = 16
+_BATCH_BYTES = 3 << 10  # short messages leave at once; longer ones wait for a sender that polls
 _ROOM_BYTES = 64 << 10
 _FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
 _PADDING = tuple(bytes(-n % 8) for n in range(8))
@@ -86,6 +87,8 @@ class Post:
         self._handling = False
         self._closed = False
         self._ended: Callable[[], None] | None = None
+        self.congested = False
+        """Full frames wait for answers to earlier ones."""
         self.sent_bytes = 0
 
     def open(self) -> None:
@@ -132,11 +135,11 @@ class Post:
             self._handle_own()
 
     def _send_some(self, dst: int, box: _Box) -> None:
-        while box.unanswered < _WINDOW:
-            if not box.full:
-                if len(box.frame) == _FRAME.size:
-                    break
-                box.close()
+        while box.full and box.unanswered < _FULL_WINDOW:
+            self._send(dst, box, *box.full.popleft())
+        self.congested = bool(box.full)
+        if box.unanswered < _WINDOW and len(box.frame) > _FRAME.size:
+            box.close()
             self._send(dst, box, *box.full.popleft())
         if box.owed:
             # No answer has taken the word along that its frames were read.
@@ -182,10 +185,6 @@ class Post:
             return
         body = frame.numpy().data
         source, used, answered, flags = _FRAME.unpack_from(body)
-        if flags & _LAST:
-            self._closed = True
-        else:
-            self._listen()
         box = self._boxes[source]
         box.unanswered -= answered
         if flags & _REQUESTS:
@@ -200,8 +199,12 @@ class Post:
             self._heard(source, kind, body[at : at + length])
             at += length + -length % 8
         self.flush()
-        if self._closed and self._ended is not None:
-            self._ended()
+        if flags & _LAST:
+            self._closed = True
+            if self._ended is not None:
+                self._ended()
+        else:
+            self._listen()  # after the answers, for which somebody waits
 
     def _handle_own(self) -> None:
         self._handling = True

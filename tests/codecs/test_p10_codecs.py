@@ -181,6 +181,14 @@ def test_p10_half_of_the_largest_and_smallest() -> None:
     assert bits(back(Half(), halves)) == bits(halves)  # all of them, as they are
 
 
+def test_p10_half_of_small_elements_beside_infinity() -> None:
+    t = torch.tensor([math.inf, 1e-20, -2e-20, math.nan])
+    decoded = back(Half(), t)
+    assert decoded[0] == math.inf
+    assert decoded[3].isnan()
+    assert torch.allclose(decoded[1:3], t[1:3], rtol=2**-11, atol=0.0)
+
+
 # TopK
 
 
@@ -215,6 +223,17 @@ def test_p10_qsgd_is_unbiased() -> None:
         # here 1e-9 for each element.
         allowed = step * math.sqrt(math.log(2e9) / (2 * rounds))
         assert float((mean - t.double()).abs().max()) <= allowed + 1e-6
+
+
+@pytest.mark.parametrize("level", [0.1, 0.5, 0.9, -0.7])
+def test_p10_qsgd_is_unbiased_to_a_hundredth_of_a_step(level: float) -> None:
+    numel = 1 << 18
+    t = torch.full((numel,), level / QSGD().levels)
+    t[::512] = 1.0  # the scale of each bucket
+    others = torch.arange(numel) % 512 != 0
+    mean = float(back(QSGD(seed=1), t)[others].double().mean())
+    allowed = math.sqrt(math.log(2e9) / (2 * int(others.sum())))  # Hoeffding again, in steps
+    assert abs(mean * QSGD().levels - level) <= allowed < 0.01
 
 
 def test_p10_qsgd_rounds_to_the_levels_beside() -> None:

@@ -290,7 +290,13 @@ def test_p10_what_is_returned_is_the_callers() -> None:
         held = outgoing.held(0, "w")
         assert held is not None
         held.fill_(7)
-    t.fill_(5)
+    outgoing.forget(0)
+    pass_on(outgoing, incoming, t)
+    before = t.clone()
+    t.fill_(5)  # what the receiver has stays what was sent
+    held = outgoing.held(0, "w")
+    assert held is not None
+    assert torch.equal(held, before)
     assert float(pass_on(outgoing, incoming, torch.zeros(600)).abs().max()) < 5.0
 
 

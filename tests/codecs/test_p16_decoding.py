@@ -178,6 +178,14 @@ def test_p16_only_the_chunks_that_lossless_writes() -> None:
 
 
 @needs_blosc2
+def test_p16_forged_bytes_behind_the_last_chunk() -> None:
+    code = bytearray(raw(Lossless().encode(sample())) + b"more")
+    struct.pack_into("<I", code, 4, zlib.crc32(code[16:]))
+    with pytest.raises(ValueError, match="4 bytes behind its end"):
+        Lossless().decode(code_of(bytes(code)), torch.float32, 100)
+
+
+@needs_blosc2
 def test_p16_damage_is_noticed() -> None:
     code = Lossless().encode(sample())
     for place in range(16, code.numel(), 7):

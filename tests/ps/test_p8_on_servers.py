@@ -109,12 +109,6 @@ async def test_p8_clients_train_with_bounded_staleness(coll: Communicator, case:
     await descend(coll, case, consistency=Bounded(3))
 
 
-@pytest.mark.ranks(2, backend="mpi")
-@pytest.mark.parametrize("case", ["prefetch", "downpour", "asysg"])
-async def test_p8_clients_train_on_processes(coll: Communicator, case: str) -> None:
-    await descend(coll, case)
-
-
 @pytest.mark.ranks(2)
 async def test_p8_a_server_that_is_gone_is_told_by_the_step(coll: Communicator) -> None:
     w = weights(coll)

@@ -52,7 +52,8 @@ async def train(
     rule, make = MAKERS[case]
     model = build(number if group is None else coll.rank)
     async with ParameterServer(coll, model, rule=SGD(lr=0.1) if rule == "sgd" else rule, workers=roots) as ps:
-        async with make(ps, model, group=group) as client:  # all have rank 0's weights now
+        async with make(ps, model, group=group) as client:
+            await coll.barrier()  # all have rank 0's weights
             for step in range(STEPS):
                 for turn in range(len(roots)):
                     if turn == number:
@@ -156,14 +157,16 @@ async def test_p9_a_group_is_one_that_this_rank_belongs_to(coll: Communicator) -
 async def test_p9_lock_free_reads_of_a_group_are_the_same_on_all_its_ranks(coll: Communicator) -> None:
     group = await coll.split(coll.rank // 3)
     model = build(coll.rank)
-    async with ParameterServer(coll, model, rule=SGD(lr=0.1), workers=[0, 3]) as ps:
-        async with AsySGInCon(ps, model, group=group) as client:
-            for step in range(STEPS):
-                gradients(model, coll.rank // 3, step)
-                await client.step()
-                for t in model.parameters():
-                    for other in await group.allgather(t.detach()):
-                        assert torch.equal(other, t)
+    async with (
+        ParameterServer(coll, model, rule=SGD(lr=0.1), workers=[0, 3]) as ps,
+        AsySGInCon(ps, model, group=group) as client,
+    ):
+        for step in range(STEPS):
+            gradients(model, coll.rank // 3, step)
+            await client.step()
+            for t in model.parameters():
+                for other in await group.allgather(t.detach()):
+                    assert torch.equal(other, t)
 
 
 @pytest.mark.ranks(3)

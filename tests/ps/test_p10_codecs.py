@@ -1,0 +1,441 @@
+"""P10: codecs between ranks: what is pushed with error feedback, what is pulled as differences, and their order."""
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist import Communicator, ParameterServer
+from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
+from aiodist.errors import RemoteError
+from aiodist.handles.progress import transport_lock
+from aiodist.ps import SGD, Synchronous
+
+SMALL, LARGE = 100, 70_000  # elements; the large ones are encoded in the service thread
+SECONDS = 20.0
+CODECS = [Half(), TopK(0.05), QSGD(bits=4), Lossless()]
+
+
+@pytest.fixture(params=CODECS, ids=lambda codec: type(codec).__name__)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    if isinstance(request.param, Lossless):
+        pytest.importorskip("blosc2")
+    chosen: Codec = request.param
+    return chosen
+
+
+def draw(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def residual(ps: ParameterServer, name: str) -> Tensor:
+    """Return what this rank has still to send of what it pushed."""
+    return ps._client.codes.residual(ps._names[name])
+
+
+def sent(codec: Codec, t: Tensor) -> Tensor:
+    return codec.decode(codec.encode(t), t.dtype, t.numel())
+
+
+# --- pushes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_what_is_at_the_server_and_what_is_left_are_what_was_pushed(
+    coll: Communicator, codec: Codec, numel: int, split: bool
+) -> None:
+    first = draw(numel, 99)
+    async with ParameterServer(coll, {"w": first.clone()}, codec=codec, split_bytes=64 if split else 1 << 30) as ps:
+        pushed = torch.zeros(numel, dtype=torch.float64)
+        for step in range(6 if numel == LARGE else 12):
+            value = draw(numel, 10 * step + coll.rank)
+            pushed += value
+            await ps.push("w", value, timeout=SECONDS)
+        await ps.barrier()
+        expected = await coll.allreduce(pushed - residual(ps, "w"))
+        found = await ps.pull("w", timeout=SECONDS)
+        torch.testing.assert_close(found, first + expected, rtol=0, atol=1e-6)
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2, backend="mpi")
+@pytest.mark.ranks(2, backend="gloo")
+async def test_p10_codes_travel_between_processes(coll: Communicator) -> None:
+    async with ParameterServer(
+        coll, {"w": torch.zeros(LARGE), "v": torch.zeros(SMALL)}, codec=TopK(0.2), pull_codec=Half(), split_bytes=1000
+    ) as ps:
+        total = {"w": torch.zeros(LARGE), "v": torch.zeros(SMALL)}
+        for step in range(5):
+            for name, t in total.items():
+                value = draw(t.numel(), 10 * step + coll.rank, torch.float32)
+                t += value
+                ps.push(name, value)
+            reads = [ps.pull(name, torch.empty_like(t)) for name, t in total.items() for _ in range(3)]
+            await asyncio.wait_for(asyncio.gather(*reads), SECONDS)
+        await ps.sync(timeout=SECONDS)
+        await ps.barrier()
+        for name, t in total.items():
+            expected = await coll.allreduce(t - residual(ps, name))
+            for _ in range(3):
+                found = await ps.pull(name, timeout=SECONDS)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+async def test_p10_what_comes_behind_a_large_push_stays_behind_it(coll: Communicator, split: bool) -> None:
+    w, v = torch.zeros(LARGE), torch.zeros(SMALL)
+    async with ParameterServer(coll, {"w": w, "v": v}, codec=Half(), split_bytes=64 if split else 1 << 30) as ps:
+        if coll.rank == 0:
+            ones, twos, small = torch.ones(LARGE), 2 * torch.ones(LARGE), torch.ones(SMALL)
+            reads = []
+            for i in range(1, 4):
+                ps.push("w", ones)
+                ps.push("w", twos)
+                ps.push("v", small)
+                small.fill_(7.0)  # small ones are copied at the call
+                small = torch.ones(SMALL)
+                reads.append((i, ps.pull("w", torch.empty(LARGE)), ps.pull("v", torch.empty(SMALL))))
+            for i, large, little in reads:
+                assert torch.equal(await asyncio.wait_for(large, SECONDS), 3.0 * i * torch.ones(LARGE))
+                assert torch.equal(await asyncio.wait_for(little, SECONDS), i * torch.ones(SMALL))
+            await ps.sync(timeout=SECONDS)
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_p10_integers_and_complex_numbers_pass_as_they_are(coll: Communicator) -> None:
+    tensors = {
+        str(dtype): torch.arange(SMALL).to(dtype)
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64)
+    }
+    async with ParameterServer(coll, tensors, codec=TopK(0.01), pull_codec=TopK(0.01)) as ps:
+        for name, t in tensors.items():
+            await ps.push(name, torch.full_like(t, 3))
+        await ps.barrier()
+        for name, t in tensors.items():
+            found = await ps.pull(name, torch.empty_like(t))
+            assert torch.equal(found, torch.arange(SMALL).to(t.dtype) + 6)
+        metrics = ps.metrics()
+        own = sum(t.nbytes for name, t in tensors.items() if ps._names[name].spans[0].rank == coll.rank)
+        assert metrics.push_sent_bytes == metrics.push_bytes - own > 0
+        await ps.barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+async def test_p10_synchronous_steps_of_a_server_side_optimizer_take_codes(
+    coll: Communicator, codec: Codec, reduction: Any, numel: int
+) -> None:
+    consistency = Synchronous(reduction)
+    async with ParameterServer(
+        coll, {"w": torch.zeros(numel, dtype=torch.float64)}, rule=SGD(lr=0.5), consistency=consistency, codec=codec
+    ) as ps:
+        gradients = torch.zeros(numel, dtype=torch.float64)
+        for step in range(4):
+            gradient = draw(numel, 10 * step + coll.rank)
+            gradients += gradient
+            await ps.push_pull("w", gradient, timeout=SECONDS)
+        total = await coll.allreduce(gradients - residual(ps, "w"))
+        found = await ps.pull("w", timeout=SECONDS)
+        expected = -0.5 * total / (3 if reduction == "mean" else 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_rules_that_are_no_sums_do_without_feedback(coll: Communicator, codec: Codec, numel: int) -> None:
+    async with ParameterServer(coll, None, codec=codec, split_bytes=1 << 30) as ps:
+        name = next(str(i) for i in range(99) if place_of(ps, str(i)) == 1)
+        await ps.init(name, torch.full((numel,), 2.0))
+        if coll.rank == 0:
+            for rule, operator in {"copy": lambda _, t: t, "mul": torch.mul, "max": torch.maximum}.items():
+                for seed in range(3):
+                    before = await ps.pull(name, torch.empty(numel))
+                    value = draw(numel, seed, torch.float32)
+                    at_once = [ps.push(name, value, rule=rule), ps.pull(name, torch.empty(numel))]
+                    _, after = await asyncio.wait_for(asyncio.gather(*at_once), SECONDS)
+                    if not isinstance(codec, QSGD):  # which draws anew
+                        assert torch.equal(after, operator(before, sent(codec, value)))
+                    assert not residual(ps, name).any()
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("rule", ["copy", "zero"])
+async def test_p10_what_replaces_a_tensor_ends_what_was_left_of_sums(
+    coll: Communicator, numel: int, rule: str
+) -> None:
+    half = TopK(0.5)
+    async with ParameterServer(coll, None, codec=half, split_bytes=1 << 30) as ps:
+        name = next(str(i) for i in range(99) if place_of(ps, str(i)) == 1)
+        await ps.init(name, torch.zeros(numel))
+        if coll.rank == 0:
+            value = draw(numel, 1, torch.float32)
+            ps.push(name, value)
+            ps.push(name, value, rule=rule)
+            await ps.push(name, value, timeout=SECONDS)
+            once = sent(half, value)
+            assert torch.equal(await ps.pull(name), once + once if rule == "copy" else once)
+            assert torch.equal(residual(ps, name), value - once)
+        await ps.barrier()
+
+
+def place_of(ps: ParameterServer, name: str) -> int:
+    """Return the rank on which a small tensor of that name lies."""
+    from aiodist.ps.sharding import place
+
+    return ps.servers[place(name, 1, 4, len(ps.servers), 1 << 30).leader]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_what_is_left_is_kept_in_what_was_weighted(coll: Communicator, codec: Codec, numel: int) -> None:
+    first = torch.zeros(numel, dtype=torch.float64)
+    async with ParameterServer(coll, {"w": first}, rule="axpy", codec=codec, split_bytes=64) as ps:
+        total = torch.zeros(numel, dtype=torch.float64)
+        for step, alpha in enumerate([1.0, -0.1, 7.0, 0.5]):
+            value = draw(numel, 10 * step + coll.rank)
+            total += alpha * value
+            await ps.push("w", value, alpha=alpha, timeout=SECONDS)
+        await ps.barrier()
+        expected = await coll.allreduce(total - residual(ps, "w"))
+        torch.testing.assert_close(await ps.pull("w"), expected, rtol=0, atol=1e-6)
+        await ps.barrier()
+
+
+@pytest.mark.ranks(1)
+async def test_p10_a_rank_pushes_to_itself_and_reads_itself_without_codes(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": torch.zeros(LARGE)}, codec=TopK(0.01), pull_codec=TopK(0.01)) as ps:
+        value = draw(LARGE, 1, torch.float32)
+        assert torch.equal(await ps.push_pull("w", value), value)
+        assert torch.equal(await ps.push_pull("w", value), 2 * value)
+        metrics = ps.metrics()
+        assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
+        assert (metrics.push_sent_bytes, metrics.pull_received_bytes) == (0, 0)
+
+
+# --- what fails --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Half, but for calls that it was told to fail."""
+
+    encodes: list[Exception] = field(default_factory=list, repr=False)
+    decodes: list[Exception] = field(default_factory=list, repr=False)
+
+    def encode(self, t: Tensor) -> Tensor:
+        if self.encodes:
+            raise self.encodes.pop()
+        return Half().encode(t)
+
+    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        if self.decodes:
+            raise self.decodes.pop()
+        return Half().decode(code, dtype, numel)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_a_push_that_cannot_be_encoded_says_so_and_changes_nothing(coll: Communicator, numel: int) -> None:
+    mine = Failing()
+    async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=mine) as ps:
+        if ps.is_worker:
+            await ps.push("w", torch.ones(numel))
+            mine.encodes.append(ValueError("no code today"))
+            with pytest.raises(ValueError, match="no code today"):
+                await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            await ps.sync(timeout=SECONDS)
+            await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            assert torch.equal(await ps.pull("w"), 2 * torch.ones(numel))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("damage", ["short", "other kind", "other numel", "empty"])
+async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_nothing(
+    coll: Communicator, damage: str, numel: int
+) -> None:
+    half = Half()
+    codes = {
+        "short": lambda: half.encode(torch.ones(numel))[:-1].clone(),
+        "other kind": lambda: TopK(0.1).encode(torch.ones(numel)),
+        "other numel": lambda: half.encode(torch.ones(numel + 1)),
+        "empty": lambda: torch.empty(0, dtype=torch.uint8),
+    }
+    async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=half) as ps:
+        if ps.is_worker:
+            await ps.push("w", torch.ones(numel))
+            encode = ps._client.codes.encode
+            ps._client.codes.encode = lambda *_: [(codes[damage](), True)]  # type: ignore[method-assign]
+            with pytest.raises(RemoteError, match="server 1 raised ValueError: a code"):
+                await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            ps._client.codes.encode = encode  # type: ignore[method-assign]
+            assert torch.equal(await ps.pull("w"), torch.ones(numel))
+            await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            assert torch.equal(await ps.pull("w"), 2 * torch.ones(numel))
+        await coll.barrier()
+        if ps.is_server:
+            metrics = ps.metrics()
+            assert metrics.applied == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("side", ["server", "client"])
+async def test_p10_a_pull_whose_codec_fails_says_so_and_the_next_one_works(
+    coll: Communicator, side: str, numel: int
+) -> None:
+    mine = Failing()
+    async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, pull_codec=mine) as ps:
+        if ps.is_worker:
+            await ps.push("w", torch.ones(numel))
+            await ps.pull("w")
+            await coll.barrier()
+            await coll.barrier()
+            out = torch.full((numel,), 5.0)
+            if side == "client":
+                mine.decodes.append(ValueError("not today"))
+            with pytest.raises(RemoteError if side == "server" else ValueError, match="not today"):
+                await ps.pull("w", out, timeout=SECONDS)
+            assert torch.equal(out, torch.full((numel,), 5.0))
+            if side == "server":  # a client that has lost one cannot follow
+                assert torch.equal(await ps.pull("w", out, timeout=SECONDS), torch.ones(numel))
+            await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            read = await ps.pull("w", out, reads="lock-free", timeout=SECONDS)
+            assert torch.equal(read, 2 * torch.ones(numel))
+        else:
+            await coll.barrier()
+            if side == "server":
+                mine.encodes.append(ValueError("not today"))
+            await coll.barrier()
+
+
+# --- pulls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+async def test_p10_lossless_pulls_are_what_the_server_has(coll: Communicator, numel: int, split: bool) -> None:
+    pytest.importorskip("blosc2")
+    codec = Lossless()
+    async with ParameterServer(
+        coll, {"w": draw(numel, 3, torch.float32)}, pull_codec=codec, split_bytes=64 if split else 1 << 30
+    ) as ps:
+        for step in range(4):
+            await ps.push("w", draw(numel, 10 * step + coll.rank, torch.float32), timeout=SECONDS)
+            await ps.barrier()
+            found = await ps.pull("w", torch.empty(numel), timeout=SECONDS)
+            exact = await ps.pull("w", torch.empty(numel), reads="lock-free", timeout=SECONDS)
+            torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)  # one rounding of an addition
+            await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_pulls_come_to_what_stands_still_into_whatever_tensor(coll: Communicator, numel: int) -> None:
+    first = draw(numel, 3, torch.float32)
+    async with ParameterServer(coll, {"w": first.clone()}, servers=1, pull_codec=TopK(0.26)) as ps:
+        if ps.is_worker:
+            await ps.push("w", draw(numel, 4, torch.float32))
+            exact = await ps.pull("w", torch.empty(numel), reads="lock-free")
+            outs = [torch.full((numel,), 9.0), torch.zeros(numel), ps._names["w"].tensor]
+            missing = []
+            for i in range(5):
+                found = await ps.pull("w", outs[i % 3], timeout=SECONDS)
+                missing.append(int((found - exact).abs().gt(1e-5).sum()))
+            assert missing[0] > missing[1] > missing[2] > 0 == missing[4]
+
+
+@pytest.mark.ranks(2)
+async def test_p10_reads_that_are_lock_free_and_of_the_own_rank_are_exact(coll: Communicator) -> None:
+    tensors = {str(i): draw(SMALL, i, torch.float32) for i in range(8)}
+    async with ParameterServer(coll, tensors, pull_codec=TopK(0.01)) as ps:
+        added = torch.ones(SMALL)
+        for name in tensors:
+            await ps.push(name, added)
+        await ps.barrier()
+        for i, name in enumerate(tensors):
+            expected = draw(SMALL, i, torch.float32) + added + added
+            assert torch.equal(await ps.pull(name, torch.empty(SMALL), reads="lock-free"), expected)
+            own = place_of(ps, name) == coll.rank
+            assert torch.equal(await ps.pull(name, torch.empty(SMALL)), expected) == own
+        assert {place_of(ps, name) for name in tensors} == {0, 1}
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, 20_000, LARGE])
+async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: Communicator, numel: int) -> None:
+    # The first pull is whole, in a message of its own; the later ones are small and overtake it.
+    async with ParameterServer(coll, servers=1, pull_codec=TopK(0.01)) as ps:
+        if ps.is_worker:
+            await ps.init("w", torch.zeros(numel))
+            value = draw(numel, 1, torch.float32)
+            await ps.push("w", value)
+            post, receive, held = ps._context.post, ps._context.post.receive, []
+
+            def later(t: Tensor, src: int, number: int, done: Any) -> None:
+                receive(t, src, number, lambda error: held.append(partial(done, error)))
+
+            post.receive = later  # type: ignore[method-assign]
+            reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
+            metrics = ps._context.metrics
+            code = 16 + TopK(0.01).encode(value).nbytes
+            async with asyncio.timeout(SECONDS):
+                while metrics.pull_received_bytes < value.nbytes + 5 * code:
+                    await asyncio.sleep(0.001)
+                while len(held) < (0 if numel == SMALL else 1 if numel == 20_000 else 1):
+                    await asyncio.sleep(0.001)
+            post.receive = receive  # type: ignore[method-assign]
+            with transport_lock:
+                for done in reversed(held):
+                    done()
+            for found in await asyncio.wait_for(asyncio.gather(*reads), SECONDS):
+                assert torch.equal(found, value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("other", [SMALL, SMALL + 1])
+async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, other: int) -> None:
+    top = TopK(0.5)
+    async with ParameterServer(coll, codec=top, pull_codec=top, servers=1) as ps:
+        if ps.is_worker:
+            for numel in (SMALL, other, SMALL):
+                await ps.init("w", torch.zeros(numel))
+                value = draw(numel, 1, torch.float32)
+                await ps.push("w", value)
+                assert torch.equal(await ps.pull("w"), sent(top, value))
+                assert torch.equal(residual(ps, "w"), value - sent(top, value))
+                ps.push("w", value)
+                last = ps.pull("w")
+                await ps.free("w", timeout=SECONDS)
+                await asyncio.wait_for(last, SECONDS)
+            assert not ps._client.codes.kept
+        await coll.barrier()
+        if ps.is_server:
+            assert ps._server._outgoing is not None
+            assert not ps._server._outgoing._held
+
+
+@pytest.mark.ranks(2)
+async def test_p10_nothing_is_encoded_unless_asked(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": torch.zeros(LARGE)}, servers=1) as ps:
+        if ps.is_worker:
+            value = draw(LARGE, 1, torch.float32)
+            assert torch.equal(await ps.push_pull("w", value), value)
+            metrics = ps.metrics()
+            assert metrics.push_sent_bytes == metrics.push_bytes == value.nbytes
+            assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
