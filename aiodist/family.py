@@ -77,6 +77,7 @@ class Family:
         self._timeout = timeout
         self._drain_seconds = drain_seconds
         self._open: list[Communicator] = []
+        self._closing: list[Communicator] = []
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], Communicator] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +135,7 @@ class Family:
                 self.near.close()
 
     def _lost(self, exit: Exit) -> None:
-        for communicator in self._open:
+        for communicator in (*self._open, *self._closing):
             if exit.rank < 0 or exit.rank in communicator._issuer.ranks:
                 communicator._issuer.peer_lost(exit)
 
@@ -274,6 +275,7 @@ class Family:
         if communicator not in self._open:
             return
         self._open.remove(communicator)
+        self._closing.append(communicator)  # it still hears of ranks that are lost
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
         issuer = communicator._issuer
         drained = False
@@ -294,6 +296,7 @@ class Family:
             try:
                 issuer.close()
             finally:  # a warning that is an error
+                self._closing.remove(communicator)
                 self._let_go(communicator)
                 await communicator._transport.aclose(drained=drained)
 

@@ -48,6 +48,7 @@ _OP_HELP = (
     f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates, ps-convergence trains: each has options of "
     "its own (aiodist bench scale --help)."
 )
+_MPI = ("mpi4py", "mpi")
 _TRAIN = registry.BENCHMARKS["train"]
 _IMPL_HELP = f"Ours: some of {','.join(IMPLS)} (auto); train: {','.join(_TRAIN.impls)} (all)."
 _AGAINST_HELP = f"Beside: some of {','.join(PEERS)}, or none; train: {','.join(_TRAIN.peers)} (all)."
@@ -69,6 +70,7 @@ def bench(  # noqa: PLR0913 - one for each option
     against: Annotated[str | None, typer.Option(metavar="NAMES", help=_AGAINST_HELP)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records there.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
+    servers: Annotated[int | None, typer.Option(metavar="S", min=1, help="ps: how many ranks serve (1).")] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors.")] = "float32",
     repeat: Annotated[int | None, typer.Option(metavar="R", min=1, help="Samples of each figure.")] = None,
     loop: Annotated[str, typer.Option(metavar="|".join(LOOPS), help="The event loop.")] = "auto",
@@ -96,6 +98,7 @@ def bench(  # noqa: PLR0913 - one for each option
         models=_models(model, benchmark),
         batches=None if batch is None else parse_batches(batch),
         dtype=dtype,
+        servers=_servers(servers, benchmark),
         repeat=repeat,
         loop=loop,
         json=writable("--json", json),
@@ -117,6 +120,11 @@ def _check(plan: Plan, benchmark: registry.Benchmark) -> None:
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
     if plan.batches is not None and not benchmark.batched:
         raise ConfigError(f"--batch: {plan.op} has none")
+    if benchmark.serves:
+        if plan.servers >= plan.ranks:
+            raise ConfigError(f"--servers {plan.servers}: expected fewer than --ranks {plan.ranks}, one is to work")
+        if plan.dtype == "bool":
+            raise ConfigError(f"--dtype bool: {plan.op} adds")
     if plan.plot is not None:
         from aiodist.bench.report import check_plot
 
@@ -132,6 +140,12 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     if asked not in (None, environment.size):
         raise ConfigError(f"--ranks {asked}: {environment.starter} started {environment.size} of them")
     return environment.size
+
+
+def _servers(given: int | None, benchmark: registry.Benchmark) -> int:
+    if given is not None and not benchmark.serves:
+        raise ConfigError(f"--servers: in {benchmark.name} no rank serves")
+    return given or 1
 
 
 def _models(given: str | None, benchmark: registry.Benchmark) -> tuple[str, ...] | None:
@@ -157,12 +171,13 @@ def _has_backend(name: str) -> bool:
 
 def _peers(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
-        return tuple([peer for peer in benchmark.peers if with_mpi or peer != "mpi4py"])
+        return tuple([peer for peer in benchmark.peers if with_mpi or peer not in _MPI])
     if given == "none" and given not in benchmark.peers:
         return ()
     peers = parse_names("--against", given, benchmark.peers)
-    if "mpi4py" in peers and not with_mpi:
-        raise ConfigError("--against mpi4py: no MPI was found to start the ranks with")
+    for peer in peers:
+        if peer in _MPI and not with_mpi:
+            raise ConfigError(f"--against {peer}: no MPI was found to start the ranks with")
     return peers
 
 

@@ -277,11 +277,11 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
     """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
     openers: dict[str, Callable[[Communicator], Awaitable[Peer]]]
-    openers = {"mpi4py": _open_mpi4py, "gloo": _open_gloo, "ddp": _open_gloo}
+    openers = {"mpi4py": _open_mpi4py, "mpi": _open_mpi4py, "gloo": _open_gloo, "ddp": _open_gloo}
     async with AsyncExitStack() as stack:
         peers = []
         for name in names:
-            if name not in openers:  # "none", "copy": no library is needed
+            if name not in openers:  # "none", "copy": no library is needed; "rpc": its benchmark opens it
                 continue
             peer = await openers[name](coll)
             stack.callback(peer.close)

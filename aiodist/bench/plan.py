@@ -69,6 +69,8 @@ class Plan:
     batches: tuple[int, ...] | None = None
     """Samples that one rank has in a step; None: those of each model."""
     dtype: str = "float32"
+    servers: int = 1
+    """How many ranks serve, the last ones, where ranks serve."""
     repeat: int | None = None
     """Samples of each figure; None: as many as the size allows."""
     loop: str = "auto"

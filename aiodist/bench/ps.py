@@ -81,14 +81,14 @@ async def _measure_ops(session: Session, ways: Sequence[Way], nbytes: int) -> li
     """Measure small pushes of one worker that are all under way at once."""
     async with AsyncExitStack() as stack:
         await _hold(session, ways, nbytes, stack)
-        often = Pace(session.plan.repeat or 10, 1, warmups=2)
+        often = Pace(session.plan.repeat or 10, 1, warmups=1)
         contenders = [way.pushes("add", _COUNT) for way in ways]
         records = await _turns(session, "ps_ops", nbytes, contenders, often, "add", each=_COUNT)
     return [replace(record, value=1 / record.seconds if record.seconds else None) for record in records]
 
 
 async def _hold(session: Session, ways: Sequence[Way], nbytes: int, stack: AsyncExitStack) -> None:
-    """Let every way hold a tensor of so many bytes until the stack is left; zero stays zero however often it is added."""
+    """Have a tensor of so many bytes held in every way until the stack is left; zeros, whose sums stay zeros."""
     t = torch.full((nbytes // session.dtype.itemsize,), 0, dtype=session.dtype)
     for way in ways:
         await stack.enter_async_context(way.holding(t))
@@ -112,4 +112,4 @@ async def _turns(
 
     times = await interleaved(contenders, fence, often)
     found = await session.timed(op, nbytes, {name: [t / each for t in samples] for name, samples in times.items()})
-    return [replace(record, rule=rule) for record in found]
+    return [replace(record, rule=rule, busbw_gbps=None) for record in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ __all__ = ["SPLIT_BYTES", "Mpi", "Ours", "Roles", "Rpc", "Way", "rpc_opened"]
 
 SPLIT_BYTES = 1 << 20
 """Tensors of so many bytes are cut over all servers, whoever serves."""
+_NOTHING = bytearray()
 _APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"copy": Tensor.copy_, "add": Tensor.add_}
 
 
@@ -56,10 +57,8 @@ class Way(Protocol):
 
     name: str
 
-    @asynccontextmanager
-    def holding(self, t: Tensor) -> AsyncIterator[None]:
-        """Let servers hold such a tensor while the block runs; all ranks enter it, workers push `t` and pull into it."""
-        yield  # type: ignore[misc]
+    def holding(self, t: Tensor) -> AbstractAsyncContextManager[None]:
+        """Have servers hold such a tensor while the block runs; all ranks enter it, workers push and pull `t`."""
 
     def push(self, rule: str) -> Contender:
         """Done when the servers have applied it."""
@@ -304,13 +303,13 @@ class Mpi:
                 for rank, part in self._parts:
                     self._comm.Send(part, rank)
             for rank, _ in self._parts:
-                self._comm.Recv(None, rank)
+                self._comm.Recv(_NOTHING, rank)
 
         def serve(shard: Tensor, buffer: Tensor) -> None:
             first = self._roles.workers[0]
             for _ in range(count):
                 self._take(shard, buffer, rule, first)
-            self._comm.Send(None, first)
+            self._comm.Send(_NOTHING, first)
 
         return self._contender(ask, serve, one=True)
 
@@ -318,11 +317,11 @@ class Mpi:
         for rank, part in self._parts:
             self._comm.Send(part, rank)
         for rank, _ in self._parts:
-            self._comm.Recv(None, rank)
+            self._comm.Recv(_NOTHING, rank)
 
     def _ask_pull(self) -> None:
         for rank, _ in self._parts:
-            self._comm.Send(None, rank)
+            self._comm.Send(_NOTHING, rank)
         for rank, part in self._parts:
             self._comm.Recv(part, rank)
 
@@ -336,13 +335,13 @@ class Mpi:
         """Answer one request of each worker, in the order in which they come."""
         for _ in self._roles.workers:
             source = self._take(shard, buffer, rule)
-            self._comm.Send(self._memory(shard) if answers else None, source)
+            self._comm.Send(self._memory(shard) if answers else _NOTHING, source)
 
     def _take(self, shard: Tensor, buffer: Tensor | None, rule: str | None, source: int | None = None) -> int:
         """Receive one request and apply it; return whose it was."""
         status = self._mpi.Status()
         into = shard if rule == "copy" else buffer
-        memory = None if into is None else self._memory(into)
+        memory = _NOTHING if into is None else self._memory(into)
         self._comm.Recv(memory, self._mpi.ANY_SOURCE if source is None else source, status=status)
         if rule is not None and into is not None and into is not shard:
             _APPLY[rule](shard, into)

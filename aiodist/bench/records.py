@@ -13,7 +13,7 @@ __all__ = ["Record", "bandwidths", "dumps", "loads", "write"]
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
-_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag"})
+_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule"})
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Record:
     """The share of the time of communication that was hidden behind computing, of the rank where it is least."""
     loop_lag: float | None = None
     """How late a 1 ms ticker on the loop was, in seconds: the 99th percentile, of the rank where it is largest."""
+    rule: str | None = None
+    """What a server does with what is pushed."""
 
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON has it."""

@@ -49,6 +49,8 @@ class Benchmark:
     """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
     batched: bool = False
     """`--batch` is for it."""
+    serves: bool = False
+    """Some ranks serve the others: `--servers` is for it, and it takes two ranks at least."""
     judged: bool = False
     """There are speeds to reach."""
 
@@ -89,6 +91,15 @@ BENCHMARKS = {
         default_impls=("datapar",),
         models=JOBS,
         sized=False,
+        judged=True,
+    ),
+    "ps": Benchmark(
+        "ps",
+        "aiodist.bench.ps",
+        impls=("ps", "ps-arena"),
+        peers=("rpc", "mpi"),
+        default_impls=("ps", "ps-arena"),
+        serves=True,
         judged=True,
     ),
 }

@@ -80,6 +80,7 @@ _COLUMNS = (
     _Column("op", lambda record: record.op),
     _Column("input", lambda record: size_text(record.nbytes)),
     _Column("batch", lambda record: _rate(record.batch), optional=True),
+    _Column("rule", lambda record: record.rule or "", optional=True),
     _Column("impl", lambda record: record.impl),
     _Column("median", lambda record: seconds_text(record.seconds)),
     _Column("mean", lambda record: seconds_text(record.mean)),
@@ -93,7 +94,7 @@ _COLUMNS = (
 
 
 def _group(record: Record) -> tuple[object, ...]:
-    return record.op, record.nbytes, record.batch
+    return record.op, record.nbytes, record.batch, record.rule
 
 
 def _is_best(record: Record, records: Sequence[Record]) -> bool:

@@ -38,7 +38,7 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         if record.op == op and record.value is not None
     ]
     waits = [*_small(found, "mpi4py:iallreduce", 2.0), *_small(found, "gloo", 1.2), *_many(found), *_large(found)]
-    return [*waits, *values, *_steps(found), *_lags(found), *_epochs(found), *_jobs(found)]
+    return [*waits, *values, *_steps(found), *_lags(found), *_epochs(found), *_jobs(found), *_served(found)]
 
 
 _VALUES = (
@@ -166,6 +166,35 @@ def _jobs(records: Sequence[Record]) -> list[Verdict]:
         elif mine.op.startswith("end2end:"):
             lines.append(Verdict(f"{mine.op}, samples/s / ddp", mine.value / theirs, "x", 1.1, at_least=True))
     return lines
+
+
+def _served(records: Sequence[Record]) -> list[Verdict]:
+    """A parameter server's large pushes and pulls against others', its small pushes, and the step beside it."""
+    lines = []
+    for mine in records:
+        for size, ours, theirs, target in _PUSHES_AND_PULLS:
+            if (mine.nbytes, mine.impl) == (size, ours) and mine.op in ("push", "pull") and mine.rule in (None, "copy"):
+                here = [r for r in records if (r.op, r.nbytes, r.rule) == (mine.op, size, mine.rule)]
+                what = f"{mine.op} {size >> 20} MiB {ours} against {theirs}"
+                lines += [
+                    Verdict(what, _ratio(r.seconds, mine.seconds), "x faster", target, at_least=True)
+                    for r in here
+                    if r.impl == theirs
+                ]
+        if (mine.op, mine.nbytes, mine.rule, mine.impl) == ("push", 4 << 10, "copy", "aiodist:ps") and mine.seconds:
+            lines.append(Verdict("push 4 KiB aiodist:ps", mine.seconds * 1e6, "us", 40.0))
+        if (mine.op, mine.nbytes, mine.impl) == ("ps_ops", 64, "aiodist:ps") and mine.value is not None:
+            lines.append(Verdict("pushes of 64 B, a second", mine.value, "", 50_000, at_least=True))
+        if mine.op == "serving" and mine.value is not None:
+            lines.append(Verdict(f"step beside 10 pulls/s of {mine.impl}", mine.value, "x", 1.05))
+    return lines
+
+
+_PUSHES_AND_PULLS = (
+    (64 << 20, "aiodist:ps", "rpc", 2.0),
+    (64 << 20, "aiodist:ps", "mpi", 0.9),
+    (64 << 20, "aiodist:ps-arena", "rpc", 4.0),
+)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float:

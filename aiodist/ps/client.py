@@ -6,7 +6,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.backends.inplace import copy
-from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.collectives.program import Call, Program
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
+from aiodist.ps.codes import Codes
 from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.known import Known, Span
 from aiodist.ps.operation import Operation, PullPart, PushPart
@@ -50,8 +49,8 @@ class Client:
         self._syncs: deque[tuple[int, Handle[None]]] = deque()
         self._watched: list[tuple[Known, Callable[[BaseException | None], None]]] = []
         self._late_error: BaseException | None = None
-        self._feedback = None if context.codec is None else ErrorFeedback(context.codec)
-        self._incoming = None if context.pull_codec is None else Incoming(context.pull_codec)
+        self.codes = Codes(context)
+        self._encodes = context.codec is not None
         self._inline_bytes = context.post.inline_bytes
         self._laned = 0  # requests on their way through the service thread
         self.programs: set[Handle[Any]] = set()
@@ -91,7 +90,7 @@ class Client:
         metrics = self.context.metrics
         metrics.pushes += 1
         metrics.push_bytes += value.nbytes
-        if self._feedback is not None and rule != FILL and known.dtype.is_floating_point:
+        if self._encodes and rule != FILL and self.codes.takes(known):
             self._push_code(number, part, value, rule, alpha)
             return
         if len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self.context.rank:
@@ -103,9 +102,8 @@ class Client:
     def _push_small(self, number: int, known: Known, value: Tensor, rule: int, alpha: float) -> None:
         """Do what `_posting` does, for what is pushed fifty thousand times a second."""
         nbytes = value.nbytes
-        self.context.metrics.push_sent_bytes += nbytes
         head = pack_push(known.key, rule, _INLINE, False, number, known.base, alpha, nbytes, 0, 0)
-        posting = partial(self._put, known.spans[0].rank, _PUSH, head, as_bytes(value))
+        posting = partial(self._put_push, known.spans[0].rank, head, as_bytes(value))
         if self._laned:
             self._issue([posting])
         else:
@@ -134,52 +132,51 @@ class Client:
                 way = Way.MEMORY
                 segment, offset = place
         head = pack_push(known.key, rule, way, coded, number, known.base, alpha, nbytes, segment, offset)
-        if way in (Way.INLINE, Way.MESSAGE):
-            self.context.metrics.push_sent_bytes += nbytes
         if way != Way.MESSAGE:
-            return partial(self._put, dst, Kind.PUSH, head, data)
+            put = partial(self._put, dst, _PUSH) if rule == FILL else partial(self._put_push, dst)
+            return partial(put, head, data)
 
         def send() -> None:
             post.put(dst, Kind.PUSH, head, request=True)
             post.send(value.view(torch.uint8), dst, number, partial(_keep, value))
+            if rule != FILL:
+                self.context.metrics.push_sent_bytes += nbytes
 
         return partial(self._put_first, dst, send)
 
     def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
         """Encode in the service thread what is large, and keep what comes after it behind it."""
         known = part.known
-        codes: list[Tensor] = []
+        if self._laned and value.nbytes <= self._inline_bytes:
+            value = value.clone()  # it is the user's again when the call returns
 
         def encode() -> None:
-            began = perf_counter()
-            assert self._feedback is not None
-            for rank, start, stop in known.spans:
-                codes.append(self._feedback.encode((known.name, rank), value[start:stop]))  # noqa: PERF401  - in order
-            self.context.metrics.encode_seconds += perf_counter() - began
+            part.keep = self.codes.encode(known, value, self.context.rules[rule], alpha)
 
         def postings() -> list[_Posting]:
-            part.keep = codes
+            codes, left = part.keep
             return [
-                self._posting(number, known, span, code, rule, alpha, coded=True)
-                for span, code in zip(known.spans, codes, strict=True)
+                self._posting(number, known, span, code, rule, left, coded=coded)
+                for span, (code, coded) in zip(known.spans, codes, strict=True)
             ]
-
-        if value.nbytes <= LIGHT_BYTES and not self._laned:
-            encode()
-            self._issue(postings())
-            return
-        self._laned += 1
 
         def encoded(error: BaseException | None) -> None:
             self._laned -= 1
             if error is not None:
                 self._finish_push(number, part, error)
-                return
-            for posting in postings():
-                posting()
-            self.context.post.flush()
+            elif number in self._pushes:
+                self._post(postings())
 
-        self.context.progress.start(partial(self.context.service.run, encode, encoded))
+        if value.nbytes > LIGHT_BYTES or self._laned:
+            self._laned += 1
+            self.context.progress.start(partial(self.context.service.run, encode, encoded))
+            return
+        try:
+            encode()
+        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the push
+            self.context.progress.start(partial(self._finish_push, number, part, error))
+        else:
+            self._issue(postings())
 
     # --- pulling ---------------------------------------------------------------------------------------------
 
@@ -207,74 +204,70 @@ class Client:
         part = self._pulls.get(data.number)
         if part is None:  # it was given up
             return
+        metrics = self.context.metrics
         part.version = data.version if part.version is None else min(part.version, data.version)
-        if data.way == Way.INLINE:
-            self.context.metrics.pull_received_bytes += data.nbytes
-            self._take(part, src, data, bytes_in(body, DATA_BYTES, data.nbytes))
+        if part.into is None:
+            metrics.pull_bytes += data.nbytes
+        if data.way in (Way.INLINE, Way.MESSAGE):
+            metrics.pull_received_bytes += data.nbytes
+            self._receive(part, src, data, body)
             return
-        if data.way == Way.MESSAGE:
-            self.context.metrics.pull_received_bytes += data.nbytes
-            plain = part.into is not None and not data.coded
-            into = self._span(part, src).view(torch.uint8) if plain else torch.empty(data.nbytes, dtype=torch.uint8)
-            received = partial(self._received, part, src, data, into)
-            self.context.post.receive(into, src, data.number, received)
-            return
-        own = data.way == Way.OWN
         found = (
             self._shown(data.offset).view(torch.uint8)
-            if own
+            if data.way == Way.OWN
             else self.context.memory(src, data.segment, data.offset, data.nbytes)
         )
-        into = self._span(part, src).view(torch.uint8)
 
-        def copied(error: BaseException | None) -> None:
+        def look() -> None:
+            if part.into is None:
+                part.value = found.clone()
+            else:
+                copy(self._span(part, src).view(torch.uint8), found)
+
+        def looked(error: BaseException | None) -> None:
             self.context.post.put(src, Kind.RELEASE, Release(part.known.key, data.number).pack())
             self.context.post.flush()
             self._part_read(data.number, part, src, error)
 
         if data.nbytes <= LIGHT_BYTES:
-            copy(into, found)
-            copied(None)
+            look()
+            looked(None)
         else:
-            self.context.service.run(partial(copy, into, found), copied)
+            self.context.service.run(look, looked)
 
-    def _received(self, part: PullPart, src: int, data: Data, into: Tensor, error: BaseException | None) -> None:
-        if error is not None or (part.into is not None and not data.coded):
-            self._part_read(data.number, part, src, error)
-        else:
-            self._take(part, src, data, into)
+    def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
+        """Take what came with the entry, or comes in a message behind it."""
+        over = partial(self._part_read, data.number, part, src)
+        into = None if part.into is None else self._span(part, src)
+        arrived = self.codes.expect(part.known, src, into, over) if data.coded and into is not None else None
+        if data.way == Way.INLINE:
+            raw = bytes_in(body, DATA_BYTES, data.nbytes)
+            if arrived is not None:
+                arrived(raw)
+                return
+            if into is None:
+                part.value = raw.clone()
+            else:
+                copy(into, raw.view(into.dtype))
+            over(None)
+            return
+        plain = into is not None and arrived is None
+        target = into.view(torch.uint8) if into is not None and plain else torch.empty(data.nbytes, dtype=torch.uint8)
+
+        def received(error: BaseException | None) -> None:
+            if arrived is not None:
+                arrived(target if error is None else error)
+                return
+            part.value = None if plain else target
+            over(error)
+
+        self.context.post.receive(target, src, data.number, received)
 
     def _span(self, part: PullPart, src: int) -> Tensor:
         """Return the part of the destination that server `src` has."""
         assert part.into is not None
         span = next(span for span in part.known.spans if span.rank == src)
         return part.into[span.start : span.stop]
-
-    def _take(self, part: PullPart, src: int, data: Data, raw: Tensor) -> None:
-        """Put what came as bytes where it belongs."""
-        if part.into is None:
-            part.value = raw.clone()
-            self._part_read(data.number, part, src, None)
-            return
-        into = self._span(part, src)
-        if not data.coded:
-            copy(into, raw.view(into.dtype))
-            self._part_read(data.number, part, src, None)
-            return
-        raw = raw.clone()
-
-        def decode() -> None:
-            began = perf_counter()
-            assert self._incoming is not None
-            copy(into, self._incoming.decode((part.known.name, src), raw, into.dtype, into.numel()))
-            self.context.metrics.decode_seconds += perf_counter() - began
-
-        decoded = partial(self._part_read, data.number, part, src)
-        if data.nbytes <= LIGHT_BYTES:
-            decode()
-            decoded(None)
-        else:
-            self.context.service.run(decode, decoded)
 
     def _part_read(self, number: int, part: PullPart, src: int, error: BaseException | None) -> None:
         part.left.discard(src)
@@ -287,6 +280,8 @@ class Client:
             part.operation.read(part.version)
             if part.operation.part_over():
                 self.context.metrics.pull_seconds += part.operation.seconds
+        if self._watched:
+            self._look_at_watched()
 
     # --- calls -----------------------------------------------------------------------------------------------
 
@@ -426,11 +421,18 @@ class Client:
     # --- sync ----------------------------------------------------------------------------------------------
 
     def when_applied(self, known: Known, done: Callable[[BaseException | None], None]) -> None:
-        """Call `done` when all pushes of one tensor are over."""
-        if not any(part.known is known for part in self._pushes.values()):
-            done(None)
+        """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
+        pushed, pulled = self._pushes.values(), self._pulls.values()
+        if any(part.known is known for part in pushed) or any(part.known is known for part in pulled):
+            self._watched.append((known, done))
             return
-        self._watched.append((known, done))
+        self.codes.forget(known)
+        done(None)
+
+    def _look_at_watched(self) -> None:
+        watched, self._watched = self._watched, []
+        for known, done in watched:
+            self.when_applied(known, done)
 
     def sync(self, handle: Handle[None]) -> None:
         """Resolve `handle` when every push issued so far is applied or dropped."""
@@ -447,9 +449,7 @@ class Client:
         if self._syncs:
             self._look()
         if self._watched:
-            watched, self._watched = self._watched, []
-            for known, done in watched:
-                self.when_applied(known, done)
+            self._look_at_watched()
 
     def _look(self) -> None:
         while self._syncs and (not self._open or next(iter(self._open)) > self._syncs[0][0]):
@@ -494,6 +494,13 @@ class Client:
             return
         self.context.post.put(dst, kind, head, data, request=True)
 
+    def _put_push(self, dst: int, head: bytes, data: bytes) -> None:
+        if dst in self.context.gone:
+            self._lost(dst)
+            return
+        self.context.metrics.push_sent_bytes += len(data)
+        self.context.post.put(dst, _PUSH, head, data, request=True)
+
     def _put_first(self, dst: int, send: _Posting) -> None:
         if dst in self.context.gone:
             self._lost(dst)
@@ -523,6 +530,7 @@ class Client:
         for number, pull in list(self._pulls.items()):
             del self._pulls[number]
             pull.operation.part_over(error)
+        self._look_at_watched()
         calls, self._calls = self._calls, {}
         for answered in calls.values():
             answered(None, error)

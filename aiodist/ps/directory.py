@@ -43,6 +43,7 @@ class Directory:
         self._server = server
         self._entries: dict[str, _Entry] = {}
         self._made = 0
+        self._parted: set[int] = set()
         self._left: set[int] = set()
 
     def open(self, client: int, call: dict[str, Any]) -> None:
@@ -76,7 +77,7 @@ class Directory:
             if start == "own":
                 chosen = client in entry.first["servers"]
             elif start == "root":
-                chosen = client == min(self._present(), default=-1) and not entry.fillers
+                chosen = client == min(self._present() - self._parted, default=-1) and not entry.fillers
             else:
                 chosen = call["worker"] and not entry.fillers
             if chosen:
@@ -116,11 +117,19 @@ class Directory:
         for client, again in entry.again:
             self.open(client, again)
 
+    def part(self, client: int) -> None:
+        """A client opens nothing more: others may have to fill what it should."""
+        self._parted.add(client)
+        for entry in self._entries.values():
+            self._choose(entry)
+
     def leave(self, client: int) -> None:
         """A client has finished, or died: others may have to fill what it should, and it frees what it used."""
+        self._parted.add(client)
         self._left.add(client)
         for name, entry in list(self._entries.items()):
             entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
+            entry.again = [again for again in entry.again if again[0] != client]
             if client in entry.fillers and not entry.filled:
                 entry.fillers.discard(client)
             self._choose(entry)

@@ -19,7 +19,7 @@ class Meeting:
         self._server = server
         self._at_barrier: dict[int, int] = {}
         self._goodbyes: dict[int, int] = {}
-        self._left: set[int] = set()
+        self._parted: set[int] = set()
         self._over = False
 
     def barrier(self, client: int, call: dict[str, Any]) -> None:
@@ -32,15 +32,19 @@ class Meeting:
         self._goodbyes[client] = call["n"]
         self._check_over()
 
+    def part(self, client: int) -> None:
+        """A worker comes to no barrier any more; what it has pushed may still wait for others."""
+        self._parted.add(client)
+        self._check_barrier()
+
     def leave(self, client: int, *, gone: bool) -> None:
         """A worker has finished, or a rank died: nobody waits for it."""
-        self._left.add(client)
-        self._check_barrier()
+        self.part(client)
         if gone:
             self._check_over()
 
     def _check_barrier(self) -> None:
-        missing = set(self._context.workers) - self._left - set(self._at_barrier)
+        missing = set(self._context.workers) - self._parted - set(self._at_barrier)
         if missing or not self._at_barrier:
             return
         waiting, self._at_barrier = self._at_barrier, {}

@@ -18,10 +18,11 @@ class Metrics:
     push_bytes: int = 0
     """What this rank pushed, as tensors."""
     push_sent_bytes: int = 0
-    """What went out for it: less where a codec or shared memory served; heads are not counted."""
+    """What left for it: less where a codec or shared memory served; heads are not counted, nor first values."""
     pull_bytes: int = 0
     """What this rank pulled, as tensors."""
     pull_received_bytes: int = 0
+    """What came for it, as `push_sent_bytes`."""
     push_seconds: float = 0.0
     """From issue until the server had done what `await push` promises, summed."""
     pull_seconds: float = 0.0
@@ -36,6 +37,12 @@ class Metrics:
     """In rules and server-side optimizers."""
     served: int = 0
     """Reads of its shards."""
+    served_bytes: int = 0
+    """What they read, as tensors."""
+    served_sent_bytes: int = 0
+    """What left for them, as `push_sent_bytes`."""
+    sent_bytes: int = 0
+    """All that left this rank, as client and as server: heads, answers and first values too."""
     held_seconds: float = 0.0
     """How long requests lay here, complete, until it was their turn, summed."""
     dropped: int = 0

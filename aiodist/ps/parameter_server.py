@@ -17,6 +17,7 @@ from aiodist.communicator import Communicator
 from aiodist.handles import Handle, in_flight
 from aiodist.ps.arguments import Out, Pushed, check_settings, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
+from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
 from aiodist.ps.known import Known, Names, named
 from aiodist.ps.metrics import Metrics
@@ -56,7 +57,8 @@ class ParameterServer(Session):
             optimizer such as `SGD`, `Adam`, or a function `(shard, value) -> None` that changes the flat shard.
         rules: more rules, for `init(rule=)` and `push(rule=)`, by name.
         consistency: which pushes make a version, and who waits for whom: `Asynchronous()`, `Synchronous("mean")`,
-            `Bounded(s)`, `Quorum(n, "mean")`.
+            `Bounded(s)`, `Quorum(n, "mean")`. The mean is that of rules which are sums, or copy; mul, min, max and
+            functions see each push of a step by itself, in the order of the workers.
         servers: the ranks that hold shards, or how many: then the last so many ranks, which do nothing else. None: as
             `aiodist run --servers` says, else all ranks, each of which works too.
         workers: the ranks that push; None: those that do not serve, or all where all serve.
@@ -347,6 +349,22 @@ class ParameterServer(Session):
         pulls = (knowns, outs)
         self._start_pulls(handle, 2 * len(knowns), claims, pulls, single, (self._reads, 0), (pushed, alpha))
         return handle
+
+    def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
+        """Return a block in whose backward passes each gradient is pushed as soon as it is there.
+
+        ```python
+        async with ps.pushing(net):
+            await net.run(loss.backward)        # or loss.backward(): in any thread
+        await ps.pull(net)
+        ```
+        `what` as in `push`: leaf tensors that require a gradient. Leaving the block waits for the pushes. A gradient
+        belongs to its push until then. Raises on leaving what a push raises.
+        """
+        self._check()
+        knowns, _ = self._names.resolve(what)
+        tensors = [known.tensor for known in knowns if known.tensor is not None and known.tensor.requires_grad]
+        return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._progress)
 
     def prefetch(self, what: object = None, *, timeout: float | None = None) -> Handle[Any]:
         """Begin to pull into new memory, for the next `integrate`; returns that memory."""

@@ -86,6 +86,7 @@ class Post:
         self._own: deque[tuple[int, bytes]] = deque()
         self._handling = False
         self._closed = False
+        self._failures = 0
         self._ended: Callable[[], None] | None = None
         self.congested = False
         """Full frames wait for answers to earlier ones."""
@@ -181,7 +182,12 @@ class Post:
         if self._closed:
             return
         if error is not None:
-            self._failed(None, error)
+            # A backend says once of each rank that is lost that nothing more comes from it.
+            self._failures += 1
+            if self._failures < self._transport.size:
+                self._listen()
+            else:
+                self._failed(None, error)
             return
         body = frame.numpy().data
         source, used, answered, flags = _FRAME.unpack_from(body)

@@ -65,6 +65,7 @@ class Server:
             "make": self._make,
             "remove": self._remove,
             "configure": self._configure,
+            "part": self._part,
             "leave": self._leave,
             "open": self._directory.open,
             "ready": self._directory.ready,
@@ -182,9 +183,9 @@ class Server:
         shard = self._shards.pop(call["key"], None)
         if shard is None:
             return
-        if self._outgoing is not None:
-            for rank in range(len(self.context.world_ranks)):
-                self._outgoing.forget(rank, shard.key)
+        for rank in range(len(self.context.world_ranks)):
+            self._forget(rank, shard.key)
+        shard.retire()
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
         if shard.looked_at:
@@ -198,6 +199,11 @@ class Server:
         else:
             shard.expect(change)
 
+    def _part(self, client: int, call: dict[str, Any]) -> None:
+        """`client` begins nothing more; what it has begun may still wait for others."""
+        self._directory.part(client)
+        self._meeting.part(client)
+
     def _leave(self, client: int, call: dict[str, Any]) -> None:
         """`client` sends nothing more but its goodbye."""
         self._gone(client, gone=False)
@@ -208,8 +214,14 @@ class Server:
         self._gone(rank, gone=True)
         self.context.post.flush()
 
+    def _forget(self, client: int, key: int | None = None) -> None:
+        """Keep nothing of what `client` has read."""
+        if self._outgoing is not None:
+            self._outgoing.forget(client, key)
+
     def _gone(self, rank: int, *, gone: bool) -> None:
         self._left.add(rank)
+        self._forget(rank)
         for shard in list(self._shards.values()):
             shard.leave(rank, gone=gone)
         self._directory.leave(rank)
@@ -243,10 +255,12 @@ class Server:
         if pull.client in self.context.gone:
             return
         self.context.metrics.served += 1
+        self.context.metrics.served_bytes += shard.data.nbytes
         codec = self._codec_for(shard, pull)
         if codec is not None:
             self._serve_code(shard, pull, version)
-        elif shard.data.nbytes <= self.context.post.inline_bytes and (pull.way != Way.OWN or shard.replaces):
+        elif shard.data.nbytes <= self.context.post.inline_bytes and pull.way != Way.OWN:
+            self.context.metrics.served_sent_bytes += shard.data.nbytes
             data = pack_data(pull.number, version, Way.INLINE, False, shard.data.nbytes, 0, 0)
             self.context.post.put(pull.client, Kind.DATA, data, as_bytes(shard.data))
         else:
@@ -271,6 +285,8 @@ class Server:
             self._send(raw, pull, partial(shard.release, pull.client, pull.number))
 
     def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
+        self.context.metrics.served_sent_bytes += raw.nbytes
+
         def sent(error: BaseException | None) -> None:
             # Who cannot be reached is told of by the control channel.
             over()
@@ -293,20 +309,27 @@ class Server:
                 self.refuse(pull, error)
             else:
                 self._send_code(pull, version, codes[0])
+            if pull.client in self.context.gone or self._shards.get(shard.key) is not shard:
+                self._forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
             self.context.post.flush()
 
-        if shard.data.nbytes <= LIGHT_BYTES:
-            encode()
-            self._send_code(pull, version, codes[0])
-            shard.release(pull.client, pull.number)
-        else:
+        if shard.data.nbytes > LIGHT_BYTES:
             self.context.service.run(encode, encoded)
+            return
+        try:
+            encode()
+        except Exception as error:  # noqa: BLE001  - it belongs to whoever pulled
+            self.refuse(pull, error)
+        else:
+            self._send_code(pull, version, codes[0])
+        shard.release(pull.client, pull.number)
 
     def _send_code(self, pull: Pulling, version: int, code: Tensor) -> None:
         inline = code.nbytes <= self.context.post.inline_bytes
         data = pack_data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes, 0, 0)
         if inline:
+            self.context.metrics.served_sent_bytes += code.nbytes
             self.context.post.put(pull.client, Kind.DATA, data, as_bytes(code))
         else:
             self.context.post.put(pull.client, Kind.DATA, data)
@@ -330,7 +353,9 @@ class Server:
         counts += self._counted
         metrics.dropped = sum(count.dropped for count in counts)
         metrics.scaled = sum(count.scaled for count in counts)
-        metrics.staleness = sum((count.staleness for count in counts), Counter())
+        # A copy of each at once: they count on meanwhile.
+        metrics.staleness = sum((Counter(dict(count.staleness)) for count in counts), Counter())
+        metrics.sent_bytes = self.context.post.sent_bytes
         return metrics
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from aiodist.ps.wire import Kind
 __all__ = ["Session"]
 
 _DRAIN_SECONDS = 1e-3
+_NO_LIMIT = inf  # whoever leaves waits for the others, however long they work
 _SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})
 
 
@@ -44,6 +46,8 @@ class Session:
             "the parameter server is not open: use `async with`"
         )
         self._opened = False
+        self._over: asyncio.Future[None] | None = None
+        """Done when there is nothing to listen for any more."""
 
     async def __aenter__(self) -> Self:
         if self._opened:
@@ -130,49 +134,68 @@ class Session:
         """End in order: nothing of mine is open, all servers know that I have left, and all ranks have."""
         if self._refusal is not None:
             raise self._refusal
+        await self._run("leave", self._parting(), _NO_LIMIT)
         try:
             await self._drain()
         finally:
             self._account.judge()
-        await self._run("leave", self._goodbye(), None)
+        await self._run("leave", self._goodbye(), _NO_LIMIT)
         await self._ended()
         self._close(CommunicatorClosed(f"parameter server {self._coll.name!r} is closed", comm=self._coll.name))
 
     async def _drain(self) -> None:
         """Wait until nothing of this rank's is open."""
-        synced = self._handle("sync", 0, None)
+        synced = self._handle("sync", 0, _NO_LIMIT)
         self._client.sync(synced)
         await synced
         while self._client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
             await asyncio.sleep(_DRAIN_SECONDS)
 
+    def _parting(self) -> Program[None]:
+        """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
+        yield [self._client.tell(rank, "part") for rank in self._settings.servers]
+
     def _goodbye(self) -> Program[None]:
-        post = self._context.post
-        living = [rank for rank in self._settings.servers if rank not in self._context.gone]
-        for rank in living:
-            yield from self._client.call(rank, "leave")
-        first = self._settings.servers[0]
-        yield from self._client.call(first, "bye")
-        others = [rank for rank in range(self._coll.size) if rank != first and rank not in self._context.gone]
+        """Leave every server that is there, and wait at the first one, or at the next where it dies, for all ranks."""
+        for rank in self._living():
+            yield from self._asked(rank, "leave")
+        while (living := self._living()) and not (yield from self._asked(living[0], "bye")):
+            pass
+        if not living:
+            return
+        others = [rank for rank in range(self._coll.size) if rank != living[0] and rank not in self._context.gone]
         if others and self._coll.rank == others[0]:
-            post.say_last(first)
+            self._context.post.say_last(living[0])
+
+    def _living(self) -> list[int]:
+        return [rank for rank in self._settings.servers if rank not in self._context.gone]
+
+    def _asked(self, rank: int, op: str) -> Program[bool]:
+        """Ask server `rank`; False when it is gone."""
+        try:
+            yield from self._client.call(rank, op)
+        except PeerLost:
+            return False
+        return True
 
     async def _ended(self) -> None:
         """Wait until nothing is listened for any more; where a rank died the transport is given up anyway."""
         if self._context.gone:
             return
-        over = self._loop.create_future()
-
-        def tell() -> None:
-            if not over.done():
-                over.set_result(None)
-
+        self._over = self._loop.create_future()
         with transport_lock:
-            self._context.post.when_last(partial(self._progress.post, tell))
-        await over
+            self._context.post.when_last(partial(self._progress.post, self._all_said))
+        await self._over
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _all_said(self) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
     def _close(self, refusal: AiodistError) -> None:
         self._refusal = self._refusal or refusal
+        self._all_said()
         self._context.post.give_up()
         self._context.service.close()
         issuer = self._coll._issuer
@@ -218,6 +241,7 @@ class Session:
             self._server.lose(rank)
             self._client.lose(rank)
             context.post.flush()
+        self._all_said()  # what the dead should have said never comes
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):
@@ -227,7 +251,7 @@ class Session:
         """A message could not be sent or received: whose fault it is the control channel tells."""
         if rank is not None and rank in self._context.gone:
             return
-        if rank is None and not self._context.gone:
+        if rank is None:
             text = f"parameter server {self._coll.name!r} can hear nothing more: {error}"
             self._progress.post(partial(self._give_up, CommunicatorAborted(text)))
 
@@ -261,7 +285,7 @@ class Session:
     def _handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
         handle: Handle[Any] = Handle(self._progress, op, self._client.number, nbytes, whence(3), self._account)
         seconds = self.timeout if timeout is None else timeout
-        if seconds is not None:
+        if seconds is not None and seconds < inf:
             handle.set_deadline(seconds, self._client.late)
         return handle
 

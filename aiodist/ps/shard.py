@@ -113,6 +113,13 @@ class Shard:
             self._order(self.machine.leave(client))
         self.advance()
 
+    def retire(self) -> None:
+        """The tensor is no more: refuse what waits here, and would for ever."""
+        ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
+        for key in [key for key in self._arrived if key not in ordered]:
+            request, _ = self._arrived.pop(key)
+            self._server.refuse(request, LookupError(f"{self.name!r} was freed"))
+
     def _deliver(self, request: Request) -> None:
         if isinstance(request, Pushing):
             if request.rule == FILL:
@@ -311,11 +318,11 @@ class Shard:
         """Change the memory, in whatever thread."""
         if not pushes:  # all of them died on the way
             return
-        began = perf_counter()
         pieces: list[Piece] = []
         for push, weight in pushes:
             value = self._server.decoded(push, self.data)
             pieces.append(Piece(self._context.rules[push.rule], value, push.alpha, weight))
+        began = perf_counter()
         apply_step(self.data, pieces, self._state)
         self._context.metrics.step_seconds += perf_counter() - began
 
@@ -334,7 +341,7 @@ class Shard:
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
         metrics = self._context.metrics
-        metrics.applied += len(pushes)
+        metrics.applied += len(pushes) if error is None else 0
         metrics.steps += 1
         for push in pushes:
             self._server.recycle(push)

@@ -12,6 +12,7 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from random import Random
 from time import monotonic
@@ -213,7 +214,11 @@ class _OneThread(Progress):
         pass
 
     def start(self, call: Callable[[], None]) -> None:
-        """Make the call here and now, or after the one that is being made."""
+        """Make the call here and now, or after the one that is being made; from another thread: soon, on the loop's."""
+        if not self.owns_thread():
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self.loop.call_soon_threadsafe(self.start, call)
+            return
         self._inbox.append(call)
         if self._starting:
             return

@@ -111,8 +111,8 @@ async def goes_on() -> None:
             mail.send(i, other, REQUEST)
             assert await asyncio.wait_for(anyone, SECONDS) == i
             anyone = mail.receive(ANY, REQUEST)
-            over = [mail.send(i, DEAD, tag, numel) for tag, numel in ((LAST, SHORT), (ANNOUNCED, LONG))]
-            assert [(await outcome(one)).startswith("fails") for one in over] == [True, True]
+            sent = [mail.send(i, DEAD, tag, numel) for tag, numel in ((LAST, SHORT), (ANNOUNCED, LONG))]
+            assert [(await outcome(one)).startswith("fails") for one in sent] == [True, True]
         say("then a short send to it:", await outcome(mail.send(1, DEAD, LAST)))
         say("then a long send to it:", await outcome(mail.send(1, DEAD, ANNOUNCED, LONG)))
         say("then a receive from it:", await outcome(mail.receive(DEAD, REPLY)))

@@ -1,0 +1,61 @@
+"""Pushes that begin in the backward pass: each gradient as soon as autograd has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from aiodist.handles import Handle, Progress, gather
+
+__all__ = ["BackwardPushes"]
+
+
+class BackwardPushes:
+    """Pushes the gradients of a block's backward passes; leaving it waits until they are where `push` says."""
+
+    def __init__(self, tensors: Sequence[Tensor], push: Callable[[Tensor], Handle[None]], progress: Progress) -> None:
+        self._tensors = tensors
+        self._push = push
+        self._progress = progress
+        self._hooks: list[RemovableHandle] = []
+        self._pushes: list[Handle[None]] = []
+        self._errors: list[Exception] = []
+
+    async def __aenter__(self) -> Self:
+        self._hooks = [t.register_post_accumulate_grad_hook(self._ready) for t in self._tensors]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        await self._handed_over()
+        if self._errors and error is None:
+            raise self._errors[0]
+        await gather(*self._pushes, return_exceptions=error is not None)
+
+    def _ready(self, t: Tensor) -> None:
+        """Backward has the gradient of `t`, in whatever thread it runs."""
+        if self._progress.owns_thread():
+            self._begin(t)
+        else:
+            self._progress.post(partial(self._begin, t))
+
+    def _begin(self, t: Tensor) -> None:
+        try:
+            self._pushes.append(self._push(t))
+        except Exception as error:  # noqa: BLE001  - backward must not be told of it; leaving the block is
+            self._errors.append(error)
+
+    async def _handed_over(self) -> None:
+        """Wait until the loop has begun what other threads left to it."""
+        over = asyncio.get_running_loop().create_future()
+        self._progress.post(partial(over.set_result, None))
+        await over
