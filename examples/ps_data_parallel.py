@@ -1,14 +1,14 @@
 """Data-parallel groups at a parameter server: gradients are reduced inside a group, its first rank talks to the server.
 
-aiodist run -n 4 --servers 1 examples/ps_data_parallel.py has two groups of two workers, and one server
-aiodist run -n 2 examples/ps_data_parallel.py has one group of two, which serve too
+aiodist run -n 4 --servers 1 examples/ps_data_parallel.py has two groups of two workers, beside one server
+aiodist run -n 2 examples/ps_data_parallel.py has one group of two ranks, which serve too
 
-For the server a group is one worker, however many ranks it has: it exchanges weights once for all of them.
+For the server a group is one client, however many ranks it has: weights go up and down once for all of them.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from train_sequential import batches, build, load, optimizer, report
 
 import aiodist
@@ -18,38 +18,33 @@ from aiodist.ps import EASGD, ParameterServer, elastic_alpha
 GROUP, TAU = 2, 8  # ranks, steps
 
 
-async def train(ps: ParameterServer, group: aiodist.Communicator, net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    parallel = await DataParallel.create(net, group)
-    opt = optimizer(net.parameters())
-    alpha = elastic_alpha(0.9, len(ps.workers))  # counts groups
-    async with EASGD(ps, net, opt, tau=TAU, alpha=alpha, group=group, run=parallel.run) as client:
-        for batch in batches(ps.workers.index(ps.rank - group.rank), len(ps.workers)):  # (120 / groups,), the group's
-            mine = batch[group.rank :: group.size]
-            parallel.zero_grad()
-            loss = await parallel.run(lambda: F.cross_entropy(parallel(images[mine]), labels[mine]))
-            await parallel.backward(loss)  # the mean over the group
-            await client.step()  # the optimizer's; every eighth time the group meets the centre
-    await parallel.aclose()
+async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Tensor, labels: Tensor) -> None:
+    for chosen in mine:  # (120 / workers,)
+        net.zero_grad()
+        loss = await net.run(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
+        await net.backward(loss)  # the mean over the group
+        await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
 
 
 async def main() -> None:
     torch.set_num_threads(1)  # the ranks share the cores
     images, labels = load()  # (1797, 64), (1797,)
-    net = build()
-    async with aiodist.init() as coll:
-        servers = aiodist.env.servers(coll.size) or 0
-        working = coll.size - servers
-        roots = range(0, working, GROUP)
-        group = await coll.split(coll.rank // GROUP if coll.rank < working else None)
-        async with ParameterServer(coll, net, workers=roots) as ps:
-            if coll.rank < working:
-                await train(ps, group, net, images, labels)
-            if ps.is_worker:
-                await ps.sync()
-                await ps.barrier()
-                await ps.pull(net)  # the centre
+    module = build()
+    async with aiodist.init() as coll, ParameterServer(coll, module) as ps:
+        workers = len(ps.workers)
+        number = ps.workers.index(ps.rank) if ps.is_worker else None
+        group = await coll.split(None if number is None else number // GROUP)
+        if number is not None:
+            net = await DataParallel.create(module, group)
+            opt = optimizer(net.parameters())
+            alpha = elastic_alpha(0.9, -(-workers // GROUP))  # counts groups
+            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.run) as client:
+                await train(net, client, list(batches(number, workers)), images, labels)
+            await ps.sync()
+            await ps.barrier()
+            await ps.pull(module)  # the centre
         if coll.rank == 0:
-            report(net, images, labels)
+            report(module, images, labels)
 
 
 if __name__ == "__main__":

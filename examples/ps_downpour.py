@@ -24,7 +24,8 @@ async def main() -> None:
     async with aiodist.init() as coll:
         async with ParameterServer(coll, net) as ps:  # what is pushed is added, as soon as it is there
             if ps.is_worker:
-                opt = torch.optim.SGD(net.parameters(), lr=0.2)  # each worker's own
+                rate = 0.4 / len(ps.workers)  # all that they find is added up
+                opt = torch.optim.SGD(net.parameters(), rate)  # each worker's own
                 async with Downpour(ps, net, opt, n_push=EVERY, n_pull=EVERY) as client:
                     for mine in batches(ps.workers.index(ps.rank), len(ps.workers)):  # (120 / workers,)
                         opt.zero_grad()

@@ -86,6 +86,8 @@ class Progress:
         self.large = 0
         self.computing: set[int] = set()
         """The threads of host streams that compute just now, and do not wait for a handle."""
+        self.working = 0
+        """Work of other threads whose end is told by `start_in_thread`; with the transport lock held."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
         self.watched = False

@@ -16,7 +16,7 @@ import torch
 from aiodist.bench import ps_serving
 from aiodist.bench.peers import Mpi4py
 from aiodist.bench.ps_ways import SPLIT_BYTES, Mpi, Ours, Roles, Rpc, Way, rpc_opened
-from aiodist.bench.timing import Contender, Pace, interleaved, pace
+from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.bench.training import torch_threads
 from aiodist.ps import ParameterServer
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
 
-__all__ = ["measure"]
+__all__ = ["COUNT", "measure"]
 
 _SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
 _SMALL = (64, 4 << 10)
-_COUNT = 2000
+COUNT = 1000
+"""Small pushes that are under way at once."""
 _RULES = ("copy", "add")
 
 
@@ -67,8 +68,7 @@ async def _measure_size(session: Session, ways: Sequence[Way], nbytes: int) -> l
     records = []
     async with AsyncExitStack() as stack:
         await _hold(session, ways, nbytes, stack)
-        often = pace(nbytes, session.plan.repeat)
-        often = replace(often, warmups=min(often.warmups, often.repeat))
+        often = _often(nbytes, session.plan.repeat)
         for rule in _RULES:
             records += await _turns(session, "push", nbytes, [way.push(rule) for way in ways], often, rule)
         records += await _turns(session, "pull", nbytes, [way.pull() for way in ways], often)
@@ -77,13 +77,23 @@ async def _measure_size(session: Session, ways: Sequence[Way], nbytes: int) -> l
     return records
 
 
+def _often(nbytes: int, repeat: int | None) -> Pace:
+    """Return how often an operation is done; others than ours take milliseconds, so less often than a collective.
+
+    What comes right after a call of torch's RPC is slow for a while, whatever it is.
+    """
+    if nbytes <= 64 << 10:
+        return Pace(repeat or 30, 20, warmups=min(3, repeat or 3), leads=20)
+    return Pace(repeat or (20 if nbytes <= 4 << 20 else 10), 1, warmups=min(3, repeat or 3), leads=1)
+
+
 async def _measure_ops(session: Session, ways: Sequence[Way], nbytes: int) -> list[Record]:
     """Measure small pushes of one worker that are all under way at once."""
     async with AsyncExitStack() as stack:
         await _hold(session, ways, nbytes, stack)
         often = Pace(session.plan.repeat or 10, 1, warmups=1)
-        contenders = [way.pushes("add", _COUNT) for way in ways]
-        records = await _turns(session, "ps_ops", nbytes, contenders, often, "add", each=_COUNT)
+        contenders = [way.pushes("add", COUNT) for way in ways]
+        records = await _turns(session, "ps_ops", nbytes, contenders, often, "add", each=COUNT)
     return [replace(record, value=1 / record.seconds if record.seconds else None) for record in records]
 
 

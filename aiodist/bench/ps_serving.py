@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.ps import ParameterServer
 
-__all__ = ["MODES", "measure"]
+__all__ = ["MODES", "PULLS", "measure"]
 
 MODES: dict[str, Literal["snapshot", "lock-free"] | None] = {
     "none": None,
@@ -30,7 +30,8 @@ MODES: dict[str, Literal["snapshot", "lock-free"] | None] = {
 _NBYTES = 1 << 20
 _PULL_SECONDS = 0.1
 """From one pull to the next."""
-_PULLS = 8
+PULLS = 8
+"""In a turn."""
 _STEP_SECONDS = 15e-3
 _NAME = "served"
 
@@ -86,7 +87,7 @@ async def _train(step: Callable[[], Awaitable[None]]) -> float:
     """Return the mean seconds of a step, over as long as pulls go on."""
     began = perf_counter()
     count = 0
-    while perf_counter() - began < _PULLS * _PULL_SECONDS:
+    while perf_counter() - began < PULLS * _PULL_SECONDS:
         await step()
         count += 1
     return (perf_counter() - began) / count
@@ -96,7 +97,7 @@ async def _pull(ps: ParameterServer, out: torch.Tensor, mode: Literal["snapshot"
     """Return the seconds of each pull."""
     seconds = []
     began = perf_counter()
-    for turn in range(_PULLS):
+    for turn in range(PULLS):
         await asyncio.sleep(max(0.0, began + turn * _PULL_SECONDS - perf_counter()))
         asked = perf_counter()
         await ps.pull(_NAME, out, reads=mode)

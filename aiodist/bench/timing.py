@@ -44,6 +44,8 @@ class Pace:
     repeat: int
     batch: int
     warmups: int = WARMUPS
+    leads: int = 0
+    """Operations at the start of each sample that are not timed, where a contender disturbs the one after it."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ async def interleaved(
     for turn in range(pace.warmups + pace.repeat):
         for contender in contenders if turn % 2 else reversed(contenders):
             await fence()
+            if pace.leads:
+                await _sample(contender, pace.leads)
             seconds = await _sample(contender, pace.batch)
             if turn >= pace.warmups:
                 samples[contender.name].append(seconds)

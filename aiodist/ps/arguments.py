@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from aiodist.ps.raw import flat
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import RuleLike, Settings
 
-__all__ = ["Out", "Pushed", "check_settings", "outs_of", "pushed_of"]
+__all__ = ["Out", "Pushed", "check_settings", "listed", "outs_of", "pushed_of"]
 
 
 class Pushed(NamedTuple):
@@ -40,7 +40,7 @@ def pushed_of(
 ) -> list[Pushed]:
     """Return what goes up; `rule` is what the call was given, and the settings that know it."""
     settings, wanted = rule
-    given = [values] * len(knowns) if values is None else ([values] if single else list(values))
+    given = [values] * len(knowns) if values is None else ([values] if single else listed("values", values))
     if len(given) != len(knowns):
         raise ValueError(f"{len(given)} values for {len(knowns)} tensors: expected one for each")
     return [
@@ -73,7 +73,7 @@ def _default(known: Known, rule: Rule) -> Tensor:
 
 def outs_of(knowns: Sequence[Known], out: Any, single: bool) -> list[Out]:  # noqa: ANN401
     """Return where tensors go."""
-    given = [None] * len(knowns) if out is None else ([out] if single else list(out))
+    given = [None] * len(knowns) if out is None else ([out] if single else listed("out", out))
     if len(given) != len(knowns):
         raise ValueError(f"{len(given)} out tensors for {len(knowns)}: expected one for each")
     outs: list[Out] = []
@@ -84,6 +84,13 @@ def outs_of(knowns: Sequence[Known], out: Any, single: bool) -> list[Out]:  # no
             checked = known.check(known.tensor if t is None else t, "out")
             outs.append(Out(flat(checked), checked))
     return outs
+
+
+def listed(name: str, given: object) -> list[Any]:
+    """Return `given` as a list; raise TypeError for what has no parts."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is {type(given).__name__}: expected a list")
+    return list(given)
 
 
 def check_settings(known: Known, settings: Mapping[str, float]) -> None:

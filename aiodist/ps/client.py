@@ -46,6 +46,7 @@ class Client:
         """By server and number."""
         self._open: dict[int, None] = {}
         """Pushes that are neither applied nor dropped, in order."""
+        self._first_open = 1  # none before this number is open; a dict finds its first slowly when many were removed
         self._syncs: deque[tuple[int, Handle[None]]] = deque()
         self._watched: list[tuple[Known, Callable[[BaseException | None], None]]] = []
         self._late_error: BaseException | None = None
@@ -96,8 +97,9 @@ class Client:
         if len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self.context.rank:
             self._push_small(number, known, value, rule, alpha)
             return
-        postings = [self._posting(number, known, span, value[span.start : span.stop], rule, alpha) for span in spans]
-        self._issue(postings)
+        # The one span of an object does not say how long its code is.
+        parts = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
+        self._issue([self._posting(number, known, span, t, rule, alpha) for span, t in zip(spans, parts, strict=True)])
 
     def _push_small(self, number: int, known: Known, value: Tensor, rule: int, alpha: float) -> None:
         """Do what `_posting` does, for what is pushed fifty thousand times a second."""
@@ -248,7 +250,7 @@ class Client:
             if into is None:
                 part.value = raw.clone()
             else:
-                copy(into, raw.view(into.dtype))
+                copy(into.view(torch.uint8), raw)  # as bytes: what lies in an entry is aligned for 8 of them
             over(None)
             return
         plain = into is not None and arrived is None
@@ -452,7 +454,12 @@ class Client:
             self._look_at_watched()
 
     def _look(self) -> None:
-        while self._syncs and (not self._open or next(iter(self._open)) > self._syncs[0][0]):
+        while self._syncs:
+            limit = self._syncs[0][0]
+            while self._first_open <= limit and self._first_open not in self._open:
+                self._first_open += 1
+            if self._first_open <= limit:
+                return
             _, handle = self._syncs.popleft()
             if handle.done():
                 continue

@@ -30,6 +30,8 @@ class _Entry:
     done: dict[int, int] = field(default_factory=dict)
     """The fillers that have filled what they should, and their questions."""
     filled: bool = False
+    refused: set[int] = field(default_factory=set)
+    """Those who meant something else by the name: nobody waits for them."""
     freed: set[int] = field(default_factory=set)
     again: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Those who have freed it and open it again, before all have freed it."""
@@ -63,7 +65,11 @@ class Directory:
                 for rank, side in ((entry.opener, entry.first), (client, call))
             )
             self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
+            entry.refused.add(client)
+            self._choose(entry)
+            self._sweep(call["name"], entry)
             return
+        entry.refused.discard(client)
         if entry.filled:
             self._server.answer(client, call["n"], key=entry.key, fill=False)
             return
@@ -77,20 +83,55 @@ class Directory:
             if start == "own":
                 chosen = client in entry.first["servers"]
             elif start == "root":
-                chosen = client == min(self._present() - self._parted, default=-1) and not entry.fillers
+                chosen = client == min(self._coming(entry), default=-1) and not entry.fillers
             else:
                 chosen = call["worker"] and not entry.fillers
             if chosen:
                 entry.fillers.add(client)
                 entry.waiting.remove((client, call))
                 self._server.answer(client, call["n"], key=entry.key, fill=True)
+        self._check_hope(entry)
+
+    def _coming(self, entry: _Entry) -> set[int]:
+        """Return the workers that may give it first values."""
+        return self._present() - self._parted - entry.refused
+
+    def _check_hope(self, entry: _Entry) -> None:
+        """Refuse those who wait for first values that nobody will give any more."""
+        if entry.filled:
+            return
+        if entry.first["start"] == "own":
+            waited_for = set(entry.first["servers"]) - entry.fillers
+            missing = sorted(waited_for & (self._parted | entry.refused))
+            hopeless = bool(missing)
+        else:
+            missing = list(self._context.workers)
+            hopeless = not entry.fillers and not self._coming(entry)
+        if not hopeless:
+            return
+        name = entry.first["name"]
+        text = f"init of {name!r} with start={entry.first['start']!r}: nobody will give its first values: expected "
+        error = MismatchError(f"{text}{'each' if entry.first['start'] == 'own' else 'one'} of ranks {missing} to init it")
+        for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
+            self._server.fail(client, number, error)
+        self._forget(name, entry)
+
+    def _forget(self, name: str, entry: _Entry) -> None:
+        del self._entries[name]
+        call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
+        for rank in entry.first["servers"]:
+            if rank not in self._context.gone:
+                self._context.post.put(rank, Kind.CALL, call)
 
     def _present(self) -> set[int]:
         return set(self._context.workers) - self._left - set(self._context.gone)
 
     def ready(self, client: int, call: dict[str, Any]) -> None:
         """A filler has filled what it should."""
-        entry = self._entries[call["name"]]
+        entry = self._entries.get(call["name"])
+        if entry is None or entry.key != call["key"]:
+            self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: others left without it"))
+            return
         entry.done[client] = call["n"]
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
@@ -101,26 +142,23 @@ class Directory:
     def free(self, client: int, call: dict[str, Any]) -> None:
         """A client uses the name no more; it is gone when that is true of all workers."""
         entry = self._entries.get(call["name"])
-        if entry is not None:
+        if entry is not None and entry.key == call["key"]:
             entry.freed.add(client)
+            self._server.freed(client, entry.key)
             self._sweep(call["name"], entry)
         self._server.answer(client, call["n"])
 
     def _sweep(self, name: str, entry: _Entry) -> None:
-        if not entry.freed or not self._present() <= entry.freed:
+        if self._entries.get(name) is not entry or not entry.freed or not self._present() <= entry.freed | entry.refused:
             return
-        del self._entries[name]
-        call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
-        for rank in entry.first["servers"]:
-            if rank not in self._context.gone:
-                self._context.post.put(rank, Kind.CALL, call)
+        self._forget(name, entry)
         for client, again in entry.again:
             self.open(client, again)
 
     def part(self, client: int) -> None:
         """A client opens nothing more: others may have to fill what it should."""
         self._parted.add(client)
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             self._choose(entry)
 
     def leave(self, client: int) -> None:

@@ -53,11 +53,11 @@ class Known:
     @staticmethod
     def checked(name: str, value: object) -> Tensor:
         """Return `value`, a tensor that `name` may stand for."""
-        return check_tensor(value, name)
+        return _plain(check_tensor(value, name), name)
 
     def check(self, value: object, name: str = "values") -> Tensor:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
-        t = check_tensor(value, name)
+        t = _plain(check_tensor(value, name), name)
         if t.dtype is not self.dtype:
             raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
         if tuple(t.shape) != self.shape:
@@ -75,21 +75,26 @@ class Names:
 
     def __init__(self) -> None:
         self._known: dict[str, Known] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
+        self.changing: dict[str, str] = {}
+        """Names that become known, or are forgotten, and the call that is not over."""
 
     def add(self, known: Known) -> None:
         """Know it from now on."""
         self._known[known.name] = known
         if known.tensor is not None:
-            self._names[id(known.tensor)] = known.name
+            self._names.setdefault(id(known.tensor), []).append(known.name)
 
     def remove(self, known: Known) -> None:
         """Know it no more."""
-        self._known.pop(known.name, None)
-        if known.tensor is not None:
-            self._names.pop(id(known.tensor), None)
+        if self._known.pop(known.name, None) is None or known.tensor is None:
+            return
+        names = self._names[id(known.tensor)]
+        names.remove(known.name)
+        if not names:
+            del self._names[id(known.tensor)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,17 +124,24 @@ class Names:
         if isinstance(what, nn.Module):
             return [self._of(p) for p in what.parameters()], False
         if isinstance(what, Iterable):
-            return [self.resolve(one)[0][0] for one in what], False
+            return [self._one(one) for one in what], False
         raise TypeError(
             f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
         )
 
+    def _one(self, one: object) -> Known:
+        if isinstance(one, str):
+            return self[one]
+        if isinstance(one, Tensor):
+            return self._of(one)
+        raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
+
     def _of(self, t: Tensor) -> Known:
-        name = self._names.get(id(t))
-        if name is None:
+        names = self._names.get(id(t))
+        if names is None:
             shape = f"{t.dtype}{list(t.shape)}"
             raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
-        return self._known[name]
+        return self._known[names[0]]
 
     def _listed(self) -> str:
         names = ", ".join(map(repr, list(self._known)[:8]))
@@ -152,6 +164,13 @@ def named(tensors: object) -> dict[str, Tensor]:
     else:
         raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
     return {_name(name): check_tensor(t, str(name)) for name, t in found.items()}
+
+
+def _plain(t: Tensor, name: str) -> Tensor:
+    """Return `t`; raise ValueError for one whose memory is not what it means."""
+    if t.is_conj() or t.is_neg():
+        raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
+    return t
 
 
 def _name(name: object) -> str:

@@ -15,7 +15,7 @@ from aiodist.codecs import Codec, ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle, in_flight
-from aiodist.ps.arguments import Out, Pushed, check_settings, outs_of, pushed_of
+from aiodist.ps.arguments import Out, Pushed, check_settings, listed, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
@@ -183,13 +183,16 @@ class ParameterServer(Session):
         consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
         """
         self._check()
-        names = [what] if isinstance(what, str) else list(what)
-        given = [values] if isinstance(what, str) else list(values)
+        names = [what] if isinstance(what, str) else listed("names", what)
+        given = [values] if isinstance(what, str) else listed("values", values)
         if len(names) != len(given):
             raise ValueError(f"{len(given)} values for {len(names)} names: expected one for each")
         chosen = self._settings.start if start is None else one_of("start", start, STARTS)
         fresh = [self._new(name, value, rule, codec) for name, value in zip(names, given, strict=True)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"init of {names}: expected each name once")
         programs = [self._opening(known, given[i] if codec else known.tensor, chosen) for i, known in enumerate(fresh)]
+        self._names.changing.update(dict.fromkeys(names, "init"))
         return self._run_all("init", programs, timeout)
 
     def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> Known:  # noqa: ANN401
@@ -197,6 +200,8 @@ class ParameterServer(Session):
             raise TypeError(f"name {name!r}: expected a str that is not empty")
         if name in self._names:
             raise KeyError(f"{name!r} was init()ed already: free() it first")
+        if name in self._names.changing:
+            raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
@@ -217,6 +222,13 @@ class ParameterServer(Session):
         return Known(name, t, (number, chosen), placement, self.servers)
 
     def _opening(self, known: Known, value: Any, start: str) -> Program[None]:  # noqa: ANN401
+        try:
+            yield from self._opened_by(known, value, start)
+        finally:
+            self._names.changing.pop(known.name, None)
+        self._names.add(known)
+
+    def _opened_by(self, known: Known, value: Any, start: str) -> Program[None]:  # noqa: ANN401
         leader = known.spans[0].rank
         said = yield from self._client.call(
             leader,
@@ -237,8 +249,7 @@ class ParameterServer(Session):
             if known.codec is not None:
                 spans = [spans[0]._replace(stop=data.numel())]
             yield from self._client.filling(known, data, spans)
-            yield from self._client.call(leader, "ready", name=known.name)
-        self._names.add(known)
+            yield from self._client.call(leader, "ready", name=known.name, key=known.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
@@ -246,13 +257,17 @@ class ParameterServer(Session):
         knowns, _ = self._names.resolve(what)
         for known in knowns:
             self._names.remove(known)
+            self._names.changing[known.name] = "free"
             self._prefetched.pop(known.name, None)
         self._names.first = tuple(name for name in self._names.first if name in self._names)
         return self._run_all("free", [self._freeing(known) for known in knowns], timeout)
 
     def _freeing(self, known: Known) -> Program[None]:
-        yield [partial(self._client.when_applied, known)]
-        yield from self._client.call(known.spans[0].rank, "free", name=known.name)
+        try:
+            yield [partial(self._client.when_applied, known)]
+            yield from self._client.call(known.spans[0].rank, "free", name=known.name, key=known.key)
+        finally:
+            self._names.changing.pop(known.name, None)
 
     def configure(self, what: object = None, *, timeout: float | None = None, **settings: float) -> Handle[None]:
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.

@@ -21,7 +21,7 @@ from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.metrics import Metrics
-from aiodist.ps.raw import as_bytes, values_in
+from aiodist.ps.raw import as_bytes, bytes_in, values_in
 from aiodist.ps.requests import Change, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
 from aiodist.ps.shard import Shard
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from aiodist.codecs import Codec
 
 __all__ = ["Server"]
+
+_ALIGNED = 8
+"""What entries are aligned for, in bytes; torch's kernels for complex128 want 16."""
 
 
 class Server:
@@ -106,24 +109,33 @@ class Server:
             # What waits must not keep a frame alive, which has more room than it needs.
             keep = self.context.policy.accepts
             dtype = torch.uint8 if head.coded or shard is None else shard.data.dtype
-            value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
-            push.value = value.clone() if keep else value
-        else:
-            self._look(shard, push, head)
+            if dtype.itemsize > _ALIGNED:
+                push.value = bytes_in(body, PUSH_BYTES, head.nbytes).clone().view(dtype)
+            else:
+                value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
+                push.value = value.clone() if keep else value
+        elif not self._look(shard, push, head):
+            return
         if shard is None:
             self.refuse(push, LookupError(f"key {head.key} was freed"))
         else:
             shard.expect(push)
 
-    def _look(self, shard: Shard | None, push: Pushing, head: Push) -> None:
-        """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied."""
+    def _look(self, shard: Shard | None, push: Pushing, head: Push) -> bool:
+        """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
+
+        False where it is no longer there: another server of the tensor is gone, or the client is.
+        """
+        found = None
         if head.way == Way.OWN:
-            found = self.own.pop((head.number, head.key))
-        else:
+            found = self.own.pop((head.number, head.key), None)
+        elif push.client not in self.context.gone:
             found = self.context.memory(push.client, head.segment, head.offset, head.nbytes)
+        if found is None:
+            return False
         if not self.context.policy.accepts or head.rule == FILL or shard is None:
             self._take(shard, push, found)
-            return
+            return True
         buffer = self.context.pool.take(head.nbytes)
         push.pooled = True
         self._take(shard, push, buffer)
@@ -132,6 +144,7 @@ class Server:
         else:
             push.ready = False
             self.context.service.run(partial(buffer.copy_, found), partial(self._received, shard, push))
+        return True
 
     def _take(self, shard: Shard | None, push: Pushing, raw: Tensor) -> None:
         """Let `push` have its data as what they are."""
@@ -208,6 +221,11 @@ class Server:
         """`client` sends nothing more but its goodbye."""
         self._gone(client, gone=False)
         self.answer(client, call["n"])
+
+    def freed(self, client: int, key: int) -> None:
+        """`client` pushes no more to a tensor that this server leads: steps go on without it."""
+        if (shard := self._shards.get(key)) is not None:
+            shard.leave(client, gone=False)
 
     def lose(self, rank: int) -> None:
         """`rank` died."""

@@ -34,6 +34,7 @@ class Service:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self.waiting += 1
+        self._progress.working += 1
         self._queue.put((work, then))
 
     def close(self) -> None:
@@ -54,4 +55,5 @@ class Service:
 
     def _over(self, then: Then, error: BaseException | None) -> None:
         self.waiting -= 1
+        self._progress.working -= 1
         then(error)

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from aiodist.codecs import Json
 from aiodist.collectives.program import Program, run
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerLost
@@ -69,7 +70,8 @@ class Session:
     async def _agree(self) -> None:
         """Raise MismatchError unless all ranks opened it with the same settings."""
         mine = self._settings.described()
-        others = await self._coll.allgather_object(mine)
+        described = Json()  # objects would be unpickled
+        others = [described.decode(code) for code in await self._coll.allgather(described.encode(mine))]
         for rank, other in enumerate(others):
             different = [what for what in mine if other[what] != others[0][what]]
             if different:

@@ -31,7 +31,7 @@ __all__ = ["FakeClockLoop", "Limit"]
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
 _QUIET_TICKS = 30  # turns of the watchers of stalled operations, 0.1 s each, in which a mismatch would have come out
-_LIBRARY_THREADS = ("aiodist-progress", "asyncio_", "pytest_timeout")
+_LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
 
 class Limit:
@@ -103,8 +103,8 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def executing(self) -> bool:
-        """Whether a function runs in an executor or on a `HostStream`, and does not wait there for a handle."""
-        return self._executing > 0 or bool(self._progress.computing)
+        """Whether a function runs in an executor or a parameter server, or on a `HostStream`, waiting for no handle."""
+        return self._executing > 0 or self._progress.working > 0 or bool(self._progress.computing)
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""

@@ -41,7 +41,7 @@ def mpi(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Output]:
-    """Run a script on `n` ranks in an empty folder; fail when it takes more than a minute."""
+    """Run a script on `n` ranks, and `servers` more, in an empty folder; fail when it takes more than a minute."""
     return partial(start, tmp_path)
 
 
@@ -57,10 +57,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ou
     return run
 
 
-def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str) -> Output:
+def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str, servers: int = 0) -> Output:
+    ranks = ["-n", str(n), "--servers", str(servers)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "aiodist.cli", "run", "-n", str(n), "--mpi", mpi, str(script), *arguments],
+        [sys.executable, "-m", "aiodist.cli", "run", *ranks, "--mpi", mpi, str(script), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -68,7 +69,7 @@ def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str) -> Outp
         timeout=60,
         check=False,
     )
-    lines: dict[int, list[str]] = {rank: [] for rank in range(n)}
+    lines: dict[int, list[str]] = {rank: [] for rank in range(n + servers)}
     for line in done.stdout.splitlines():
         rank, _, text = line.removeprefix("[").partition("] ")
         lines[int(rank)].append(text)

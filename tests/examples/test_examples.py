@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,18 @@ def sections(launched: Launch) -> tuple[dict[str, list[str]], Path]:
     done, folder = launched(2, ONE_AFTER_ANOTHER, *WAYS, mpi="openmpi")
     assert (done.code, done.errors) == (0, "")
     assert done.lines[1] == [f"--- {name}" for name in WAYS]
+    return by_example(done.lines[0]), folder
+
+
+def by_example(lines: list[str]) -> dict[str, list[str]]:
+    """Return what each of several examples printed."""
     printed: dict[str, list[str]] = {}
-    for line in done.lines[0]:
+    for line in lines:
         if line.startswith("--- "):
-            printed[line.removeprefix("--- ")] = lines = []
+            printed[line.removeprefix("--- ")] = found = []
         else:
-            lines.append(line)
-    return printed, folder
+            found.append(line)
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +209,7 @@ def test_t3_the_tasks_beside_training(sections: tuple[dict[str, list[str]], Path
 def test_t3_any_number_of_ranks(
     name: str, n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = example("train_sequential")
-    monkeypatch.setattr(alone, "EPOCHS", 3)
-    monkeypatch.setitem(sys.modules, "train_sequential", alone)
-    alone.main()
-    expected = capsys.readouterr().out.splitlines()
+    expected = shortened(example, monkeypatch, capsys, epochs=3)
     program = example(name)
     arguments = [Path("digits.pt")] if name == "train_evaluate" else []
     run_ranks(n, lambda: program.main(*arguments))
@@ -217,6 +219,68 @@ def test_t3_any_number_of_ranks(
     else:
         assert seen[0] == f"batches of each rank: {[192] if n == 1 else [32, 64, 96]}"
         assert accuracy_in(seen[-1]) >= 0.9
+
+
+# --- parameter servers ------------------------------------------------------------------------------------------------
+
+AT_SERVERS = {"ps_sync": 0.96, "ps_downpour": 0.85, "ps_easgd": 0.92, "ps_data_parallel": 0.92, "ps_evaluator": 0.96}
+
+
+def test_t3_ps_workers_beside_a_server(launch: Launch, sequential: list[str]) -> None:
+    done = launch(2, ONE_AFTER_ANOTHER, *AT_SERVERS, mpi="none", servers=1)
+    assert (done.code, done.errors) == (0, "")
+    printed = by_example(done.lines[0])
+    same_weights(printed["ps_sync"], sequential)
+    for name in ("ps_downpour", "ps_easgd", "ps_data_parallel"):
+        assert accuracy_in(printed[name][-1]) >= AT_SERVERS[name]
+    assert done.lines[1] == [f"--- {name}" for name in AT_SERVERS]
+    check_versions(by_example(done.lines[2])["ps_evaluator"], sequential, last=165)
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_t3_ps_synchronous_steps_are_those_of_one_process(
+    n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = shortened(example, monkeypatch, capsys, epochs=2)
+    run_ranks(n, example("ps_sync").main)
+    same_weights(capsys.readouterr().out.splitlines(), expected)
+    run_ranks(n, example("ps_evaluator").main)
+    check_versions(capsys.readouterr().out.splitlines(), expected, last=22)
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", ["ps_downpour", "ps_easgd", "ps_data_parallel"])
+def test_t3_ps_workers_that_wait_for_nobody_learn(
+    name: str, n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shortened(example, monkeypatch, capsys, epochs=8)
+    run_ranks(n, example(name).main)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert accuracy_in(lines[-1]) >= AT_SERVERS[name] - 0.05
+
+
+def check_versions(lines: list[str], expected: list[str], last: int) -> None:
+    """Check what the evaluator printed: rising versions, an epoch apart or more, the last one that of all steps."""
+    found = [re.fullmatch(r"version (\d+): (test accuracy .*)", line) for line in lines]
+    versions = [int(match[1]) for match in found if match is not None]
+    assert len(versions) == len(lines)
+    assert versions[0] >= 11
+    assert all(later - earlier >= 11 or later == last for earlier, later in pairwise(versions))
+    assert versions[-1] == last
+    assert lines[-1] == f"version {last}: {expected[-1]}"
+
+
+def shortened(example: Example, monkeypatch: pytest.MonkeyPatch, capsys: Any, epochs: int) -> list[str]:
+    """Have examples do fewer epochs; return what one process prints then."""
+    alone = example("train_sequential")
+    monkeypatch.setattr(alone, "EPOCHS", epochs)
+    monkeypatch.setitem(sys.modules, "train_sequential", alone)
+    alone.main()
+    lines: list[str] = capsys.readouterr().out.splitlines()
+    return lines
 
 
 @pytest.fixture

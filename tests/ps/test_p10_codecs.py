@@ -95,18 +95,16 @@ async def test_p10_what_comes_behind_a_large_push_stays_behind_it(coll: Communic
     async with ParameterServer(coll, {"w": w, "v": v}, codec=Half(), split_bytes=64 if split else 1 << 30) as ps:
         if coll.rank == 0:
             ones, twos, small = torch.ones(LARGE), 2 * torch.ones(LARGE), torch.ones(SMALL)
-            reads = []
+            reads, pushes = [], []
             for i in range(1, 4):
-                ps.push("w", ones)
-                ps.push("w", twos)
-                ps.push("v", small)
+                pushes += [ps.push("w", ones), ps.push("w", twos), ps.push("v", small)]
                 small.fill_(7.0)  # small ones are copied at the call
                 small = torch.ones(SMALL)
                 reads.append((i, ps.pull("w", torch.empty(LARGE)), ps.pull("v", torch.empty(SMALL))))
             for i, large, little in reads:
                 assert torch.equal(await asyncio.wait_for(large, SECONDS), 3.0 * i * torch.ones(LARGE))
                 assert torch.equal(await asyncio.wait_for(little, SECONDS), i * torch.ones(SMALL))
-            await ps.sync(timeout=SECONDS)
+            await asyncio.wait_for(asyncio.gather(*pushes), SECONDS)
         await ps.barrier()
 
 
@@ -114,7 +112,7 @@ async def test_p10_what_comes_behind_a_large_push_stays_behind_it(coll: Communic
 async def test_p10_integers_and_complex_numbers_pass_as_they_are(coll: Communicator) -> None:
     tensors = {
         str(dtype): torch.arange(SMALL).to(dtype)
-        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64)
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128)
     }
     async with ParameterServer(coll, tensors, codec=TopK(0.01), pull_codec=TopK(0.01)) as ps:
         for name, t in tensors.items():
@@ -173,18 +171,15 @@ async def test_p10_rules_that_are_no_sums_do_without_feedback(coll: Communicator
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("rule", ["copy", "zero"])
-async def test_p10_what_replaces_a_tensor_ends_what_was_left_of_sums(
-    coll: Communicator, numel: int, rule: str
-) -> None:
+async def test_p10_what_replaces_a_tensor_ends_what_was_left_of_sums(coll: Communicator, numel: int, rule: str) -> None:
     half = TopK(0.5)
     async with ParameterServer(coll, None, codec=half, split_bytes=1 << 30) as ps:
         name = next(str(i) for i in range(99) if place_of(ps, str(i)) == 1)
         await ps.init(name, torch.zeros(numel))
         if coll.rank == 0:
             value = draw(numel, 1, torch.float32)
-            ps.push(name, value)
-            ps.push(name, value, rule=rule)
-            await ps.push(name, value, timeout=SECONDS)
+            pushes = [ps.push(name, value), ps.push(name, value, rule=rule), ps.push(name, value)]
+            await asyncio.wait_for(asyncio.gather(*pushes), SECONDS)
             once = sent(half, value)
             assert torch.equal(await ps.pull(name), once + once if rule == "copy" else once)
             assert torch.equal(residual(ps, name), value - once)
@@ -278,7 +273,7 @@ async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_no
         if ps.is_worker:
             await ps.push("w", torch.ones(numel))
             encode = ps._client.codes.encode
-            ps._client.codes.encode = lambda *_: [(codes[damage](), True)]  # type: ignore[method-assign]
+            ps._client.codes.encode = lambda *_: ([(codes[damage](), True)], 1.0)  # type: ignore[method-assign]
             with pytest.raises(RemoteError, match="server 1 raised ValueError: a code"):
                 await ps.push("w", torch.ones(numel), timeout=SECONDS)
             ps._client.codes.encode = encode  # type: ignore[method-assign]
@@ -395,9 +390,7 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
             metrics = ps._context.metrics
             code = 16 + TopK(0.01).encode(value).nbytes
             async with asyncio.timeout(SECONDS):
-                while metrics.pull_received_bytes < value.nbytes + 5 * code:
-                    await asyncio.sleep(0.001)
-                while len(held) < (0 if numel == SMALL else 1 if numel == 20_000 else 1):
+                while metrics.pull_received_bytes < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             post.receive = receive  # type: ignore[method-assign]
             with transport_lock:
@@ -419,10 +412,9 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
                 await ps.push("w", value)
                 assert torch.equal(await ps.pull("w"), sent(top, value))
                 assert torch.equal(residual(ps, "w"), value - sent(top, value))
-                ps.push("w", value)
-                last = ps.pull("w")
+                last = [ps.push("w", value), ps.pull("w")]
                 await ps.free("w", timeout=SECONDS)
-                await asyncio.wait_for(last, SECONDS)
+                await asyncio.wait_for(asyncio.gather(*last), SECONDS)
             assert not ps._client.codes.kept
         await coll.barrier()
         if ps.is_server:

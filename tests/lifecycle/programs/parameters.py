@@ -1,0 +1,162 @@
+"""What a parameter server does when a rank of it is killed: `parameters.py NAME POLICY`, on three ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist.errors import AiodistError
+from aiodist.ps import Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
+
+VICTIM = 2
+LARGE = 300_000  # of float32: more than is carried in an entry
+POLICIES: dict[str, Policy] = {
+    "asynchronous": Asynchronous(),
+    "bounded": Bounded(2),
+    "quorum": Quorum(1, "sum"),
+    "synchronous": Synchronous("sum"),
+}
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def threads() -> list[str]:
+    """Return the threads that a parameter server has begun."""
+    return [thread.name for thread in threading.enumerate() if "-ps-" in thread.name]
+
+
+async def no_threads() -> None:
+    async with asyncio.timeout(10):
+        while threads():  # noqa: ASYNC110  - a thread ends when it comes to it
+            await asyncio.sleep(0.002)
+
+
+def mixed(t: Tensor) -> bool:
+    """Look for two versions in one part of a tensor: what the dead had pushed may have come to one server only."""
+    parts = t.chunk(2) if t.numel() == LARGE else (t,)
+    return any(bool((part != part[0]).any()) for part in parts)
+
+
+async def worker(policy: Policy) -> None:
+    """Rank 2, a worker, is killed while it has pushes under way; the others push 30 times more each."""
+    async with asyncio.timeout(30), aiodist.init() as coll:
+        w = {"small": torch.zeros(5), "large": coll.empty(LARGE).zero_(), "private": torch.zeros(LARGE)}
+        async with ParameterServer(coll, w, consistency=policy, servers=[0, 1], workers=[0, 1, 2]) as ps:
+            values = {name: torch.ones_like(t) for name, t in w.items()}
+            values["large"] = coll.empty(LARGE).fill_(1)
+            for _ in range(3):
+                await ps.push_pull(list(w), list(values.values()))
+            if coll.rank == VICTIM:
+                for _ in range(20):
+                    ps.push(list(w), list(values.values()))
+                kill()
+            steps = 0
+            for _ in range(30):
+                await ps.push(list(w), list(values.values()))
+                assert not any(mixed(t) for t in await ps.pull())
+                steps += 1
+            say("steps:", steps)
+            await ps.sync()
+            await ps.barrier()
+            await ps.pull()
+            expected = 9 + 2 * 30  # and what the dead had pushed and got through
+            say("nothing lost:", all(expected <= int(t[0]) <= expected + 20 for t in w.values()))
+            metrics = ps.metrics()
+        del w, values
+        gc.collect()
+        await no_threads()
+        say("left:", sorted(threads()), "dropped", metrics.dropped)
+
+
+async def server(policy: Policy) -> None:
+    """Rank 2, which serves too, is killed while the others work: what lies on it is lost, the rest goes on."""
+    async with asyncio.timeout(40), aiodist.init() as coll:
+        order = [int(rank) for rank in sys.argv[3]]
+        async with ParameterServer(coll, consistency=policy, servers=order, workers=[0, 1], timeout=20.0) as ps:
+            names = [f"w{i}" for i in range(24)]
+            if ps.is_worker:
+                await ps.init([*names, "cut"], [torch.zeros(4) for _ in names] + [torch.zeros(LARGE)])
+                for _ in range(3):
+                    await ps.push([*names, "cut"], [torch.ones(4) for _ in names] + [torch.ones(LARGE)])
+                await ps.barrier()
+                if coll.rank == 0:
+                    await coll.send(torch.zeros(1), VICTIM)
+            if coll.rank == VICTIM:
+                await coll.recv(src=0)
+                kill()
+            began, pending = time.monotonic(), []
+            cut = torch.ones(LARGE)
+            while not (lost := [handle for handle in pending if handle.done() and handle.exception() is not None]):
+                pending += [ps.push(name, torch.ones(4)) for name in names]
+                pending += [ps.pull("cut", torch.empty(LARGE)), ps.push("cut", cut), ps.sync()]
+                await asyncio.sleep(0.005)
+            say("heard:", named(lost[0].exception()))
+            over = [await outcome(handle) for handle in pending]
+            say("all over:", len(over) == len(pending), "soon:", time.monotonic() - began < 10.0)
+            say("ends:", sorted(set(over)))
+            later = {name: await outcome(ps.push(name, torch.ones(4))) for name in names}
+            say("later:", sorted(set(later.values())))
+            reads = {name: await outcome(ps.pull(name)) for name in names}
+            say("the same are lost:", reads == later)
+            say("cut:", await outcome(ps.pull("cut")), await outcome(ps.push("cut", torch.ones(LARGE))))
+            say("sync:", await outcome(ps.sync()))
+            say("barrier:", await outcome(ps.barrier()))
+            say("init:", await outcome(ps.init("another", torch.zeros(LARGE))))
+        await no_threads()
+        say("left:", threads())
+
+
+async def outcome(handle: aiodist.Handle[Any]) -> str:
+    try:
+        await asyncio.wait_for(handle, 10)
+    except TimeoutError:
+        return "late"
+    except Exception as error:
+        return named(error)
+    return "done"
+
+
+def named(error: BaseException | None) -> str:
+    text = "" if f"server {VICTIM} " in str(error) else f": {error}"
+    return f"{type(error).__name__}{text}"
+
+
+async def raised(policy: Policy) -> None:
+    """The body of rank 2 raises while the others push."""
+    async with asyncio.timeout(30), aiodist.init() as coll:
+        w = [torch.zeros(5), torch.zeros(LARGE)]
+        async with ParameterServer(coll, w, consistency=policy) as ps:
+            for i in range(1000):
+                await ps.push(["0", "1"], [torch.ones(5), torch.ones(LARGE)])
+                if i == 5 and coll.rank == VICTIM:
+                    raise ValueError("the body of rank 2")
+
+
+PROGRAMS: dict[str, Callable[[Policy], Coroutine[Any, Any, None]]] = {
+    program.__name__: program for program in (worker, server, raised)
+}
+
+if __name__ == "__main__":
+    try:
+        aiodist.run(PROGRAMS[sys.argv[1]], POLICIES[sys.argv[2]])
+    except AiodistError as error:
+        say("told:", type(error).__name__, "the body of rank 2" in str(error))
+        say("still there:", threads())
+        raise SystemExit(1) from None
