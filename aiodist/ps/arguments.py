@@ -12,7 +12,7 @@ from aiodist.ps.raw import flat
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import RuleLike, Settings
 
-__all__ = ["Out", "Pushed", "check_settings", "listed", "outs_of", "pushed_of"]
+__all__ = ["Out", "Pushed", "check_settings", "check_timeout", "check_version", "listed", "outs_of", "pushed_of"]
 
 
 class Pushed(NamedTuple):
@@ -91,6 +91,26 @@ def listed(name: str, given: object) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {type(given).__name__}: expected a list")
     return list(given)
+
+
+def check_timeout(timeout: object) -> float | None:
+    """Return `timeout`, in seconds; raise TypeError or ValueError for what is none."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {type(timeout).__name__}: expected seconds, or None")
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout}: expected seconds, at least 0, or None")
+    return timeout
+
+
+def check_version(at_least: object) -> int:
+    """Return `at_least`; raise TypeError or ValueError unless it is the number of a version."""
+    if isinstance(at_least, bool) or not isinstance(at_least, int):
+        raise TypeError(f"at_least is {type(at_least).__name__}: expected a version, an int")
+    if not 0 <= at_least < 1 << 63:
+        raise ValueError(f"at_least={at_least}: expected a version, 0 to 2^63 - 1")
+    return at_least
 
 
 def check_settings(known: Known, settings: Mapping[str, float]) -> None:

@@ -20,7 +20,7 @@ __all__ = ["Operation", "PullPart", "PushPart"]
 class Operation:
     """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""
 
-    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "handle", "seconds", "version")
+    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "buffers", "handle", "seconds", "version")
 
     def __init__(self, handle: Handle[Any], parts: int, claims: Sequence[Claim], result: Callable[[], Any]) -> None:
         """`result` makes what the handle returns; the claims are the operation's now."""
@@ -28,6 +28,8 @@ class Operation:
         self._left = parts
         self._claims = claims
         self._result = result
+        self.buffers: object = None
+        """What it pushes: kept while it is claimed, so that nobody else is given that memory."""
         self._error: BaseException | None = None
         self._began = perf_counter()
         self.seconds = 0.0
@@ -47,6 +49,7 @@ class Operation:
         self.seconds = perf_counter() - self._began
         for claim in self._claims:
             in_flight.release(*claim)
+        self.buffers = None
         handle = self.handle
         handle.version = self.version
         if handle.done():

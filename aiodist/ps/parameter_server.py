@@ -15,7 +15,7 @@ from aiodist.codecs import Codec, ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle, in_flight
-from aiodist.ps.arguments import Out, Pushed, check_settings, listed, outs_of, pushed_of
+from aiodist.ps.arguments import Out, Pushed, check_settings, check_version, listed, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
@@ -65,7 +65,10 @@ class ParameterServer(Session):
         start: where first values come from: "root", the first worker's; "first", of whoever is the first to init;
             "own", each server's block from its own tensor.
         reads: "snapshot", all of a tensor from one version, or "lock-free", whatever is there just now.
-        codec: encodes what is pushed, with error feedback; floating tensors only.
+        codec: encodes what is pushed to other ranks; floating tensors only. With error feedback where pushes are summed
+            (add, axpy, optimizers, rules that combine): what a code left out goes with the next push, weighted by its
+            own `alpha`. Of copy, mul, min, max and functions each push is encoded by itself, so a copy through `TopK`
+            has zeros; copy and zero end what this rank had left.
         pull_codec: encodes what is pulled, as the change since this rank's last pull.
         split_bytes: tensors from here on are cut.
         timeout: seconds, for calls that are given none; None is none.
@@ -337,11 +340,11 @@ class ParameterServer(Session):
         """
         self._check()
         knowns, single = self._names.resolve(what)
-        outs = outs_of(knowns, out, single)
+        outs, version = outs_of(knowns, out, single), check_version(at_least)
+        mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
         handle = self._handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
         claims = self._claim(handle, [], outs)
-        mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
-        self._start_pulls(handle, len(knowns), claims, (knowns, outs), single, (mode, int(at_least)))
+        self._start_pulls(handle, len(knowns), claims, (knowns, outs), single, (mode, version))
         return handle
 
     def push_pull(
@@ -478,6 +481,7 @@ class ParameterServer(Session):
         return claims
 
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
+        operation.buffers = pushed
         for known, value, rule in pushed:
             self._client.push(operation, known, value, rule, alpha)
 

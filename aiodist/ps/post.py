@@ -26,7 +26,9 @@ _FRAME_TAG = 1
 _DATA_TAGS = 1 << 20
 _WINDOW = 2
 _FULL_WINDOW = 16
-_BATCH_BYTES = 3 << 10  # short messages leave at once; longer ones wait for a sender that polls
+_SHORT_BYTES = range(3 << 10, 4 << 10)
+"""Full enough, and still what a library sends at once: longer messages wait for a sender that polls."""
+_LONG_BYTES = 16 << 10
 _ROOM_BYTES = 64 << 10
 _FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
 _PADDING = tuple(bytes(-n % 8) for n in range(8))
@@ -79,6 +81,7 @@ class Post:
         short = transport.capabilities().short_receives
         self._fixed_bytes = 0 if short else _FIXED_BYTES
         self._room_bytes = _ROOM_BYTES if short else _FIXED_BYTES
+        self._full_bytes = min(_LONG_BYTES, self._room_bytes)
         self.inline_bytes = self._room_bytes // 2 - 256
         """The most data that an entry carries."""
         self._boxes = [_Box() for _ in range(transport.size)]
@@ -107,7 +110,7 @@ class Post:
         box = self._boxes[dst]
         length = len(head) + len(data)
         used = len(box.frame)
-        if used > _FRAME.size and (used >= _BATCH_BYTES or used + length + 2 * _ENTRY.size > self._room_bytes):
+        if used > _FRAME.size and (used in _SHORT_BYTES or used + length + 2 * _ENTRY.size > self._full_bytes):
             box.close()
         frame = box.frame
         frame += _ENTRY.pack(kind, length)

@@ -18,6 +18,7 @@ from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Account, Handle, Progress
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
+from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
 from aiodist.ps.context import Context
 from aiodist.ps.metrics import Metrics
@@ -41,7 +42,7 @@ class Session:
     def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
         self._parent = coll
         self._settings = settings
-        self.timeout = timeout
+        self.timeout = check_timeout(timeout)
         """Seconds, for calls that are given none."""
         self._refusal: AiodistError | RuntimeError | None = RuntimeError(
             "the parameter server is not open: use `async with`"
@@ -285,6 +286,8 @@ class Session:
             raise RuntimeError("the parameter server is not open: use `async with`")
 
     def _handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
+        if timeout is not None:
+            check_timeout(timeout)
         handle: Handle[Any] = Handle(self._progress, op, self._client.number, nbytes, whence(3), self._account)
         seconds = self.timeout if timeout is None else timeout
         if seconds is not None and seconds < inf:

@@ -80,6 +80,9 @@ def roles_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks that serve and those that work."""
     everybody = range(coll.size)
+    for name, given in (("servers", servers), ("workers", workers)):
+        if given is not None and not isinstance(given, Sequence | int if name == "servers" else Sequence):
+            raise TypeError(f"{name} is {type(given).__name__}: expected a list of ranks, or None")
     if servers is None:
         servers = env.servers(coll.size) or everybody
     if isinstance(servers, int):

@@ -63,13 +63,14 @@ def test_p1_fifty_pushes_of_every_key_from_three_workers_at_once(servers: int, k
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 5, 7, 1001])
+@pytest.mark.parametrize("numel", [0, 1, 2, 5, 1001])
 async def test_p1_every_size_in_every_layout(coll: Communicator, layout: str, numel: int) -> None:
     """Numbered elements, so that none can be at another's place; 0 elements and fewer than servers too."""
     w = torch.full((numel,), -1.0)
     if coll.rank == 0:
         w = torch.arange(float(numel))
     async with ParameterServer(coll, {"w": w}, **LAYOUTS[layout]) as ps:
+        await coll.barrier()  # all have read it
         if ps.is_worker:
             assert torch.equal(w, torch.arange(float(numel))), "values of the first worker"
             await ps.push("w", 10 * torch.arange(float(numel)))

@@ -73,7 +73,7 @@ async def test_p7_of_300_snapshots_of_a_million_none_is_mixed(
     coll: Communicator, servers: list[int], place: str
 ) -> None:
     out = coll.empty(NUMEL).zero_() if place == "arena" else torch.zeros(NUMEL)
-    await read_while_others_push(coll, READS // 3, out, NUMEL, servers=servers)
+    await read_while_others_push(coll, READS // 6, out, NUMEL, servers=servers)
 
 
 class Held:
@@ -129,9 +129,10 @@ async def test_p7_versions_of_one_client_never_go_back(coll: Communicator, mode:
             reads = [ps.pull("0", torch.empty(9)) for _ in range(3)]
             for read in reads:
                 values = await read
-                assert last <= read.version
-                assert int(values.min()) >= read.version, "older than its version"
-                last = read.version
+                version = read.version or 0
+                assert last <= version
+                assert int(values.min()) >= version, "older than its version"
+                last = version
             await pushed
             if i % 10 == coll.rank:
                 await ps.barrier()

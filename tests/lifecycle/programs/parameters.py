@@ -101,7 +101,8 @@ async def server(policy: Policy) -> None:
             if coll.rank == VICTIM:
                 await coll.recv(src=0)
                 kill()
-            began, pending = time.monotonic(), []
+            began = time.monotonic()
+            pending: list[aiodist.Handle[Any]] = []
             cut = torch.ones(LARGE)
             while not (lost := [handle for handle in pending if handle.done() and handle.exception() is not None]):
                 pending += [ps.push(name, torch.ones(4)) for name in names]
@@ -128,7 +129,7 @@ async def outcome(handle: aiodist.Handle[Any]) -> str:
         await asyncio.wait_for(handle, 10)
     except TimeoutError:
         return "late"
-    except Exception as error:
+    except (AiodistError, KeyError) as error:
         return named(error)
     return "done"
 

@@ -1,0 +1,87 @@
+"""P12: what a rule raises on a server, and what a body raises, reach whom they should, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist import Communicator
+from aiodist.errors import CommunicatorAborted, RemoteError
+from aiodist.ps import Asynchronous, ParameterServer, Synchronous
+
+NUMELS = [12, 120_000]
+
+
+def careful(shard: Tensor, value: Tensor) -> None:
+    if value[0] < 0:
+        raise ValueError(f"no negative {value[0]:g} here")
+    shard += value
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("layout", [{"servers": [0]}, {"split_bytes": 4}, {"servers": 1}], ids=str)
+async def test_p12_what_a_rule_raises_reaches_the_pusher_alone(
+    coll: Communicator, numel: int, layout: dict[str, Any]
+) -> None:
+    async with ParameterServer(coll, [torch.zeros(numel)], rule=careful, **layout) as ps:
+        if not ps.is_worker:
+            return
+        bad = ps.push("0", torch.full((numel,), -1.0)) if ps.rank == ps.workers[0] else None
+        await asyncio.gather(*[ps.push("0", torch.ones(numel)) for _ in range(4)])
+        if bad is not None:
+            with pytest.raises(RemoteError, match=r"server \d raised ValueError: no negative -1 here"):
+                await bad
+            await ps.push_pull("0", torch.ones(numel), torch.empty(numel))  # it goes on
+        await ps.sync()
+        await ps.barrier()
+        pulled = ps.pull("0", torch.empty(numel))
+        assert (await pulled).unique().tolist() == [4.0 * len(ps.workers) + 1]
+        await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", NUMELS)
+async def test_p12_after_a_push_was_accepted_the_next_sync_tells(coll: Communicator, numel: int) -> None:
+    async with ParameterServer(
+        coll, [torch.zeros(numel)], rule=careful, consistency=Synchronous("sum"), split_bytes=4
+    ) as ps:
+        await ps.push("0", torch.full((numel,), -1.0 if coll.rank == 0 else 1.0))  # accepted
+        if coll.rank == 0:
+            with pytest.raises(RemoteError, match="no negative -1 here"):
+                await ps.sync()
+            await ps.sync()  # told once
+        else:
+            # Both pushes are of one step, which failed.
+            with pytest.raises(RemoteError, match="no negative -1 here"):
+                await ps.sync()
+        await ps.barrier()
+        await ps.push("0", torch.full((numel,), 2.0))
+        await ps.sync()
+        assert (await ps.pull())[0][0] >= 4
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
+async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Communicator, policy: Any) -> None:
+    """The communicator that it was made with goes on."""
+
+    async def work() -> None:
+        async with ParameterServer(coll, [torch.zeros(120_000)], consistency=policy) as ps:
+            for i in range(100):
+                await ps.push_pull("0", torch.ones(120_000), torch.empty(120_000))
+                if i == 3 and coll.rank == 1:
+                    raise KeyError("a slip of rank 1")
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(60):
+        with pytest.raises(KeyError if coll.rank == 1 else CommunicatorAborted, match="a slip of rank 1"):
+            await work()
+        while any(t.name.startswith("aiodist-ps-") for t in threading.enumerate()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await coll.allreduce(1) == 3

@@ -1,0 +1,370 @@
+"""P2: every call and its handle: what it takes and returns, what it owns, what it raises and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import BufferInFlight, Communicator, CommunicatorClosed, Handle, MismatchError, OperationTimeout
+from aiodist.ps import SGD, ParameterServer, Synchronous
+from aiodist.testing import run_ranks
+
+
+def full(value: float, n: int = 5) -> Tensor:
+    return torch.full((n,), float(value))
+
+
+def no_change(mine: Tensor, theirs: Tensor) -> None:
+    mine.copy_(theirs)
+
+
+CALLS: dict[str, Callable[[ParameterServer], Any]] = {
+    "init": lambda ps: ps.init("new", full(0)),
+    "push": lambda ps: ps.push("w", full(1)),
+    "pull": lambda ps: ps.pull("w"),
+    "push_pull": lambda ps: ps.push_pull("w", full(1)),
+    "prefetch": lambda ps: ps.prefetch("w"),
+    "integrate": lambda ps: ps.integrate(no_change, "w"),
+    "configure": lambda ps: ps.configure("w", lr=0.1),
+    "sync": lambda ps: ps.sync(),
+    "barrier": lambda ps: ps.barrier(),
+    "free": lambda ps: ps.free("w"),
+}
+LOCAL = {"metrics", "give_up", "release", "pushing"}
+"""`pushing` is a block; the rest say nothing to other ranks, or are for the family of communicators."""
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
+async def test_h1_every_communicating_method_of_a_parameter_server_returns_a_handle(coll: Communicator) -> None:
+    methods = {
+        name
+        for name in dir(ParameterServer)
+        if not name.startswith("_") and not isinstance(getattr(ParameterServer, name), property)
+    }
+    assert methods - LOCAL == set(CALLS)
+    async with ParameterServer(coll, {"w": full(0)}, rule=SGD(lr=1.0)) as ps:
+        for name, call in CALLS.items():
+            handle = call(ps)
+            assert isinstance(handle, Handle), name
+            assert handle.op == ("pull" if name == "prefetch" else name)
+            assert handle.nbytes >= 0
+            assert __file__ in str(handle), name
+            await handle
+            assert handle.done()
+
+
+@pytest.mark.ranks(2)
+async def test_p2_what_a_push_sends_by_default(coll: Communicator) -> None:
+    net = nn.Linear(2, 1)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(4.0)
+    async with ParameterServer(coll, net, rules={"sgd": SGD(lr=0.5)}) as ps:
+        await coll.barrier()
+        with pytest.raises(ValueError, match=r"no \.grad"):
+            ps.push(rule="sgd")
+        await ps.push(net)  # add: what lies in the tensors
+        await ps.barrier()
+        await ps.pull()
+        assert net.weight.tolist() == [[12.0, 12.0]]
+        await ps.barrier()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        await ps.push(net, rule="sgd")
+        await ps.barrier()
+        await ps.pull(net)
+        assert net.bias.tolist() == [11.0]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("split", [1, 1 << 20])
+async def test_p2_prefetch_and_integrate(coll: Communicator, split: int) -> None:
+    w, v = full(1), full(1)
+    seen: list[tuple[float, float]] = []
+
+    def elastic(mine: Tensor, theirs: Tensor) -> None:
+        seen.append((float(mine[0]), float(theirs[0])))
+        mine.sub_(mine - theirs, alpha=0.5)
+
+    async with ParameterServer(coll, {"w": w, "v": v}, split_bytes=split) as ps:
+        await coll.barrier()
+        theirs = await ps.prefetch("w")
+        assert theirs is not w
+        await coll.barrier()
+        await ps.push(["w", "v"], [full(2), full(2)])
+        await ps.barrier()
+        assert await ps.integrate(elastic, "w") is w  # with what was prefetched
+        after = 1.0 + 2 * coll.size
+        handle = ps.integrate(elastic, ["w", "v"])  # with what is there
+        assert await handle == [w, v]
+        assert handle.version == coll.size
+        assert seen == [(1, 1), (1, after), (1, after)]
+        assert w.tolist() == [(1 + after) / 2] * 5
+
+        def fails(mine: Tensor, theirs: Tensor) -> None:
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            await ps.integrate(fails)
+        with pytest.raises((KeyError, ValueError), match="'w'"):
+            ps.integrate(elastic, ["w", "w"])
+        await ps.integrate(elastic)
+
+
+@pytest.mark.ranks(2)
+async def test_p2_metrics_are_a_copy_and_versions_are_told(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(0)}, split_bytes=1) as ps:
+        before = ps.metrics()
+        await ps.push("w", full(1))
+        assert (before.pushes, ps.metrics().pushes) == (0, 1)
+        ps.metrics().staleness[99] += 1
+        assert 99 not in ps.metrics().staleness
+        await ps.barrier()
+        pulled = ps.pull("w")
+        assert pulled.version is None
+        await pulled
+        assert pulled.version == 2
+    assert ps.metrics().pushes == 1
+
+
+@pytest.mark.ranks(2)
+async def test_p2_a_push_from_a_backward_hook(coll: Communicator) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    handles: list[Handle[None]] = []
+    async with ParameterServer(coll, net, rule=SGD(lr=1.0)) as ps:
+        await coll.barrier()
+        old = [p.detach().clone() for p in net.parameters()]
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: handles.append(ps.push(p)))
+        net(torch.ones(3, 2)).sum().backward()
+        assert len(handles) == 4
+        await aiodist.gather(*handles)
+        await ps.barrier()
+        await ps.pull(net)
+        for p, before in zip(net.parameters(), old, strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.detach(), before - 2 * p.grad)
+
+
+# --- nothing lost, nothing doubled -------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("split", [1, 1 << 20])
+async def test_p2_after_a_push_and_a_barrier_every_pull_sees_it(coll: Communicator, split: int) -> None:
+    async with ParameterServer(coll, {"w": full(0)}, split_bytes=split) as ps:
+        for i in range(1, 101):
+            await ps.push("w", full(1))
+            await ps.barrier()
+            assert (await ps.pull("w")).tolist() == [3.0 * i] * 5
+            await ps.barrier()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_p2_no_push_is_lost_or_doubled(seed: int) -> None:
+    """Sizes for entries, messages and the arena, in an order that a seed draws; some awaited, some not."""
+    sizes = [1, 40, 9000, 70_000]
+
+    async def main(rank: int) -> None:
+        dice = random.Random(1000 * seed + rank)
+        async with aiodist.init() as coll:
+            tensors = [torch.zeros(n, dtype=torch.int64) for n in sizes]
+            async with ParameterServer(coll, tensors, split_bytes=1 << 10) as ps:
+                mine = torch.zeros(len(sizes), dtype=torch.int64)
+                for _ in range(40):
+                    i, amount = dice.randrange(len(sizes)), dice.randrange(1, 9)
+                    arena = dice.random() < 0.5
+                    value = coll.empty(sizes[i], torch.int64) if arena else torch.empty(sizes[i], dtype=torch.int64)
+                    handle = ps.push(str(i), value.fill_(amount))
+                    if value.nbytes < 1000:
+                        value.fill_(-(10**9))  # small ones are the caller's at once
+                    mine[i] += amount
+                    if dice.random() < 0.3:
+                        await handle
+                    if dice.random() < 0.2:
+                        await ps.pull(str(i), torch.empty_like(tensors[i]))
+                await ps.sync()
+                await coll.allreduce(mine)
+                for i, t in enumerate(await ps.pull()):
+                    assert torch.equal(t, torch.full_like(t, int(mine[i])))
+
+    run_ranks(3, main, seed)
+
+
+# --- who owns the memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_p2_the_buffer_of_a_pending_push_is_its_own(coll: Communicator) -> None:
+    big = torch.ones(100_000)
+    w = torch.zeros(100_000)
+    async with ParameterServer(coll, {"w": w}, consistency=Synchronous("sum")) as ps:
+        await coll.barrier()
+        pulled = None
+        if coll.rank == 0:
+            await ps.push("w", torch.ones(100_000))
+            pulled = ps.pull("w", big)  # waits for the other
+            for call in (
+                lambda: ps.pull("w", big),
+                lambda: ps.push("w", big),
+                lambda: ps.push_pull("w", big, torch.empty(100_000)),
+                lambda: ps.push_pull("w", torch.ones(100_000), big),
+            ):
+                with pytest.raises(BufferInFlight, match="pull"):
+                    call()
+        await coll.barrier()
+        if pulled is None:
+            await ps.push("w", big)
+        else:
+            await pulled
+        await ps.sync()
+        assert torch.equal(await ps.pull("w", big), torch.ones(100_000) * 2)
+
+
+# --- handles -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_p2_cancelling_and_deadlines_end_the_wait_alone(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(0)}, consistency=Synchronous("sum"), servers=[1], workers=[0, 1]) as ps:
+        if coll.rank == 0:
+            await ps.push("w", full(1))
+            pulled = ps.pull("w", full(0), timeout=5.0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await pulled
+            with pytest.raises(OperationTimeout) as caught:
+                await pulled
+            assert set(caught.value.late) == {1}
+            assert "'w'" in caught.value.late[1]
+            await coll.barrier()
+            assert (await pulled).tolist() == [3.0] * 5
+        else:
+            await coll.barrier()
+            await ps.push("w", full(2))
+
+
+@pytest.mark.ranks(2)
+async def test_p2_a_dropped_push_is_covered_by_a_sync_and_a_failed_one_is_told(coll: Communicator) -> None:
+    told: list[str] = []
+    if coll.rank == 0:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+
+    def fails(shard: Tensor, value: Tensor) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    async with ParameterServer(coll, {"w": full(0)}, rules={"fails": fails}) as ps:
+        for _ in range(5):
+            ps.push("w", full(1))
+        await ps.sync()
+        if coll.rank == 0:
+            with pytest.raises(aiodist.RemoteError, match="on purpose"):
+                await ps.push("w", full(1), rule="fails")
+            ps.push("w", full(1), rule="fails")
+            await ps.sync()
+        await ps.barrier()
+        assert (await ps.pull("w")).tolist() == [10.0] * 5
+    if coll.rank == 0:
+        assert len(told) == 1
+        assert "push" in told[0]
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[type[Exception], str, Callable[[ParameterServer], Any]]] = [
+    (KeyError, "unknown name 'x'", lambda ps: ps.push("x", full(1))),
+    (KeyError, "unknown name 'x'", lambda ps: ps.pull("x")),
+    (ValueError, r"shape \[6\].*\[5\]", lambda ps: ps.push("w", full(1, 6))),
+    (TypeError, "float64.*float32", lambda ps: ps.push("w", full(1).double())),
+    (ValueError, r"shape \[6\].*\[5\]", lambda ps: ps.pull("w", full(1, 6))),
+    (TypeError, "float64.*float32", lambda ps: ps.push_pull("w", full(1), full(1).double())),
+    (ValueError, "contiguous", lambda ps: ps.push("w", full(1, 10)[::2])),
+    (ValueError, "contiguous", lambda ps: ps.pull("w", full(1, 10)[::2])),
+    (ValueError, "2 values for 1", lambda ps: ps.push(["w"], [full(1)] * 2)),
+    (ValueError, "0 out tensors for 1", lambda ps: ps.pull(["w"], [])),
+    (TypeError, "values is int", lambda ps: ps.push(["w"], 3)),
+    (TypeError, "list", lambda ps: ps.push("w", [full(1)])),
+    (ValueError, "unknown rule 'x'", lambda ps: ps.push("w", full(1), rule="x")),
+    (TypeError, "alpha", lambda ps: ps.push("w", full(1), alpha="x")),  # type: ignore[arg-type]
+    (ValueError, "alpha", lambda ps: ps.push("w", full(1), alpha=float("nan"))),
+    (ValueError, "at_least", lambda ps: ps.pull("w", at_least=-1)),
+    (ValueError, "at_least", lambda ps: ps.pull("w", at_least=1 << 70)),
+    (TypeError, "at_least", lambda ps: ps.pull("w", at_least=0.5)),  # type: ignore[arg-type]
+    (ValueError, "reads='x'", lambda ps: ps.pull("w", reads="x")),  # type: ignore[arg-type]
+    (ValueError, "timeout=-1", lambda ps: ps.push("w", full(1), timeout=-1)),
+    (ValueError, "timeout=-1", lambda ps: ps.init("y", full(1), timeout=-1)),
+    (ValueError, "without settings", lambda ps: ps.configure()),
+    (ValueError, "no settings", lambda ps: ps.configure("w", lr=1.0)),
+]
+
+
+@pytest.mark.ranks(2)
+async def test_p2_a_mistake_is_an_error_at_the_call_and_changes_nothing(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(0)}) as ps:
+        for expected, said, call in MISTAKES:
+            with pytest.raises(expected, match=said):
+                call(ps)
+        await ps.push("w", full(1))
+        await ps.barrier()
+        await ps.init("y", full(1))
+        assert (await ps.pull("w")).tolist() == [2.0] * 5
+
+
+@pytest.mark.ranks(2)
+async def test_p2_before_after_twice_and_elsewhere(coll: Communicator) -> None:
+    ps = ParameterServer(coll, {"w": full(0)})
+    for call in (lambda: ps.push("w"), ps.sync, ps.barrier, ps.metrics):
+        with pytest.raises(RuntimeError, match="not open"):
+            call()
+    async with ps:
+        raised: list[BaseException] = []
+
+        def elsewhere() -> None:
+            try:
+                ps.push("w", full(1))
+            except RuntimeError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert "thread" in str(raised[0])
+    for call in (lambda: ps.push("w"), ps.sync, ps.barrier):
+        with pytest.raises(CommunicatorClosed):
+            call()
+    with pytest.raises(RuntimeError, match="twice"):
+        await ps.__aenter__()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    "settings",
+    [{"servers": 0}, {"servers": 3}, {"servers": []}, {"servers": [0, 0]}, {"servers": [3]}, {"servers": True}]
+    + [{"workers": []}, {"workers": [1, 1]}, {"workers": [-1]}, {"workers": 2}, {"servers": 1.5}]
+    + [{"start": "x"}, {"reads": "x"}, {"rule": "x"}, {"split_bytes": 0}, {"tensors": 3}, {"tensors": full(1)}]
+    + [{"consistency": "sync"}, {"consistency": Synchronous}, {"codec": "fp16"}, {"timeout": -1.0}, {"timeout": "x"}],
+    ids=str,
+)
+async def test_p2_senseless_settings(coll: Communicator, settings: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        ParameterServer(coll, **settings)
+    assert "expected" in str(caught.value)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("settings", [{"rule": "mul"}, {"servers": 1}, {"start": "own"}, {"split_bytes": 7}], ids=str)
+async def test_p2_different_settings_are_an_error_everywhere(coll: Communicator, settings: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=next(iter(settings))):
+        async with ParameterServer(coll, {"w": full(0)}, **(settings if coll.rank == 1 else {})):
+            pass
+    async with ParameterServer(coll, {"w": full(0)}) as ps:  # the next one is none the worse
+        await ps.push("w", full(1))
