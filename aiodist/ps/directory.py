@@ -111,7 +111,9 @@ class Directory:
             return
         name = entry.first["name"]
         text = f"init of {name!r} with start={entry.first['start']!r}: nobody will give its first values: expected "
-        error = MismatchError(f"{text}{'each' if entry.first['start'] == 'own' else 'one'} of ranks {missing} to init it")
+        error = MismatchError(
+            f"{text}{'each' if entry.first['start'] == 'own' else 'one'} of ranks {missing} to init it"
+        )
         for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
             self._server.fail(client, number, error)
         self._forget(name, entry)
@@ -149,7 +151,11 @@ class Directory:
         self._server.answer(client, call["n"])
 
     def _sweep(self, name: str, entry: _Entry) -> None:
-        if self._entries.get(name) is not entry or not entry.freed or not self._present() <= entry.freed | entry.refused:
+        if (
+            self._entries.get(name) is not entry
+            or not entry.freed
+            or not self._present() <= entry.freed | entry.refused
+        ):
             return
         self._forget(name, entry)
         for client, again in entry.again:

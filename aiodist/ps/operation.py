@@ -82,7 +82,7 @@ class PushPart:
 class PullPart:
     """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
 
-    __slots__ = ("given", "into", "known", "left", "operation", "value", "version")
+    __slots__ = ("error", "given", "into", "known", "left", "operation", "value", "version")
 
     def __init__(self, operation: Operation, known: Known, into: Tensor | None, given: Tensor | None) -> None:
         self.operation = operation
@@ -93,6 +93,7 @@ class PullPart:
         self.value: Tensor | None = None
         """The code of an object."""
         self.version: int | None = None
+        self.error: BaseException | None = None
 
     def result(self) -> Any:  # noqa: ANN401
         """Return what the user gets: a tensor with the shape that it has, or the object."""

@@ -15,7 +15,7 @@ from aiodist.codecs import Codec, ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle, in_flight
-from aiodist.ps.arguments import Out, Pushed, check_settings, check_version, listed, outs_of, pushed_of
+from aiodist.ps.arguments import Out, Pushed, check_settings, check_timeout, check_version, listed, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
@@ -195,6 +195,7 @@ class ParameterServer(Session):
         if len(set(names)) != len(names):
             raise ValueError(f"init of {names}: expected each name once")
         programs = [self._opening(known, given[i] if codec else known.tensor, chosen) for i, known in enumerate(fresh)]
+        check_timeout(timeout)
         self._names.changing.update(dict.fromkeys(names, "init"))
         return self._run_all("init", programs, timeout)
 
@@ -233,7 +234,7 @@ class ParameterServer(Session):
 
     def _opened_by(self, known: Known, value: Any, start: str) -> Program[None]:  # noqa: ANN401
         leader = known.spans[0].rank
-        said = yield from self._client.call(
+        said = yield from self._client.calls.call(
             leader,
             "open",
             name=known.name,
@@ -252,12 +253,13 @@ class ParameterServer(Session):
             if known.codec is not None:
                 spans = [spans[0]._replace(stop=data.numel())]
             yield from self._client.filling(known, data, spans)
-            yield from self._client.call(leader, "ready", name=known.name, key=known.key)
+            yield from self._client.calls.call(leader, "ready", name=known.name, key=known.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
         self._check()
         knowns, _ = self._names.resolve(what)
+        check_timeout(timeout)
         for known in knowns:
             self._names.remove(known)
             self._names.changing[known.name] = "free"
@@ -267,8 +269,8 @@ class ParameterServer(Session):
 
     def _freeing(self, known: Known) -> Program[None]:
         try:
-            yield [partial(self._client.when_applied, known)]
-            yield from self._client.call(known.spans[0].rank, "free", name=known.name, key=known.key)
+            yield [partial(self._client.when_over, known)]
+            yield from self._client.calls.call(known.spans[0].rank, "free", name=known.name, key=known.key)
         finally:
             self._names.changing.pop(known.name, None)
 
@@ -284,7 +286,7 @@ class ParameterServer(Session):
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for known in knowns:
             check_settings(known, settings)
-        programs = [self._client.configuring(known, settings) for known in knowns]
+        programs = [self._client.calls.configuring(known, settings) for known in knowns]
         return self._run_all("configure", programs, timeout)
 
     # --- pushing and pulling ---------------------------------------------------------------------------------
@@ -425,10 +427,7 @@ class ParameterServer(Session):
         """
         self._check()
         handle = self._handle("sync", 0, timeout)
-        account, seq = self._account, handle.seq
-        handle.add_done_callback(lambda _: account.cover(seq))
-        handle._consumed = False
-        self._client.sync(handle)
+        self._client.pushes.sync(handle, self._account)
         return handle
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
@@ -444,7 +443,7 @@ class ParameterServer(Session):
         return self._run(op, concurrently(programs), timeout)
 
     def _asking(self, rank: int, op: str) -> Program[None]:
-        yield from self._client.call(rank, op)
+        yield from self._client.calls.call(rank, op)
 
     def _pushed(
         self,
@@ -482,8 +481,13 @@ class ParameterServer(Session):
 
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
         operation.buffers = pushed
-        for known, value, rule in pushed:
-            self._client.push(operation, known, value, rule, alpha)
+        if len(pushed) == 1:
+            known, value, rule = pushed[0]
+            self._client.pushes.push(operation, known, value, rule, alpha)
+            return
+        with self._client.outlet.together():
+            for known, value, rule in pushed:
+                self._client.pushes.push(operation, known, value, rule, alpha)
 
     def _start_pulls(
         self,
@@ -503,10 +507,11 @@ class ParameterServer(Session):
 
         operation = Operation(handle, count, claims, result)
         parts = [PullPart(operation, known, *out) for known, out in zip(knowns, outs, strict=True)]
-        if pushes is not None:
-            self._start_pushes(operation, *pushes)
-        for part in parts:
-            self._client.pull(part, *how)
+        with self._client.outlet.together():
+            if pushes is not None:
+                self._start_pushes(operation, *pushes)
+            for part in parts:
+                self._client.pulls.pull(part, *how)
         if not knowns:
             handle.resolve([])
 

@@ -48,6 +48,7 @@ class Session:
             "the parameter server is not open: use `async with`"
         )
         self._opened = False
+        self._seq = 0
         self._over: asyncio.Future[None] | None = None
         """Done when there is nothing to listen for any more."""
 
@@ -149,14 +150,14 @@ class Session:
     async def _drain(self) -> None:
         """Wait until nothing of this rank's is open."""
         synced = self._handle("sync", 0, _NO_LIMIT)
-        self._client.sync(synced)
+        self._client.pushes.sync(synced, self._account)
         await synced
         while self._client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
             await asyncio.sleep(_DRAIN_SECONDS)
 
     def _parting(self) -> Program[None]:
         """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
-        yield [self._client.tell(rank, "part") for rank in self._settings.servers]
+        yield [self._client.calls.tell(rank, "part") for rank in self._settings.servers]
 
     def _goodbye(self) -> Program[None]:
         """Leave every server that is there, and wait at the first one, or at the next where it dies, for all ranks."""
@@ -176,7 +177,7 @@ class Session:
     def _asked(self, rank: int, op: str) -> Program[bool]:
         """Ask server `rank`; False when it is gone."""
         try:
-            yield from self._client.call(rank, op)
+            yield from self._client.calls.call(rank, op)
         except PeerLost:
             return False
         return True
@@ -288,7 +289,8 @@ class Session:
     def _handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
         if timeout is not None:
             check_timeout(timeout)
-        handle: Handle[Any] = Handle(self._progress, op, self._client.number, nbytes, whence(3), self._account)
+        handle: Handle[Any] = Handle(self._progress, op, self._seq, nbytes, whence(3), self._account)
+        self._seq += 1
         seconds = self.timeout if timeout is None else timeout
         if seconds is not None and seconds < inf:
             handle.set_deadline(seconds, self._client.late)
@@ -306,7 +308,7 @@ class Session:
             if error is None:
                 handle.resolve(None)
             else:
-                handle.reject(self._client.located(error))
+                handle.reject(self._client.outlet.located(error))
 
         self._progress.start(partial(run, program, finish))
         return handle

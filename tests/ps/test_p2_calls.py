@@ -348,10 +348,10 @@ async def test_p2_before_after_twice_and_elsewhere(coll: Communicator) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     "settings",
-    [{"servers": 0}, {"servers": 3}, {"servers": []}, {"servers": [0, 0]}, {"servers": [3]}, {"servers": True}]
-    + [{"workers": []}, {"workers": [1, 1]}, {"workers": [-1]}, {"workers": 2}, {"servers": 1.5}]
-    + [{"start": "x"}, {"reads": "x"}, {"rule": "x"}, {"split_bytes": 0}, {"tensors": 3}, {"tensors": full(1)}]
-    + [{"consistency": "sync"}, {"consistency": Synchronous}, {"codec": "fp16"}, {"timeout": -1.0}, {"timeout": "x"}],
+    [{"servers": wrong} for wrong in (0, 3, [], [0, 0], [3], True, 1.5)]
+    + [{"workers": wrong} for wrong in ([], [1, 1], [-1], 2)]
+    + [{name: "x"} for name in ("start", "reads", "rule", "consistency", "codec", "timeout")]
+    + [{"split_bytes": 0}, {"tensors": 3}, {"tensors": full(1)}, {"consistency": Synchronous}, {"timeout": -1.0}],
     ids=str,
 )
 async def test_p2_senseless_settings(coll: Communicator, settings: dict[str, Any]) -> None:

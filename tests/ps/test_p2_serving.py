@@ -28,9 +28,9 @@ def compute_until_served(ps: ParameterServer, goal: int) -> int:
 @pytest.mark.parametrize("where", ["loop", "stream"])
 async def test_p2_who_computes_still_serves(coll: Communicator, where: str) -> None:
     async with ParameterServer(coll, [torch.zeros(NUMEL)], servers=[0], workers=[0, 1]) as ps:
+        goal = ps.metrics().served + PULLS
         await ps.barrier()
         if coll.rank == 0:
-            goal = ps.metrics().served + PULLS
             if where == "loop":
                 assert compute_until_served(ps, goal) >= goal
             else:

@@ -48,6 +48,7 @@ async def read_while_others_push(coll: Communicator, reads: int, out: Tensor, nu
                 pulled = ps.pull("w", mine)
                 await pulled
                 assert not mixed(mine)
+                assert pulled.version is not None
                 assert last < pulled.version == int(mine[0]), "a worker sees its own push"
                 last = pulled.version
                 await asyncio.sleep(0)  # on the server's own rank nothing else suspends

@@ -1,0 +1,103 @@
+"""A client's calls: questions in JSON that a server answers, as steps of programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+from aiodist.backends.base import Done
+from aiodist.collectives.program import Call, Program
+from aiodist.errors import AiodistError, MismatchError, RemoteError
+from aiodist.ps.known import Known
+from aiodist.ps.outlet import Outlet
+from aiodist.ps.wire import Kind
+
+__all__ = ["Calls", "Said", "error_of"]
+
+Said = dict[str, Any]
+_Answered = Callable[[Said | None, BaseException | None], None]
+
+
+class Calls:
+    """Every method runs with the transport lock held."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._context = outlet.context
+        self._waiting: dict[tuple[int, int], _Answered] = {}
+        """By server and number."""
+
+    def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, Said]:  # noqa: ANN401
+        """Ask server `dst`, as a step of a program, and return what it answers."""
+        box: list[Said] = []
+        yield [partial(self._ask, dst, self._outlet.number(), {"op": op, **said}, box.append)]
+        return box[0]
+
+    def configuring(self, known: Known, settings: dict[str, float]) -> Program[None]:
+        """Change settings of the rule of `known`, on all of its shards: one request, so one number."""
+        number = self._outlet.number()
+        said = {"op": "configure", "key": known.key, "settings": settings}
+        yield [partial(self._ask, span.rank, number, said, lambda _: None) for span in known.spans]
+
+    def _ask(self, dst: int, number: int, said: Said, answer: Callable[[Said], object], done: Done) -> None:
+        def answered(got: Said | None, error: BaseException | None) -> None:
+            if got is not None:
+                answer(got)
+            done(error)
+
+        if dst in self._context.gone:
+            done(self._context.lost(dst))
+            return
+        self._waiting[(dst, number)] = answered
+        self._context.post.put(dst, Kind.CALL, json.dumps({**said, "n": number}).encode(), request=True)
+        self._context.post.flush()
+
+    def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
+        """Return the call that tells server `dst` something which it does not answer."""
+
+        def put(done: Done) -> None:
+            if dst not in self._context.gone:
+                body = json.dumps({"op": op, **said}).encode()
+                self._context.post.put(dst, Kind.CALL, body, request=True)
+                self._context.post.flush()
+            done(None)
+
+        return put
+
+    def answered(self, src: int, said: Said, error: BaseException | None) -> bool:
+        """Take an answer; False when it belongs to no call."""
+        answered = self._waiting.pop((src, said["n"]), None)
+        if answered is not None:
+            answered(said if error is None else None, error)
+        return answered is not None
+
+    def late(self) -> dict[int, str]:
+        """Return the servers that have not answered."""
+        return {rank: "a call" for rank, _ in list(self._waiting)}
+
+    def lose(self, rank: int, error: AiodistError) -> None:
+        """`rank` died."""
+        for asked, answered in list(self._waiting.items()):
+            if asked[0] == rank:
+                del self._waiting[asked]
+                answered(None, error)
+
+    def give_up(self, error: AiodistError) -> None:
+        """Fail everything."""
+        waiting, self._waiting = self._waiting, {}
+        for answered in waiting.values():
+            answered(None, error)
+
+
+def error_of(said: Said, src: int) -> BaseException | None:
+    """Return what a server's refusal raises here; None for an answer that is none."""
+    if "error" not in said:
+        return None
+    text = f"{said['error']}"
+    if said["kind"] == "mismatch":
+        return MismatchError(text)
+    if said["type"] == "LookupError":
+        return KeyError(text)
+    return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)

@@ -1,0 +1,103 @@
+"""The way out of a client: requests get their numbers, and leave in the order in which they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+from aiodist.errors import AiodistError
+from aiodist.ps.context import Context
+
+__all__ = ["Outlet", "Posting"]
+
+Posting = Callable[[], None]
+"""Puts a request, or a part of one, into the post; called with the transport lock held."""
+
+
+class Outlet:
+    """Requests are issued on the loop's thread; postings run with the transport lock held."""
+
+    def __init__(self, context: Context, lost: Callable[[int], None]) -> None:
+        """`lost(rank)` is told of a request to a rank that is gone."""
+        self.context = context
+        self._lost = lost
+        self._numbers = count(1)
+        self._laned = 0
+        self._gathered: list[Posting] | None = None
+
+    def number(self) -> int:
+        """Return the number of the next request; from any thread."""
+        return next(self._numbers)
+
+    @property
+    def behind(self) -> bool:
+        """Requests wait for others that are being encoded."""
+        return self._laned > 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have what is issued in the block leave at once, in as few frames as may be; blocks may lie in blocks."""
+        if self._gathered is not None:
+            yield
+            return
+        gathered: list[Posting] = []
+        self._gathered = gathered
+        try:
+            yield
+        finally:
+            self._gathered = None
+            if gathered:
+                self.issue(gathered)
+
+    def issue(self, postings: Sequence[Posting]) -> None:
+        """Post requests now, or behind those that are being encoded."""
+        if self._gathered is not None:
+            self._gathered.extend(postings)
+        elif self._laned:
+            self.issue_later(_nothing, lambda _: self.post(postings))
+        elif len(postings) == 1:
+            self.context.progress.start(partial(self._post_one, postings[0]))
+        else:
+            self.context.progress.start(partial(self.post, postings))
+
+    def issue_later(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """Have the service thread do `work`, then `then(error)` post what came of it; what comes later waits behind."""
+        if self._gathered:
+            gathered, self._gathered[:] = self._gathered[:], []
+            self.context.progress.start(partial(self.post, gathered))
+        self._laned += 1
+
+        def over(error: BaseException | None) -> None:
+            self._laned -= 1
+            then(error)
+
+        self.context.progress.start(partial(self.context.service.run, work, over))
+
+    def _post_one(self, posting: Posting) -> None:
+        posting()
+        self.context.post.flush()
+
+    def post(self, postings: Sequence[Posting]) -> None:
+        """Post requests now; with the transport lock held."""
+        for posting in postings:
+            posting()
+        self.context.post.flush()
+
+    def put(self, dst: int, kind: int, head: bytes, data: bytes = b"") -> None:
+        """Put one entry, unless its rank is gone; with the transport lock held."""
+        if dst in self.context.gone:
+            self._lost(dst)
+        else:
+            self.context.post.put(dst, kind, head, data, request=True)
+
+    def located(self, error: BaseException) -> BaseException:
+        """Return `error`, which says where it happened."""
+        if isinstance(error, AiodistError):
+            error.located(rank=self.context.rank, comm=self.context.name, op=None)
+        return error
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,181 @@
+"""A client's pulls, from the call until the data are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.inplace import copy
+from aiodist.errors import AiodistError
+from aiodist.ps.codes import Codes
+from aiodist.ps.context import LIGHT_BYTES
+from aiodist.ps.known import Known
+from aiodist.ps.operation import PullPart
+from aiodist.ps.outlet import Outlet
+from aiodist.ps.raw import bytes_in
+from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Release, Way, pack_pull
+
+__all__ = ["Pulls"]
+
+
+class Pulls:
+    """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
+
+    def __init__(
+        self, outlet: Outlet, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[], None]
+    ) -> None:
+        """`shown` is the memory of this very rank's shards; `one_over` is called after each pull."""
+        self._outlet = outlet
+        self._context = outlet.context
+        self._codes = codes
+        self._shown = shown
+        self._one_over = one_over
+        self._parts: dict[int, PullPart] = {}
+
+    def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
+        """Pull what `part` says."""
+        number = self._outlet.number()
+        known, into = part.known, part.into
+        self._parts[number] = part
+        metrics = self._context.metrics
+        metrics.pulls += 1
+        metrics.pull_bytes += 0 if into is None else into.nbytes
+        postings = []
+        for span in known.spans:
+            way = Way.MESSAGE
+            if span.rank == self._context.rank:
+                way = Way.OWN
+            elif self._context.near_rank(span.rank) is not None:
+                way = Way.MEMORY
+            head = pack_pull(known.key, way, reads, number, wants)
+            postings.append(partial(self._outlet.put, span.rank, Kind.PULL, head))
+        self._outlet.issue(postings)
+
+    # --- what servers say ------------------------------------------------------------------------------------
+
+    def data(self, src: int, body: memoryview) -> None:
+        """Server `src` has data for a pull, or lets us look at them."""
+        data = Data.unpack(body)
+        part = self._parts.get(data.number)
+        if part is None:  # all was given up
+            return
+        metrics = self._context.metrics
+        part.version = data.version if part.version is None else min(part.version, data.version)
+        if part.into is None:
+            metrics.pull_bytes += data.nbytes
+        if data.way in (Way.INLINE, Way.MESSAGE):
+            metrics.pull_received_bytes += data.nbytes
+            self._receive(part, src, data, body)
+        else:
+            self._look(part, src, data)
+
+    def _look(self, part: PullPart, src: int, data: Data) -> None:
+        """Copy from the server's memory, and tell it."""
+        found = (
+            self._shown(data.offset).view(torch.uint8)
+            if data.way == Way.OWN
+            else self._context.memory(src, data.segment, data.offset, data.nbytes)
+        )
+
+        def look() -> None:
+            if part.into is None:
+                part.value = found.clone()
+            else:
+                copy(_span(part, part.into, src).view(torch.uint8), found)
+
+        def looked(error: BaseException | None) -> None:
+            if src not in self._context.gone:
+                self._context.post.put(src, Kind.RELEASE, Release(part.known.key, data.number).pack())
+                self._context.post.flush()
+            self._read(data.number, src, error)
+
+        if data.nbytes <= LIGHT_BYTES:
+            look()
+            looked(None)
+        else:
+            self._context.service.run(look, looked)
+
+    def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
+        """Take what came with the entry, or comes in a message behind it."""
+        over = partial(self._read, data.number, src)
+        into = None if part.into is None else _span(part, part.into, src)
+        arrived = self._codes.expect(part.known, src, into, over) if data.coded and into is not None else None
+        if data.way == Way.INLINE:
+            raw = bytes_in(body, DATA_BYTES, data.nbytes)
+            if arrived is not None:
+                arrived(raw)
+                return
+            if into is None:
+                part.value = raw.clone()
+            else:
+                copy(into.view(torch.uint8), raw)  # as bytes: what lies in an entry is aligned for 8 of them
+            over(None)
+            return
+        plain = into is not None and arrived is None
+        target = into.view(torch.uint8) if into is not None and plain else torch.empty(data.nbytes, dtype=torch.uint8)
+
+        def received(error: BaseException | None) -> None:
+            if arrived is not None:
+                arrived(target if error is None else error)
+                return
+            part.value = None if plain else target
+            over(error)
+
+        self._context.post.receive(target, src, data.number, received)
+
+    def refuse(self, number: int, src: int, error: BaseException) -> None:
+        """Server `src` has nothing for a pull."""
+        self._read(number, src, error)
+
+    def _read(self, number: int, src: int, error: BaseException | None) -> None:
+        """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
+        part = self._parts.get(number)
+        if part is None:
+            return
+        part.left.discard(src)
+        part.error = part.error or error
+        if part.left:
+            return
+        del self._parts[number]
+        if part.error is None and part.version is not None:
+            part.known.base = max(part.known.base, part.version)
+            part.operation.read(part.version)
+        if part.operation.part_over(None if part.error is None else self._outlet.located(part.error)):
+            self._context.metrics.pull_seconds += part.operation.seconds
+        self._one_over()
+
+    # --- waiting for them, and the end -------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Something is not there yet."""
+        return bool(self._parts)
+
+    def of(self, known: Known) -> bool:
+        """Return True while a pull of `known` is not over."""
+        return any(part.known is known for part in self._parts.values())
+
+    def late(self) -> dict[int, str]:
+        """Return the servers from which something is missing, and what."""
+        return {rank: f"pull of {part.known}" for part in list(self._parts.values()) for rank in part.left}
+
+    def lose(self, rank: int, error: AiodistError) -> None:
+        """`rank` died: what it should have sent never comes."""
+        for number, part in list(self._parts.items()):
+            if rank in part.left:
+                self._read(number, rank, error)
+
+    def give_up(self, error: AiodistError) -> None:
+        """Fail everything."""
+        parts, self._parts = self._parts, {}
+        for part in parts.values():
+            part.operation.part_over(error)
+
+
+def _span(part: PullPart, into: Tensor, src: int) -> Tensor:
+    """Return the part of the destination that server `src` has."""
+    span = next(span for span in part.known.spans if span.rank == src)
+    return into[span.start : span.stop]

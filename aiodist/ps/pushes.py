@@ -1,0 +1,274 @@
+"""A client's pushes, from the call until servers have applied them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done
+from aiodist.errors import AiodistError
+from aiodist.handles import Account, Handle
+from aiodist.ps.codes import Codes
+from aiodist.ps.context import LIGHT_BYTES
+from aiodist.ps.known import Known, Span
+from aiodist.ps.operation import Operation, PushPart
+from aiodist.ps.outlet import Outlet, Posting
+from aiodist.ps.raw import as_bytes
+from aiodist.ps.wire import FILL, Kind, Stage, Way, pack_push
+
+__all__ = ["Pushes"]
+
+_INLINE, _PUSH = int(Way.INLINE), int(Kind.PUSH)
+
+
+class Pushes:
+    """`push` and `sync` are called on the loop's thread; the rest runs with the transport lock held."""
+
+    def __init__(
+        self, outlet: Outlet, codes: Codes, own: dict[tuple[int, int], Tensor], one_over: Callable[[], None]
+    ) -> None:
+        """`own` is where the server of this very rank finds what is pushed to it; `one_over` is called after each."""
+        self._outlet = outlet
+        self._context = outlet.context
+        self._codes = codes
+        self._own = own
+        self._one_over = one_over
+        self._encodes = self._context.codec is not None
+        self._inline_bytes = self._context.post.inline_bytes
+        self._parts: dict[int, PushPart] = {}
+        self._open: set[int] = set()
+        """Those that are neither applied nor dropped."""
+        self._first_open = 1  # none before this number is open
+        self._last = 0
+        self._syncs: deque[tuple[int, Handle[None], Account]] = deque()
+        self._late_error: BaseException | None = None
+
+    # --- going up --------------------------------------------------------------------------------------------
+
+    def push(self, operation: Operation, known: Known, value: Tensor, rule: int, alpha: float) -> None:
+        """Push flat `value`; copied now where it is small, else the operation's until it is over."""
+        number = self._last = self._outlet.number()
+        spans = known.spans
+        accepts = self._context.policy.accepts
+        part = self._parts[number] = PushPart(operation, known, [span.rank for span in spans], accepts=accepts)
+        self._open.add(number)
+        metrics = self._context.metrics
+        metrics.pushes += 1
+        metrics.push_bytes += value.nbytes
+        if self._encodes and self._codes.takes(known):
+            self._push_code(number, part, value, rule, alpha)
+        elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
+            # What `_posting` does, for what is pushed fifty thousand times a second.
+            head = pack_push(known.key, rule, _INLINE, False, number, known.base, alpha, value.nbytes, 0, 0)
+            self._outlet.issue((partial(self._put, spans[0].rank, head, as_bytes(value)),))
+        else:
+            # The one span of an object does not say how long its code is.
+            blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
+            parts = zip(spans, blocks, strict=True)
+            self._outlet.issue([self._posting(number, known, span, block, rule, alpha) for span, block in parts])
+
+    def _posting(
+        self, number: int, known: Known, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
+    ) -> Posting:
+        """Return what sends one shard's part of a push."""
+        dst, nbytes = span.rank, value.nbytes
+        way, place = self._way(dst, value)
+        raw = value.view(torch.uint8)
+        data = b""
+        if way == Way.OWN:
+            self._own[(number, known.key)] = raw.clone() if nbytes <= self._inline_bytes else raw
+        elif way == Way.INLINE:
+            data = as_bytes(value)
+        head = pack_push(known.key, rule, way, coded, number, known.base, alpha, nbytes, *place)
+        put = partial(self._outlet.put, dst, _PUSH) if rule == FILL else partial(self._put, dst)
+        if way != Way.MESSAGE:
+            return partial(put, head, data)
+
+        def send() -> None:
+            put(head)
+            if dst not in self._context.gone:
+                self._context.post.send(raw, dst, number, partial(_keep, value))
+                self._context.metrics.push_sent_bytes += 0 if rule == FILL else nbytes
+
+        return send
+
+    def _way(self, dst: int, value: Tensor) -> tuple[Way, tuple[int, int]]:
+        """Return how `value` gets to `dst`, and where it lies in this rank's arena."""
+        context = self._context
+        if dst == context.rank:
+            return Way.OWN, (0, 0)
+        if value.nbytes <= self._inline_bytes:
+            return Way.INLINE, (0, 0)
+        place = None
+        if context.near is not None and context.near_rank(dst) is not None:
+            place = context.near.locate(value)
+        return (Way.MESSAGE, (0, 0)) if place is None else (Way.MEMORY, place)
+
+    def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
+        """Encode in the service thread what is large, and keep what comes after it behind it."""
+        known = part.known
+        if self._outlet.behind and value.nbytes <= self._inline_bytes:
+            value = value.clone()  # it is the user's again when the call returns
+
+        def encode() -> None:
+            part.keep = self._codes.encode(known, value, self._context.rules[rule], alpha)
+
+        def postings() -> list[Posting]:
+            codes, left = part.keep
+            return [
+                self._posting(number, known, span, code, rule, left, coded=coded)
+                for span, (code, coded) in zip(known.spans, codes, strict=True)
+            ]
+
+        def encoded(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(number, error)
+            elif number in self._parts:
+                self._outlet.post(postings())
+
+        if value.nbytes > LIGHT_BYTES or self._outlet.behind:
+            self._outlet.issue_later(encode, encoded)
+            return
+        try:
+            encode()
+        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the push
+            self._outlet.issue((partial(self._refused, number, error),))
+        else:
+            self._outlet.issue(postings())
+
+    def fill(self, known: Known, span: Span, value: Tensor, done: Done) -> None:
+        """Give a new shard its first values; with the transport lock held."""
+        number = self._outlet.number()
+        self._parts[number] = PushPart(_Told(done), known, [span.rank], accepts=False)
+        self._posting(number, known, span, value[span.start : span.stop], FILL, 1.0)()
+        self._context.post.flush()
+
+    def _put(self, dst: int, head: bytes, data: bytes = b"") -> None:
+        self._context.metrics.push_sent_bytes += len(data)
+        self._outlet.put(dst, _PUSH, head, data)
+
+    # --- what servers say ------------------------------------------------------------------------------------
+
+    def done(self, src: int, number: int, stage: int) -> None:
+        """Server `src` says how far a push is."""
+        part = self._parts.get(number)
+        if part is None:
+            return
+        if stage == Stage.ACCEPTED:
+            if part.accepting:
+                part.accepting.discard(src)
+                if not part.accepting:
+                    self._over(part, None)
+            return
+        part.applying.discard(src)
+        if not part.applying:
+            del self._parts[number]
+            if part.accepting is None:
+                self._over(part, None)
+            self._applied(number)
+
+    def refuse(self, number: int, error: BaseException) -> bool:
+        """A push failed: its handle says so, or, where that is done already, the next sync. False: it is none."""
+        part = self._parts.pop(number, None)
+        if part is None:
+            return False
+        error = self._outlet.located(error)
+        if part.accepting is not None and not part.accepting:
+            self._late_error = self._late_error or error
+        else:
+            self._over(part, error)
+        self._own.pop((number, part.known.key), None)
+        self._applied(number)
+        return True
+
+    def _refused(self, number: int, error: BaseException) -> None:
+        self.refuse(number, error)
+
+    def _over(self, part: PushPart, error: BaseException | None) -> None:
+        if part.operation.part_over(error):
+            self._context.metrics.push_seconds += part.operation.seconds
+
+    def _applied(self, number: int) -> None:
+        self._open.discard(number)
+        if self._syncs:
+            self._look()
+        self._one_over()
+
+    # --- waiting for them ------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Something is not applied yet."""
+        return bool(self._open)
+
+    def of(self, known: Known) -> bool:
+        """Return True while a push of `known` is not over."""
+        return any(part.known is known for part in self._parts.values())
+
+    def late(self) -> dict[int, str]:
+        """Return the servers that have not applied something, and what."""
+        return {rank: f"push of {part.known}" for part in list(self._parts.values()) for rank in part.applying}
+
+    def sync(self, handle: Handle[None], account: Account) -> None:
+        """Resolve `handle` when every push issued so far is applied or dropped; `account` is told of it."""
+        waiting = (self._last, handle, account)
+
+        def look() -> None:
+            self._syncs.append(waiting)
+            self._look()
+
+        self._context.progress.start(look)
+
+    def _look(self) -> None:
+        while self._syncs:
+            limit, handle, account = self._syncs[0]
+            while self._first_open <= limit and self._first_open not in self._open:
+                self._first_open += 1
+            if self._first_open <= limit:
+                return
+            self._syncs.popleft()
+            if handle.done():
+                continue
+            error, self._late_error = self._late_error, None
+            self._context.progress.post(partial(account.cover, handle.seq))
+            if error is None:
+                handle.resolve(None)
+            else:
+                handle.reject(error)
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def lose(self, rank: int, error: AiodistError) -> None:
+        """`rank` died: what it should have answered never comes."""
+        for number, part in list(self._parts.items()):
+            if rank in part.applying:
+                self.refuse(number, error)
+
+    def give_up(self, error: AiodistError) -> None:
+        """Fail everything."""
+        for number in list(self._parts):
+            self.refuse(number, error)
+        self._open.clear()
+        self._look()
+
+
+class _Told(Operation):
+    """Stands for an operation whose end a program waits for."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+        self.seconds = 0.0
+
+    def part_over(self, error: BaseException | None = None) -> bool:
+        self._done(error)
+        return True
+
+
+def _keep(value: Tensor, error: BaseException | None) -> None:
+    """Hold on to `value` until it is sent; whether that went well its server tells."""
