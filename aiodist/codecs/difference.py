@@ -93,8 +93,11 @@ class Outgoing:
 
     def forget(self, receiver: Hashable, key: Hashable | None = None) -> None:
         """Drop what is known of `receiver`, or of one key of it: its next message is whole."""
+        if key is not None:
+            self._held.pop((receiver, key), None)
+            return
         for known in list(self._held):  # a copy at once: other threads may encode
-            if known[0] == receiver and (key is None or known[1] == key):
+            if known[0] == receiver:
                 self._held.pop(known, None)
 
     def _whole(self, receiver: Hashable, key: Hashable, t: Tensor) -> Tensor:

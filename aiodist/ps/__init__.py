@@ -10,6 +10,7 @@ from aiodist.ps.metrics import Metrics
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
 from aiodist.ps.rules import Rule
+from aiodist.ps.settings import roles_of
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, Schedule, elastic_alpha
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "elastic_alpha",
     "inverse_age",
     "optimizer",
+    "roles_of",
 ]

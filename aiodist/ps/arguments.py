@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from aiodist.ps.known import Known
@@ -38,15 +39,20 @@ def pushed_of(
     rule: tuple[Settings, RuleLike | None],
     alpha: float,
 ) -> list[Pushed]:
-    """Return what goes up; `rule` is what the call was given, and the settings that know it."""
+    """Return what goes up; `rule` is what the call was given, and the settings that know it.
+
+    Of several, frozen parameters are left out where their gradients are meant.
+    """
     settings, wanted = rule
     given = [values] * len(knowns) if values is None else ([values] if single else listed("values", values))
     if len(given) != len(knowns):
         raise ValueError(f"{len(given)} values for {len(knowns)} tensors: expected one for each")
-    return [
-        _pushed(known, value, *((known.rule_number, known.rule) if wanted is None else settings.rule(wanted)), alpha)
-        for known, value in zip(knowns, given, strict=True)
-    ]
+    pushed = []
+    for known, value in zip(knowns, given, strict=True):
+        number, chosen = (known.rule_number, known.rule) if wanted is None else settings.rule(wanted)
+        if single or value is not None or not (chosen.takes_gradients and known.frozen):
+            pushed.append(_pushed(known, value, number, chosen, alpha))
+    return pushed
 
 
 def _pushed(known: Known, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
@@ -114,9 +120,7 @@ def check_version(at_least: object) -> int:
 
 
 def check_settings(known: Known, settings: Mapping[str, float]) -> None:
-    """Raise ValueError for a setting that the rule of `known` does not have."""
-    expected = getattr(known.rule, "settings", {})
-    unknown = [name for name in settings if name not in expected]
-    if unknown:
-        told = ", ".join(expected) or "none, since it has no settings"
-        raise ValueError(f"rule {known.rule.name} of {known.name!r}: {', '.join(unknown)}: expected {told}")
+    """Raise ValueError or TypeError unless the rule of `known` has these settings and takes these values."""
+    with torch.inference_mode(False):
+        trial = known.rule.state(torch.zeros(1, dtype=known.dtype))
+    known.rule.configure(trial, **settings)

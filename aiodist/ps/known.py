@@ -50,6 +50,11 @@ class Known:
         self.base = 0
         """The version that this rank last read."""
 
+    @property
+    def frozen(self) -> bool:
+        """It is a tensor that wants no gradient."""
+        return self.tensor is not None and not self.tensor.requires_grad
+
     @staticmethod
     def checked(name: str, value: object) -> Tensor:
         """Return `value`, a tensor that `name` may stand for."""
@@ -78,8 +83,15 @@ class Names:
         self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
+        self._places: dict[str, int] = {}
         self.changing: dict[str, str] = {}
         """Names that become known, or are forgotten, and the call that is not over."""
+
+    def announce(self, names: Sequence[str]) -> None:
+        """They become known, in this order."""
+        self.changing.update(dict.fromkeys(names, "init"))
+        first = max(self._places.values(), default=0) + 1
+        self._places.update({name: first + i for i, name in enumerate(names)})
 
     def add(self, known: Known) -> None:
         """Know it from now on."""
@@ -99,7 +111,7 @@ class Names:
     @property
     def names(self) -> tuple[str, ...]:
         """In order."""
-        return tuple(self._known)
+        return tuple(sorted(self._known, key=self._places.__getitem__))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -168,7 +180,7 @@ def named(tensors: object) -> dict[str, Tensor]:
 
 def _plain(t: Tensor, name: str) -> Tensor:
     """Return `t`; raise ValueError for one whose memory is not what it means."""
-    if t.is_conj() or t.is_neg():
+    if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
         raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
     return t
 

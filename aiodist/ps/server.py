@@ -21,7 +21,7 @@ from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.metrics import Metrics
-from aiodist.ps.raw import as_bytes, bytes_in, values_in
+from aiodist.ps.raw import as_bytes, values_in
 from aiodist.ps.requests import Change, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
 from aiodist.ps.shard import Shard
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from aiodist.codecs import Codec
 
 __all__ = ["Server"]
-
-_ALIGNED = 8
-"""What entries are aligned for, in bytes; torch's kernels for complex128 want 16."""
 
 
 class Server:
@@ -109,11 +106,8 @@ class Server:
             # What waits must not keep a frame alive, which has more room than it needs.
             keep = self.context.policy.accepts
             dtype = torch.uint8 if head.coded or shard is None else shard.data.dtype
-            if dtype.itemsize > _ALIGNED:
-                push.value = bytes_in(body, PUSH_BYTES, head.nbytes).clone().view(dtype)
-            else:
-                value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
-                push.value = value.clone() if keep else value
+            value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
+            push.value = value.clone() if keep else value
         elif not self._look(shard, push, head):
             return
         if shard is None:

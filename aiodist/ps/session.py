@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from math import inf
 from types import TracebackType
@@ -61,6 +62,7 @@ class Session:
         self._open()
         try:
             await self._begin()
+            await self._coll.barrier()  # nobody changes what another is still to begin with
         except BaseException as error:
             self._abandon(error)
             raise
@@ -139,30 +141,34 @@ class Session:
         if self._refusal is not None:
             raise self._refusal
         await self._run("leave", self._parting(), _NO_LIMIT)
-        try:
-            await self._drain()
-        finally:
-            self._account.judge()
+        await self._drain()
+        await self._run("leave", self._leaving(), _NO_LIMIT)
+        while self._client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
+            await asyncio.sleep(_DRAIN_SECONDS)
         await self._run("leave", self._goodbye(), _NO_LIMIT)
         await self._ended()
         self._close(CommunicatorClosed(f"parameter server {self._coll.name!r} is closed", comm=self._coll.name))
+        self._account.judge()
 
     async def _drain(self) -> None:
-        """Wait until nothing of this rank's is open."""
+        """Wait until no push and no call of this rank's is open; a read may wait for those that leave with us."""
         synced = self._handle("sync", 0, _NO_LIMIT)
         self._client.pushes.sync(synced, self._account)
         await synced
-        while self._client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
+        while self._client.programs:  # noqa: ASYNC110  - the same
             await asyncio.sleep(_DRAIN_SECONDS)
 
     def _parting(self) -> Program[None]:
         """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
         yield [self._client.calls.tell(rank, "part") for rank in self._settings.servers]
 
-    def _goodbye(self) -> Program[None]:
-        """Leave every server that is there, and wait at the first one, or at the next where it dies, for all ranks."""
+    def _leaving(self) -> Program[None]:
+        """Leave every server that is there."""
         for rank in self._living():
             yield from self._asked(rank, "leave")
+
+    def _goodbye(self) -> Program[None]:
+        """Wait at the first server, or at the next where it dies, for all ranks."""
         while (living := self._living()) and not (yield from self._asked(living[0], "bye")):
             pass
         if not living:
@@ -221,7 +227,8 @@ class Session:
         self._close(error)
         with transport_lock:
             self._client.give_up(error)
-        self._account.judge()
+        with suppress(Warning):  # one that is an error must not take the place of what happened
+            self._account.judge()
 
     async def release(self) -> None:
         """End with the communicator: for its family."""

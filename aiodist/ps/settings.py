@@ -86,9 +86,9 @@ def rules_of(rule: RuleLike, more: Mapping[str, RuleLike]) -> dict[str, Rule]:
 
 
 def roles_of(
-    coll: Communicator, servers: int | Sequence[int] | None, workers: Sequence[int] | None
+    coll: Communicator, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that serve and those that work."""
+    """Return the ranks that serve and those that work, as a `ParameterServer` with these arguments has them."""
     everybody = range(coll.size)
     for name, given in (("servers", servers), ("workers", workers)):
         if given is not None and not isinstance(given, Sequence | int if name == "servers" else Sequence):

@@ -34,7 +34,9 @@ async def test_p6_late_pushes_are_taken_as_the_policy_says(
     policy = Quorum(2, "sum", stale=stale)
     async with ParameterServer(coll, {"w": full(0)}, consistency=policy, split_bytes=split) as ps:
         if coll.rank < 2:
-            seen = ps.push_pull("w", full(coll.rank + 1), full(0))
+            await ps.push("w", full(coll.rank + 1))
+            await ps.sync()
+            seen = ps.pull("w", full(0))
             assert ((await seen).tolist(), seen.version) == (full(values[0]).tolist(), 1)
         await coll.barrier()
         if coll.rank == 2:
@@ -74,3 +76,14 @@ async def test_p6_with_backup_workers_each_step_is_the_mean_of_n(coll: Communica
         applied = int(await coll.allreduce(sum(metrics.staleness.values())))
         assert applied + int(await coll.allreduce(metrics.dropped)) == pushes
         assert applied == n * int(w[0])
+
+
+@pytest.mark.ranks(3)
+async def test_p6_a_quorum_over_several_tensors_waits_for_nobody(coll: Communicator) -> None:
+    tensors = {str(i): full(0) for i in range(4)}
+    async with ParameterServer(coll, tensors, consistency=Quorum(2, "mean"), split_bytes=8) as ps:
+        for _ in range(10):
+            await ps.push_pull(None, [full(1)] * 4)
+        await ps.sync()
+        await ps.pull()
+        assert all((t == t[0]).all() for t in tensors.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_p6_a_quorum_goes_on_when_one_is_killed() -> None:
 
 
 def test_p6_a_quorum_needs_as_many_as_are_left() -> None:
-    machine = Quorum(4, "mean").machine(range(4))
+    machine = Quorum(4, "mean", stale="drop").machine(range(4))
     machine.push(Push(1, 0))
     machine.push(Push(0, 0))
     machine.pull(Pull(0, 1))
@@ -56,9 +57,17 @@ def test_p6_a_quorum_needs_as_many_as_are_left() -> None:
     half = 0.5
     # the leaver holds what the step waits for, and what it pushed counts
     assert machine.leave(1) == [Apply(1, (Part(0, 0, half), Part(1, 0, half))), Serve(0, 1, 1)]
-    assert machine.push(Push(2, 0)) == []
+    assert machine.push(Push(2, 0, 1)) == []
     assert machine.leave(2) == [Apply(2, (Part(2, 0, 1.0),))]
     assert machine.leave(0) == []
+
+
+@pytest.mark.parametrize(("stale", "served"), [("accept", True), ("scale", True), ("drop", False)])
+def test_p6_reads_wait_for_own_pushes_only_where_the_step_needs_no_other_tensor(stale: Any, served: bool) -> None:
+    """Workers that each wait at another tensor for a step that lacks one push would wait for one another."""
+    machine = Quorum(2, "mean", stale=stale).machine(range(3))
+    machine.push(Push(0, 0))
+    assert (machine.pull(Pull(0, 1)) == [Serve(0, 1, 0)]) is served
 
 
 def test_p6_what_the_last_worker_left_comes_out() -> None:

@@ -16,6 +16,9 @@ __all__ = ["Base"]
 class Base(ABC):
     """A machine that lacks when to make a step, and of which pushes."""
 
+    sees_own = True
+    """A read waits for its client's own pushes that are held."""
+
     __slots__ = ("_held", "_last", "_mean", "_present", "_reads", "_stale", "counts", "version")
 
     def __init__(self, workers: Sequence[int], stale: Stale, *, mean: bool = False) -> None:
@@ -57,7 +60,8 @@ class Base(ABC):
             raise ValueError(f"pull {number} of client {client} wants version {wants}: expected 0 or more")
         if event in self._reads:
             return []
-        after = next((push.number for push in reversed(self._held.get(client, ())) if push.number < number), None)
+        held = self._held.get(client, ()) if self.sees_own else ()
+        after = next((push.number for push in reversed(held) if push.number < number), None)
         if after is None and (wants <= self.version or not self._present):
             return [Serve(client, number, self.version)]
         self._reads.hold(event, after)

@@ -80,6 +80,9 @@ class Quorum(Described):
     counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
     pushes in the step, "sum" does not. Raises ValueError for anything else.
 
+    With "drop" a read waits for the step of its client's own push. Otherwise it does not: workers that each wait at
+    another tensor for a step that lacks one push would wait for one another.
+
     After Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting distributed synchronous SGD" (arXiv:1604.00981, 2016).
     """
 
@@ -112,11 +115,13 @@ class Quorum(Described):
 class FirstOf(Base):
     """Holds pushes until there are enough."""
 
-    __slots__ = ("_count", "_n")
+    __slots__ = ("_count", "_n", "sees_own")
 
     def __init__(self, n: int, workers: Sequence[int], stale: Stale, reduction: str) -> None:
         """`n` pushes make a step, fewer where fewer are left."""
         super().__init__(workers, stale, mean=reduction == "mean")
+        # Pushes that count though they are stale may wait for a worker that waits at another tensor for ours.
+        self.sees_own = stale.drop_above == 0
         self._n = n
         self._count = 0
 

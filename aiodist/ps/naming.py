@@ -1,0 +1,168 @@
+"""The names of a parameter server: made known, freed, and their rules' settings changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from aiodist.backends.base import DTYPES
+from aiodist.codecs import ObjectCodec
+from aiodist.collectives.program import Program, concurrently
+from aiodist.communicator import Communicator
+from aiodist.handles import Handle
+from aiodist.ps.arguments import check_settings, check_timeout, listed
+from aiodist.ps.known import Known, Names
+from aiodist.ps.raw import flat
+from aiodist.ps.rules import RULES
+from aiodist.ps.session import Session
+from aiodist.ps.settings import STARTS, RuleLike, Settings, Start, one_of
+from aiodist.ps.sharding import place
+
+__all__ = ["Naming"]
+
+_MISSING: Any = object()
+
+
+class Naming(Session):
+    """A session that knows tensors and objects by name."""
+
+    def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
+        super().__init__(coll, settings, timeout)
+        self._names = Names()
+        self._prefetched: dict[str, tuple[Handle[Any], int | None]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What this rank has init()ed, in the order of the calls."""
+        return self._names.names
+
+    def init(
+        self,
+        what: str | Sequence[str],
+        values: Any = _MISSING,  # noqa: ANN401
+        *,
+        start: Start | None = None,
+        rule: RuleLike | None = None,
+        codec: ObjectCodec | None = None,
+        timeout: float | None = None,
+    ) -> Handle[None]:
+        """Make names known: `what` is one with its value, or a list with a list of values.
+
+        Done when the first values lie on the servers; whose they are `start` says, and whoever comes later waits. With
+        `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
+        init()ed it cannot push or pull. Raises KeyError for a name that it has, TypeError for integers under a
+        consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
+        """
+        self._check()
+        names = [what] if isinstance(what, str) else listed("names", what)
+        given = [values] if isinstance(what, str) else listed("values", values)
+        if len(names) != len(given):
+            raise ValueError(f"{len(given)} values for {len(names)} names: expected one for each")
+        chosen = self._settings.start if start is None else one_of("start", start, STARTS)
+        fresh = [self._new(name, value, rule, codec) for name, value in zip(names, given, strict=True)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"init of {names}: expected each name once")
+        if codec is not None:
+            given = [
+                codec.encode(value) for value in given
+            ]  # here, since what cannot be encoded is the caller's mistake
+        programs = [self._opening(known, value, chosen) for known, value in zip(fresh, given, strict=True)]
+        check_timeout(timeout)
+        self._names.announce(names)
+        return self._run_all("init", programs, timeout)
+
+    def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> Known:  # noqa: ANN401
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"name {name!r}: expected a str that is not empty")
+        if name in self._names:
+            raise KeyError(f"{name!r} was init()ed already: free() it first")
+        if name in self._names.changing:
+            raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
+        if value is _MISSING:
+            raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
+        number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
+        if codec is not None:
+            if chosen is not RULES["copy"]:
+                raise ValueError(
+                    f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
+                )
+            placement = place(name, 1, 1, len(self._settings.servers), 2)
+            return Known(name, None, (number, chosen), placement, self._settings.servers, codec)
+        t = Known.checked(name, value)
+        chosen.check(t.dtype)
+        if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
+            raise TypeError(
+                f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
+            )
+        placement = place(name, t.numel(), t.itemsize, len(self._settings.servers), self._settings.split_bytes)
+        return Known(name, t, (number, chosen), placement, self._settings.servers)
+
+    def _opening(self, known: Known, value: Tensor, start: str) -> Program[None]:
+        try:
+            yield from self._opened_by(known, value, start)
+        finally:
+            self._names.changing.pop(known.name, None)
+        self._names.add(known)
+
+    def _opened_by(self, known: Known, value: Tensor, start: str) -> Program[None]:
+        leader = known.spans[0].rank
+        said = yield from self._client.calls.call(
+            leader,
+            "open",
+            name=known.name,
+            dtype=DTYPES.index(known.dtype),
+            shape=list(known.shape),
+            rule=known.rule_number,
+            start=start,
+            servers=[span.rank for span in known.spans],
+            codec=repr(known.codec),
+            worker=self._coll.rank in self._settings.workers,
+        )
+        known.key = said["key"]
+        if said["fill"]:
+            data = flat(value)
+            spans = known.spans if start != "own" else [span for span in known.spans if span.rank == self._coll.rank]
+            if known.codec is not None:
+                spans = [spans[0]._replace(stop=data.numel())]
+            yield from self._client.filling(known, data, spans)
+            yield from self._client.calls.call(leader, "ready", name=known.name, key=known.key)
+
+    def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
+        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
+        self._check()
+        knowns, _ = self._names.resolve(what)
+        check_timeout(timeout)
+        for known in knowns:
+            self._names.remove(known)
+            self._names.changing[known.name] = "free"
+            self._prefetched.pop(known.name, None)
+        self._names.first = tuple(name for name in self._names.first if name in self._names)
+        return self._run_all("free", [self._freeing(known) for known in knowns], timeout)
+
+    def _freeing(self, known: Known) -> Program[None]:
+        try:
+            yield [partial(self._client.when_over, known)]
+            yield from self._client.calls.call(known.spans[0].rank, "free", name=known.name, key=known.key)
+        finally:
+            self._names.changing.pop(known.name, None)
+
+    def configure(self, what: object = None, *, timeout: float | None = None, **settings: float) -> Handle[None]:
+        """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.
+
+        For all tensors, or for those of `what`: a group. On every shard between the same two versions. Raises
+        ValueError and TypeError for settings that a rule does not have or refuses.
+        """
+        self._check()
+        knowns, _ = self._names.resolve(what)
+        if not settings:
+            raise ValueError("configure() without settings: expected some, such as lr=0.1")
+        for known in knowns:
+            check_settings(known, settings)
+        programs = [self._client.calls.configuring(known, settings) for known in knowns]
+        return self._run_all("configure", programs, timeout)
+
+    def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
+        return self._run(op, concurrently(programs), timeout)
