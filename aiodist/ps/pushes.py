@@ -44,7 +44,7 @@ class Pushes:
         """Those that are neither applied nor dropped."""
         self._first_open = 1  # none before this number is open
         self._last = 0
-        self._syncs: deque[tuple[int, Handle[None], Account]] = deque()
+        self._syncs: deque[tuple[int, Handle[None], Account | None]] = deque()
         self._late_error: BaseException | None = None
 
     # --- going up --------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Pushes:
         """Return the servers that have not applied something, and what."""
         return {rank: f"push of {part.known}" for part in list(self._parts.values()) for rank in part.applying}
 
-    def sync(self, handle: Handle[None], account: Account) -> None:
+    def sync(self, handle: Handle[None], account: Account | None) -> None:
         """Resolve `handle` when every push issued so far is applied or dropped; `account` is told of it."""
         waiting = (self._last, handle, account)
 
@@ -234,7 +234,8 @@ class Pushes:
             if handle.done():
                 continue
             error, self._late_error = self._late_error, None
-            self._context.progress.post(partial(account.cover, handle.seq))
+            if account is not None:
+                self._context.progress.post(partial(account.cover, handle.seq))
             if error is None:
                 handle.resolve(None)
             else:

@@ -153,7 +153,7 @@ class Session:
     async def _drain(self) -> None:
         """Wait until no push and no call of this rank's is open; a read may wait for those that leave with us."""
         synced = self._handle("sync", 0, _NO_LIMIT)
-        self._client.pushes.sync(synced, self._account)
+        self._client.pushes.sync(synced, None)  # leaving covers nothing
         await synced
         while self._client.programs:  # noqa: ASYNC110  - the same
             await asyncio.sleep(_DRAIN_SECONDS)

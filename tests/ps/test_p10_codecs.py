@@ -1,6 +1,7 @@
 """P10: codecs between ranks: what is pushed with error feedback, what is pulled as differences, and their order."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -156,7 +157,9 @@ async def test_p10_rules_that_are_no_sums_do_without_feedback(coll: Communicator
         name = next(str(i) for i in range(99) if place_of(ps, str(i)) == 1)
         await ps.init(name, torch.full((numel,), 2.0))
         if coll.rank == 0:
-            for rule, operator in {"copy": lambda _, t: t, "mul": torch.mul, "max": torch.maximum}.items():
+            rules: dict[str, Callable[[Tensor, Tensor], Tensor]]
+            rules = {"copy": lambda _, t: t, "mul": torch.mul, "max": torch.maximum}
+            for rule, operator in rules.items():
                 for seed in range(3):
                     before = await ps.pull(name, torch.empty(numel))
                     value = draw(numel, seed, torch.float32)

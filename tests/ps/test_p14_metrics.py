@@ -28,7 +28,7 @@ async def test_p14_a_worker_and_a_server_count_the_same(coll: Communicator, nume
             for _ in range(5):
                 await ps.push("w", torch.ones(numel), timeout=SECONDS)
             for reads in ("snapshot", "lock-free", "snapshot"):
-                await ps.pull("w", reads=reads, timeout=SECONDS)  # type: ignore[arg-type]
+                await ps.pull("w", reads=reads, timeout=SECONDS)
             found = ps.metrics()
             assert (found.pushes, found.push_bytes, found.push_sent_bytes) == (5, 5 * nbytes, 5 * nbytes)
             assert (found.pulls, found.pull_bytes, found.pull_received_bytes) == (4, 4 * nbytes, 4 * nbytes)

@@ -55,7 +55,7 @@ async def test_h1_every_communicating_method_of_a_parameter_server_returns_a_han
         for name, call in CALLS.items():
             handle = call(ps)
             assert isinstance(handle, Handle), name
-            assert handle.op == ("pull" if name == "prefetch" else name)
+            assert handle.op == name
             assert handle.nbytes >= 0
             assert __file__ in str(handle), name
             await handle
@@ -368,3 +368,81 @@ async def test_p2_different_settings_are_an_error_everywhere(coll: Communicator,
             pass
     async with ParameterServer(coll, {"w": full(0)}) as ps:  # the next one is none the worse
         await ps.push("w", full(1))
+
+
+@pytest.mark.ranks(1, 2)
+async def test_p2_leaving_ends_reads_of_versions_that_never_come(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(3)}) as ps:
+        with pytest.raises(OperationTimeout, match="pull of float32"):
+            await ps.pull("w", at_least=99, timeout=0.05)
+        late = ps.pull("w", full(0), at_least=99)
+    assert torch.equal(await late, full(3))
+    assert late.version == 0
+
+
+@pytest.mark.ranks(3)
+async def test_p2_a_barrier_waits_for_workers_that_are_there(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(0)}, servers=1) as ps:
+        if ps.is_server:
+            with pytest.raises(ValueError, match=r"expected a worker, one of \[0, 1\]"):
+                ps.barrier()
+        elif coll.rank == 0:
+            await ps.barrier()
+        else:
+            await ps.barrier()
+            await ps.barrier()  # rank 0 has left, or is about to
+
+
+@pytest.mark.ranks(1)  # warnings are the process's
+async def test_h7_pushes_that_nobody_covers_are_warned_of_at_the_end(coll: Communicator) -> None:
+    with pytest.warns(ResourceWarning, match="push #.*never awaited") as warned:
+        async with ParameterServer(coll, {"w": full(0)}) as ps:
+            ps.push("w", full(1))
+            await ps.sync()
+            ps.push("w", full(1))
+    assert len(warned) == 1
+
+
+@pytest.mark.ranks(2)
+async def test_p2_gradients_are_pushed_while_backward_goes_on(coll: Communicator) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].bias.requires_grad_(False)
+    async with ParameterServer(coll, net, rule=SGD(lr=1.0), consistency=Synchronous("sum")) as ps:
+        before = [p.detach().clone() for p in net.parameters()]
+        loss = (net(torch.ones(1, 3)) * (coll.rank + 1)).sum()
+        async with ps.pushing(net):
+            loss.backward()
+        await ps.sync()
+        await ps.pull(net)
+        for p, was in zip(net.parameters(), before, strict=True):
+            expected = was if p.grad is None else was - 3 * p.grad / (coll.rank + 1)
+            torch.testing.assert_close(p.detach(), expected)
+        net.zero_grad()
+        net(torch.ones(1, 3)).sum().backward()
+        await ps.push_pull(net)  # the frozen one is pulled, and not pushed
+
+
+@pytest.mark.ranks(2)
+async def test_p2_leaving_a_block_of_pushes_raises_what_a_push_raises(coll: Communicator) -> None:
+    w = nn.Parameter(full(1))
+    async with ParameterServer(coll, {"w": w}, rule=SGD(lr=1.0)) as ps:
+        blocked = ps.pushing("w", alpha=float("nan"))
+        with pytest.raises(ValueError, match="alpha"):
+            async with blocked:
+                w.sum().backward()
+
+
+@pytest.mark.ranks(2)
+async def test_p4_settings_that_a_rule_refuses_are_refused_at_the_call(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": full(1)}, rule=SGD(lr=1.0)) as ps:
+        for settings in ({"lr": -1.0}, {"lr": "a"}, {"speed": 1.0}):
+            with pytest.raises((ValueError, TypeError), match="lr|speed|learning rate"):
+                ps.configure("w", **settings)
+        await ps.configure(lr=0.5)
+
+
+@pytest.mark.ranks(3)
+async def test_p2_names_stand_in_the_order_of_init(coll: Communicator) -> None:
+    names = [f"n{i}" for i in range(20)]
+    async with ParameterServer(coll, {name: full(i) for i, name in enumerate(names)}, split_bytes=8) as ps:
+        assert list(ps.names) == names
