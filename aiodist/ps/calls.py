@@ -9,7 +9,7 @@ from typing import Any
 
 from aiodist.backends.base import Done
 from aiodist.collectives.program import Call, Program
-from aiodist.errors import AiodistError, MismatchError, RemoteError
+from aiodist.errors import AiodistError, MismatchError, PeerLost, RemoteError
 from aiodist.ps.known import Known
 from aiodist.ps.outlet import Outlet
 from aiodist.ps.wire import Kind
@@ -96,6 +96,8 @@ def error_of(said: Said, src: int) -> BaseException | None:
     if "error" not in said:
         return None
     text = f"{said['error']}"
+    if "lost" in said:
+        return PeerLost(text, lost=said["lost"])
     if said["kind"] == "mismatch":
         return MismatchError(text)
     if said["type"] == "LookupError":

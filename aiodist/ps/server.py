@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.codecs import Outgoing
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, PeerLost
 from aiodist.ps.consistency import Counts
 from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
@@ -179,8 +179,7 @@ class Server:
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
         leads = call["servers"][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
-        followers = call["servers"][1:] if leads else ()
-        shard = Shard(self, call["key"], call["name"], memory, machine, followers, replaces=call["codec"])
+        shard = Shard(self, call["key"], call["name"], memory, machine, call["servers"], replaces=call["codec"])
         self._shards[shard.key] = shard
         self._rules[shard.key] = call["rule"]
         for rank in {*self._left, *self.context.gone}:
@@ -377,9 +376,14 @@ class Server:
 
     def refuse(self, request: Request, error: BaseException) -> None:
         """Tell the client that its request failed here."""
+        if isinstance(request, Pushing):
+            self.recycle(request)
         self.fail(request.client, request.number, error)
 
     def fail(self, client: int, number: int, error: BaseException) -> None:
         """Tell `client` why its request failed here."""
-        kind = "mismatch" if isinstance(error, AiodistError) else "raised"
-        self.answer(client, number, error=str(error), type=type(error).__name__, kind=kind)
+        if isinstance(error, PeerLost):
+            self.answer(client, number, error=error.args[0], lost=error.lost)
+        else:
+            kind = "mismatch" if isinstance(error, AiodistError) else "raised"
+            self.answer(client, number, error=str(error), type=type(error).__name__, kind=kind)

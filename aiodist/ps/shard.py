@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from aiodist.errors import AiodistError
 from aiodist.ps import consistency
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import LIGHT_BYTES, Context
@@ -42,11 +43,11 @@ class Shard:
         name: str,
         memory: Tensor,
         machine: Machine | None,
-        followers: Sequence[int],
+        servers: Sequence[int],
         *,
         replaces: bool,
     ) -> None:
-        """`memory` is flat; the leader of the tensor has its `machine`, and the ranks of the `followers`.
+        """`memory` is flat; of the `servers` that have a block of the tensor the first, its leader, has its `machine`.
 
         With `replaces` it is the code of an object, which a push replaces whole.
         """
@@ -57,7 +58,10 @@ class Shard:
         self.data = memory
         self.replaces = replaces
         self.machine = machine
-        self._followers = tuple(followers)
+        self._servers = frozenset(servers)
+        self._followers = tuple(servers[1:]) if machine is not None else ()
+        self._lost: AiodistError | None = None
+        """Another block of the tensor is lost, so nobody orders what happens to this one, or waits for it."""
         self.version = 0
         self._states: dict[int, Any] = {}
         self._incoming: dict[int, deque[Request]] = {}
@@ -69,7 +73,7 @@ class Shard:
         self._advancing = False
         # What is applied when it comes, here alone and in no time, needs no order.
         light = memory.nbytes <= LIGHT_BYTES and not replaces
-        self._quick = machine is not None and not followers and light
+        self._quick = machine is not None and not self._followers and light
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -94,8 +98,9 @@ class Shard:
 
     def obey(self, order: Order) -> None:
         """Carry out what the leader of the tensor says, in its turn."""
-        self._orders.append(order)
-        self.advance()
+        if self._lost is None:
+            self._orders.append(order)
+            self.advance()
 
     def release(self, client: int, number: int) -> None:
         """A reader looks no more."""
@@ -109,18 +114,28 @@ class Shard:
             self._incoming.pop(client, None)
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker for looker in self._lookers if looker[0] != client}
-        if self.machine is not None and client in self._context.workers:
+            if client in self._servers and self._lost is None:
+                self._lost = self._context.lost(client)
+                self._orders.clear()
+                self._refuse_waiting(self._lost)
+        if self.machine is not None and client in self._context.workers and self._lost is None:
             self._order(self.machine.leave(client))
         self.advance()
 
     def retire(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
+        self._refuse_waiting(LookupError(f"{self.name!r} was freed"))
+
+    def _refuse_waiting(self, error: Exception) -> None:
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
-            self._server.refuse(request, LookupError(f"{self.name!r} was freed"))
+            self._server.refuse(request, error)
 
     def _deliver(self, request: Request) -> None:
+        if self._lost is not None:
+            self._server.refuse(request, self._lost)
+            return
         if isinstance(request, Pushing):
             if request.rule == FILL:
                 self._fill(request)
