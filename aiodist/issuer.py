@@ -265,13 +265,7 @@ class Issuer:
         handle: Handle[Any] = Handle(self.progress, op, self.ledger.seq, nbytes, whence(4), self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
-        for i, claim in enumerate(claims):
-            try:
-                in_flight.acquire(*claim, handle)
-            except ValueError:
-                for held in claims[:i]:
-                    in_flight.release(*held)
-                raise
+        in_flight.acquire_all(claims, handle)
         self._pending[handle] = collective
         self._keep_watch()
         return handle

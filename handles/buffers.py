@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 
 from aiodist.errors import BufferInFlight
 
@@ -55,6 +56,16 @@ class InFlight:
                 self._written[start] = (end, owner)
             else:
                 self._add_read((start, end), owner)
+
+    def acquire_all(self, claims: Sequence[tuple[int, int, bool]], owner: object) -> None:
+        """Claim all of them, or none where one cannot be had."""
+        for i, claim in enumerate(claims):
+            try:
+                self.acquire(*claim, owner)
+            except ValueError:
+                for held in claims[:i]:
+                    self.release(*held)
+                raise
 
     def release(self, start: int, nbytes: int, writes: bool) -> None:
         """Give bytes back that `acquire` claimed."""

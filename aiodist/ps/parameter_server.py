@@ -27,8 +27,6 @@ from aiodist.ps.wire import Reads
 
 __all__ = ["ParameterServer"]
 
-_MISSING: Any = object()
-
 
 class ParameterServer(Naming):
     """Tensors by name, in shards on servers; every call returns a handle.
@@ -334,13 +332,7 @@ class ParameterServer(Naming):
         claims = writing(*written)
         taken = {claim.start for claim in claims}
         claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
-        for i, claim in enumerate(claims):
-            try:
-                in_flight.acquire(*claim, handle)
-            except ValueError:
-                for held in claims[:i]:
-                    in_flight.release(*held)
-                raise
+        in_flight.acquire_all(claims, handle)
         return claims
 
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:

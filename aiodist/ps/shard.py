@@ -165,6 +165,8 @@ class Shard:
         assert self.machine is not None
         rule = self._context.rules[push.rule]
         actions = self._asked(push)
+        if actions is None:
+            return
         if len(actions) != 1 or type(actions[0]) is not Apply or isinstance(rule, Function):
             self._arrived[(push.client, push.number)] = (push, perf_counter())
             self._order(actions)
@@ -195,14 +197,14 @@ class Shard:
         self._order(actions)
         self.advance()
 
-    def _asked(self, push: Pushing) -> Sequence[consistency.Action]:
-        """Ask the machine; what it refuses the client is told."""
+    def _asked(self, push: Pushing) -> Sequence[consistency.Action] | None:
+        """Ask the machine; of what it refuses the client is told."""
         assert self.machine is not None
         try:
             return self.machine.push(consistency.Push(push.client, push.number, push.base))
         except ValueError as error:
             self._server.refuse(push, error)
-            return []
+            return None
 
     def _fill(self, request: Pushing) -> None:
         assert request.value is not None
