@@ -28,6 +28,7 @@ class Calls:
         self._context = outlet.context
         self._waiting: dict[tuple[int, int], _Answered] = {}
         """By server and number."""
+        self._refusal: AiodistError | None = None
 
     def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, Said]:  # noqa: ANN401
         """Ask server `dst`, as a step of a program, and return what it answers."""
@@ -47,8 +48,8 @@ class Calls:
                 answer(got)
             done(error)
 
-        if dst in self._context.gone:
-            done(self._context.lost(dst))
+        if self._refusal is not None or dst in self._context.gone:
+            done(self._refusal or self._context.lost(dst))
             return
         self._waiting[(dst, number)] = answered
         self._context.post.put(dst, Kind.CALL, json.dumps({**said, "n": number}).encode(), request=True)
@@ -86,6 +87,7 @@ class Calls:
 
     def give_up(self, error: AiodistError) -> None:
         """Fail everything."""
+        self._refusal = error  # also of calls that were left for the lock's holder
         waiting, self._waiting = self._waiting, {}
         for answered in waiting.values():
             answered(None, error)

@@ -35,11 +35,11 @@ class Client:
         self.outlet = Outlet(context, self.lose)
         self.codes = Codes(context)
         self.calls = Calls(self.outlet)
-        self.pushes = Pushes(self.outlet, self.codes, own, self._look_at_watched)
-        self.pulls = Pulls(self.outlet, self.codes, shown, self._look_at_watched)
+        self.pushes = Pushes(self.outlet, self.codes, own, self._one_over)
+        self.pulls = Pulls(self.outlet, self.codes, shown, self._one_over)
         self.programs: set[Handle[Any]] = set()
         """Calls of several steps that are not over."""
-        self._watched: list[tuple[Known, Done]] = []
+        self._watched: dict[Known, Done] = {}
 
     @property
     def busy(self) -> bool:
@@ -71,17 +71,15 @@ class Client:
 
     def when_over(self, known: Known, done: Done) -> None:
         """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
-        if self.pushes.of(known) or self.pulls.of(known):
-            self._watched.append((known, done))
+        if known.open:
+            self._watched[known] = done
             return
         self.codes.forget(known)
         done(None)
 
-    def _look_at_watched(self) -> None:
-        if self._watched:
-            watched, self._watched = self._watched, []
-            for known, done in watched:
-                self.when_over(known, done)
+    def _one_over(self, known: Known) -> None:
+        if self._watched and not known.open and (done := self._watched.pop(known, None)) is not None:
+            self.when_over(known, done)
 
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
@@ -108,5 +106,4 @@ class Client:
         """Fail everything."""
         self.pushes.give_up(error)
         self.pulls.give_up(error)
-        self._look_at_watched()
         self.calls.give_up(error)

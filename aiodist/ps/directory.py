@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiodist.errors import MismatchError
+from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps.wire import Kind
 
 if TYPE_CHECKING:
@@ -45,16 +45,24 @@ class Directory:
         self._server = server
         self._entries: dict[str, _Entry] = {}
         self._made = 0
+        self._keys: set[int] = set()
+        """Those in use: numbers begin anew after `_KEYS` names."""
         self._parted: set[int] = set()
         self._left: set[int] = set()
 
     def open(self, client: int, call: dict[str, Any]) -> None:
         """A client wants to use a name: it is told to fill it, or waits until others have."""
         entry = self._entries.get(call["name"])
+        lost = next((rank for rank in call["servers"] if rank in self._context.gone), None)
+        if lost is not None and (entry is None or not entry.filled):  # it never gets first values
+            self._server.fail(client, call["n"], self._context.lost(lost))
+            return
         if entry is None:
-            number = self._context.servers.index(self._context.rank)
-            entry = self._entries[call["name"]] = _Entry(number * _KEYS + self._made % _KEYS, call, client)
-            self._made += 1
+            if len(self._keys) == _KEYS:
+                text = f"init of {call['name']!r}: rank {self._context.rank} leads {_KEYS} names already"
+                self._server.fail(client, call["n"], MismatchError(text))
+                return
+            entry = self._entries[call["name"]] = _Entry(self._new_key(), call, client)
         if client in entry.freed:
             entry.again.append((client, call))
             return
@@ -75,6 +83,16 @@ class Directory:
             return
         entry.waiting.append((client, call))
         self._choose(entry)
+
+    def _new_key(self) -> int:
+        first = self._context.servers.index(self._context.rank) * _KEYS
+        key = first + self._made
+        while key in self._keys:
+            self._made = (self._made + 1) % _KEYS
+            key = first + self._made
+        self._made = (self._made + 1) % _KEYS
+        self._keys.add(key)
+        return key
 
     def _choose(self, entry: _Entry) -> None:
         """Have those fill the entry who should: each server its own block, the first worker, or whoever came first."""
@@ -114,12 +132,16 @@ class Directory:
         error = MismatchError(
             f"{text}{'each' if entry.first['start'] == 'own' else 'one'} of ranks {missing} to init it"
         )
+        self._fail(entry, error)
+
+    def _fail(self, entry: _Entry, error: AiodistError) -> None:
         for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
             self._server.fail(client, number, error)
-        self._forget(name, entry)
+        self._forget(entry.first["name"], entry)
 
     def _forget(self, name: str, entry: _Entry) -> None:
         del self._entries[name]
+        self._keys.discard(entry.key)
         call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
         for rank in entry.first["servers"]:
             if rank not in self._context.gone:
@@ -174,6 +196,9 @@ class Directory:
         for name, entry in list(self._entries.items()):
             entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
             entry.again = [again for again in entry.again if again[0] != client]
+            if client in self._context.gone and client in entry.first["servers"] and not entry.filled:
+                self._fail(entry, self._context.lost(client))
+                continue
             if client in entry.fillers and not entry.filled:
                 entry.fillers.discard(client)
             self._choose(entry)

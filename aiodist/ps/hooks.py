@@ -37,9 +37,10 @@ class BackwardPushes:
         for hook in self._hooks:
             hook.remove()
         await self._handed_over()
+        failed = error is not None or bool(self._errors)
+        await gather(*self._pushes, return_exceptions=failed)  # the gradients are its pushes' until then
         if self._errors and error is None:
             raise self._errors[0]
-        await gather(*self._pushes, return_exceptions=error is not None)
 
     def _ready(self, t: Tensor) -> None:
         """Backward has the gradient of `t`, in whatever thread it runs."""

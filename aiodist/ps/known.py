@@ -27,7 +27,7 @@ class Span(NamedTuple):
 class Known:
     """A name as this rank sees it."""
 
-    __slots__ = ("base", "codec", "dtype", "key", "name", "rule", "rule_number", "shape", "spans", "tensor")
+    __slots__ = ("base", "codec", "dtype", "key", "name", "open", "rule", "rule_number", "shape", "spans", "tensor")
 
     def __init__(
         self,
@@ -49,6 +49,8 @@ class Known:
         self.key = -1
         self.base = 0
         """The version that this rank last read."""
+        self.open: set[int] = set()
+        """The numbers of this rank's pushes and pulls of it that are not over."""
 
     @property
     def frozen(self) -> bool:
@@ -84,14 +86,23 @@ class Names:
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
         self._places: dict[str, int] = {}
+        self._next_place = 0
         self.changing: dict[str, str] = {}
         """Names that become known, or are forgotten, and the call that is not over."""
 
     def announce(self, names: Sequence[str]) -> None:
         """They become known, in this order."""
         self.changing.update(dict.fromkeys(names, "init"))
-        first = max(self._places.values(), default=0) + 1
-        self._places.update({name: first + i for i, name in enumerate(names)})
+        self._places.update({name: self._next_place + i for i, name in enumerate(names)})
+        self._next_place += len(names)
+
+    def settle(self, name: str, known: Known | None) -> None:
+        """The call that changes `name` is over: it is `known` from now on, or not at all."""
+        if known is not None:
+            self.add(known)
+        elif name not in self._known:
+            self._places.pop(name, None)
+        self.changing.pop(name, None)
 
     def add(self, known: Known) -> None:
         """Know it from now on."""

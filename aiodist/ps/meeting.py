@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,14 +18,15 @@ class Meeting:
     def __init__(self, context: Context, server: Server) -> None:
         self._context = context
         self._server = server
-        self._at_barrier: dict[int, int] = {}
+        self._at_barrier: dict[int, deque[int]] = {}
+        """The questions of each worker that waits there: who asks again before the first is answered waits twice."""
         self._goodbyes: dict[int, int] = {}
         self._parted: set[int] = set()
         self._over = False
 
     def barrier(self, client: int, call: dict[str, Any]) -> None:
         """A worker waits for the others."""
-        self._at_barrier[client] = call["n"]
+        self._at_barrier.setdefault(client, deque()).append(call["n"])
         self._check_barrier()
 
     def bye(self, client: int, call: dict[str, Any]) -> None:
@@ -44,12 +46,11 @@ class Meeting:
             self._check_over()
 
     def _check_barrier(self) -> None:
-        missing = set(self._context.workers) - self._parted - set(self._at_barrier)
-        if missing or not self._at_barrier:
-            return
-        waiting, self._at_barrier = self._at_barrier, {}
-        for client, number in waiting.items():
-            self._server.answer(client, number)
+        while self._at_barrier and not set(self._context.workers) - self._parted - set(self._at_barrier):
+            for client, numbers in list(self._at_barrier.items()):
+                self._server.answer(client, numbers.popleft())
+                if not numbers:
+                    del self._at_barrier[client]
 
     def _check_over(self) -> None:
         missing = set(range(len(self._context.world_ranks))) - set(self._context.gone) - set(self._goodbyes)

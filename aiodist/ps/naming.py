@@ -101,11 +101,12 @@ class Naming(Session):
         return Known(name, t, (number, chosen), placement, self._settings.servers)
 
     def _opening(self, known: Known, value: Tensor, start: str) -> Program[None]:
+        opened = None
         try:
             yield from self._opened_by(known, value, start)
+            opened = known
         finally:
-            self._names.changing.pop(known.name, None)
-        self._names.add(known)
+            self._names.settle(known.name, opened)
 
     def _opened_by(self, known: Known, value: Tensor, start: str) -> Program[None]:
         leader = known.spans[0].rank
@@ -133,7 +134,7 @@ class Naming(Session):
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
         self._check()
-        knowns, _ = self._names.resolve(what)
+        knowns = list(dict.fromkeys(self._names.resolve(what)[0]))
         check_timeout(timeout)
         for known in knowns:
             self._names.remove(known)
@@ -147,7 +148,7 @@ class Naming(Session):
             yield [partial(self._client.when_over, known)]
             yield from self._client.calls.call(known.spans[0].rank, "free", name=known.name, key=known.key)
         finally:
-            self._names.changing.pop(known.name, None)
+            self._names.settle(known.name, None)
 
     def configure(self, what: object = None, *, timeout: float | None = None, **settings: float) -> Handle[None]:
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.

@@ -82,12 +82,14 @@ class PushPart:
 class PullPart:
     """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
 
-    __slots__ = ("error", "given", "into", "known", "left", "operation", "value", "version")
+    __slots__ = ("copying", "error", "given", "into", "known", "left", "operation", "value", "version")
 
     def __init__(self, operation: Operation, known: Known, into: Tensor | None, given: Tensor | None) -> None:
         self.operation = operation
         self.known = known
         self.left = {span.rank for span in known.spans}
+        self.copying: set[int] = set()
+        """The servers whose data the service thread writes into it just now."""
         self.into = into
         self.given = given
         self.value: Tensor | None = None

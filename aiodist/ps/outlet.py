@@ -24,7 +24,8 @@ class Outlet:
         self.context = context
         self._lost = lost
         self._numbers = count(1)
-        self._laned = 0
+        self._begun = 0  # on the loop's thread
+        self._ended = 0  # with the transport lock held
         self._gathered: list[Posting] | None = None
 
     def number(self) -> int:
@@ -34,7 +35,7 @@ class Outlet:
     @property
     def behind(self) -> bool:
         """Requests wait for others that are being encoded."""
-        return self._laned > 0
+        return self._begun != self._ended
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -55,8 +56,12 @@ class Outlet:
         """Post requests now, or behind those that are being encoded."""
         if self._gathered is not None:
             self._gathered.extend(postings)
-        elif self._laned:
-            self.issue_later(_nothing, lambda _: self.post(postings))
+        else:
+            self._leave(postings)
+
+    def _leave(self, postings: Sequence[Posting]) -> None:
+        if self.behind:
+            self._work(_nothing, lambda _: self.post(postings))
         elif len(postings) == 1:
             self.context.progress.start(partial(self._post_one, postings[0]))
         else:
@@ -66,11 +71,14 @@ class Outlet:
         """Have the service thread do `work`, then `then(error)` post what came of it; what comes later waits behind."""
         if self._gathered:
             gathered, self._gathered[:] = self._gathered[:], []
-            self.context.progress.start(partial(self.post, gathered))
-        self._laned += 1
+            self._leave(gathered)
+        self._work(work, then)
+
+    def _work(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        self._begun += 1
 
         def over(error: BaseException | None) -> None:
-            self._laned -= 1
+            self._ended += 1
             then(error)
 
         self.context.progress.start(partial(self.context.service.run, work, over))

@@ -274,6 +274,10 @@ class ParameterServer(Naming):
         for known in knowns:
             if known.tensor is None:
                 raise TypeError(f"integrate of {known.name!r}: expected a tensor, not an object")
+        if len(set(knowns)) != len(knowns):
+            raise ValueError(f"integrate of {[known.name for known in knowns]}: expected each of them once")
+        if len(set(knowns)) != len(knowns):
+            raise ValueError(f"integrate of {[known.name for known in knowns]}: expected each tensor once")
         missing = [known for known in knowns if known.name not in self._prefetched]
         if missing:
             self.prefetch([known.name for known in missing], timeout=timeout)

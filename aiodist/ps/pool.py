@@ -23,14 +23,20 @@ class Pool:
 
     def take(self, nbytes: int) -> Tensor:
         """Return a buffer with anything in it."""
-        free = self._free.get(nbytes)
+        free = self._free.pop(nbytes, None)
+        if free is None:
+            return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        self._kept_bytes -= nbytes
+        found = free.pop()
         if free:
-            self._kept_bytes -= nbytes
-            return free.pop()
-        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+            self._free[nbytes] = free
+        return found
 
     def give(self, t: Tensor) -> None:
         """Have `t` back, at which nobody looks any more."""
-        if t.nbytes and self._kept_bytes + t.nbytes <= _KEPT_BYTES:
-            self._kept_bytes += t.nbytes
-            self._free.setdefault(t.nbytes, []).append(t)
+        if not 0 < t.nbytes <= _KEPT_BYTES:
+            return
+        while self._kept_bytes + t.nbytes > _KEPT_BYTES:
+            self.take(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
+        self._kept_bytes += t.nbytes
+        self._free.setdefault(t.nbytes, []).append(t)

@@ -24,6 +24,8 @@ _ENTRY = struct.Struct("<BxxxI")
 _REQUESTS, _LAST = 1, 2
 _FRAME_TAG = 1
 _DATA_TAGS = 1 << 20
+_CONTINUES = 0x80
+"""Of an entry's kind: the rest of it is in the next frame."""
 _WINDOW = 2
 _FULL_WINDOW = 16
 _SHORT_BYTES = range(3 << 10, 4 << 10)
@@ -84,8 +86,11 @@ class Post:
         self._full_bytes = min(_LONG_BYTES, self._room_bytes)
         self.inline_bytes = self._room_bytes // 2 - 256
         """The most data that an entry carries."""
+        self._longest = self._room_bytes - _FRAME.size - _ENTRY.size
+        assert self._longest % 8 == 0
         self._boxes = [_Box() for _ in range(transport.size)]
         self._to_flush: list[int] = []
+        self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
         self._own: deque[tuple[int, bytes]] = deque()
         self._handling = False
         self._closed = False
@@ -109,6 +114,9 @@ class Post:
             return
         box = self._boxes[dst]
         length = len(head) + len(data)
+        if length > self._longest:
+            self._put_long(dst, kind, head + data, request)
+            return
         used = len(box.frame)
         if used > _FRAME.size and (used in _SHORT_BYTES or used + length + 2 * _ENTRY.size > self._full_bytes):
             box.close()
@@ -123,6 +131,12 @@ class Post:
         if not box.waiting:
             box.waiting = True
             self._to_flush.append(dst)
+
+    def _put_long(self, dst: int, kind: int, body: bytes, request: bool) -> None:
+        *others, last = [body[at : at + self._longest] for at in range(0, len(body), self._longest)]
+        for piece in others:
+            self.put(dst, kind | _CONTINUES, piece, request=request)
+        self.put(dst, kind, last, request=request)
 
     def flush(self) -> None:
         """Send what may go now."""
@@ -205,7 +219,7 @@ class Post:
         while at < used:
             kind, length = _ENTRY.unpack_from(body, at)
             at += _ENTRY.size
-            self._heard(source, kind, body[at : at + length])
+            self._take(source, kind, body[at : at + length])
             at += length + -length % 8
         self.flush()
         if flags & _LAST:
@@ -214,6 +228,14 @@ class Post:
                 self._ended()
         else:
             self._listen()  # after the answers, for which somebody waits
+
+    def _take(self, source: int, kind: int, body: memoryview) -> None:
+        if kind & _CONTINUES:
+            self._begun.setdefault(source, bytearray()).extend(body)
+            return
+        if source in self._begun:
+            body = memoryview(self._begun.pop(source) + body)
+        self._heard(source, kind, body)
 
     def _handle_own(self) -> None:
         self._handling = True

@@ -25,7 +25,7 @@ class Pulls:
     """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
 
     def __init__(
-        self, outlet: Outlet, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[], None]
+        self, outlet: Outlet, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[Known], None]
     ) -> None:
         """`shown` is the memory of this very rank's shards; `one_over` is called after each pull."""
         self._outlet = outlet
@@ -40,6 +40,7 @@ class Pulls:
         number = self._outlet.number()
         known, into = part.known, part.into
         self._parts[number] = part
+        known.open.add(number)
         metrics = self._context.metrics
         metrics.pulls += 1
         metrics.pull_bytes += 0 if into is None else into.nbytes
@@ -96,6 +97,7 @@ class Pulls:
             look()
             looked(None)
         else:
+            part.copying.add(src)
             self._context.service.run(look, looked)
 
     def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
@@ -140,12 +142,13 @@ class Pulls:
         if part.left:
             return
         del self._parts[number]
+        part.known.open.discard(number)
         if part.error is None and part.version is not None:
             part.known.base = max(part.known.base, part.version)
             part.operation.read(part.version)
         if part.operation.part_over(None if part.error is None else self._outlet.located(part.error)):
             self._context.metrics.pull_seconds += part.operation.seconds
-        self._one_over()
+        self._one_over(part.known)
 
     # --- waiting for them, and the end -------------------------------------------------------------------------
 
@@ -154,25 +157,23 @@ class Pulls:
         """Something is not there yet."""
         return bool(self._parts)
 
-    def of(self, known: Known) -> bool:
-        """Return True while a pull of `known` is not over."""
-        return any(part.known is known for part in self._parts.values())
-
     def late(self) -> dict[int, str]:
         """Return the servers from which something is missing, and what."""
-        return {rank: f"pull of {part.known}" for part in list(self._parts.values()) for rank in part.left}
+        return {rank: f"pull of {part.known}" for part in list(self._parts.values()) for rank in list(part.left)}
 
     def lose(self, rank: int, error: AiodistError) -> None:
         """`rank` died: what it should have sent never comes."""
         for number, part in list(self._parts.items()):
-            if rank in part.left:
+            if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
                 self._read(number, rank, error)
 
     def give_up(self, error: AiodistError) -> None:
         """Fail everything."""
         parts, self._parts = self._parts, {}
-        for part in parts.values():
+        for number, part in parts.items():
+            part.known.open.discard(number)
             part.operation.part_over(error)
+            self._one_over(part.known)
 
 
 def _span(part: PullPart, into: Tensor, src: int) -> Tensor:

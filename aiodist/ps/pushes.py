@@ -29,9 +29,12 @@ class Pushes:
     """`push` and `sync` are called on the loop's thread; the rest runs with the transport lock held."""
 
     def __init__(
-        self, outlet: Outlet, codes: Codes, own: dict[tuple[int, int], Tensor], one_over: Callable[[], None]
+        self, outlet: Outlet, codes: Codes, own: dict[tuple[int, int], Tensor], one_over: Callable[[Known], None]
     ) -> None:
-        """`own` is where the server of this very rank finds what is pushed to it; `one_over` is called after each."""
+        """`own` is where the server of this very rank finds what is pushed to it.
+
+        `one_over` is called after each push, with what it pushed to.
+        """
         self._outlet = outlet
         self._context = outlet.context
         self._codes = codes
@@ -56,6 +59,7 @@ class Pushes:
         accepts = self._context.policy.accepts
         part = self._parts[number] = PushPart(operation, known, [span.rank for span in spans], accepts=accepts)
         self._open.add(number)
+        known.open.add(number)
         metrics = self._context.metrics
         metrics.pushes += 1
         metrics.push_bytes += value.nbytes
@@ -169,7 +173,7 @@ class Pushes:
             del self._parts[number]
             if part.accepting is None:
                 self._over(part, None)
-            self._applied(number)
+            self._applied(number, part.known)
 
     def refuse(self, number: int, error: BaseException) -> bool:
         """A push failed: its handle says so, or, where that is done already, the next sync. False: it is none."""
@@ -182,7 +186,7 @@ class Pushes:
         else:
             self._over(part, error)
         self._own.pop((number, part.known.key), None)
-        self._applied(number)
+        self._applied(number, part.known)
         return True
 
     def _refused(self, number: int, error: BaseException) -> None:
@@ -192,11 +196,12 @@ class Pushes:
         if part.operation.part_over(error):
             self._context.metrics.push_seconds += part.operation.seconds
 
-    def _applied(self, number: int) -> None:
+    def _applied(self, number: int, known: Known) -> None:
         self._open.discard(number)
+        known.open.discard(number)
         if self._syncs:
             self._look()
-        self._one_over()
+        self._one_over(known)
 
     # --- waiting for them ------------------------------------------------------------------------------------
 
@@ -205,13 +210,9 @@ class Pushes:
         """Something is not applied yet."""
         return bool(self._open)
 
-    def of(self, known: Known) -> bool:
-        """Return True while a push of `known` is not over."""
-        return any(part.known is known for part in self._parts.values())
-
     def late(self) -> dict[int, str]:
         """Return the servers that have not applied something, and what."""
-        return {rank: f"push of {part.known}" for part in list(self._parts.values()) for rank in part.applying}
+        return {rank: f"push of {part.known}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
     def sync(self, handle: Handle[None], account: Account | None) -> None:
         """Resolve `handle` when every push issued so far is applied or dropped; `account` is told of it."""

@@ -168,8 +168,6 @@ class Server:
         shard = self._shards.get(key) or self._retired.get(key)
         if shard is not None:
             shard.release(client, number)
-            if key in self._retired and not shard.looked_at:
-                del self._retired[key]
 
     # --- calls -----------------------------------------------------------------------------------------------
 
@@ -220,6 +218,10 @@ class Server:
         if (shard := self._shards.get(key)) is not None:
             shard.leave(client, gone=False)
 
+    def let_go(self, key: int) -> None:
+        """Nobody looks any more at the memory of a tensor that was freed."""
+        self._retired.pop(key, None)
+
     def lose(self, rank: int) -> None:
         """`rank` died."""
         self._gone(rank, gone=True)
@@ -233,7 +235,7 @@ class Server:
     def _gone(self, rank: int, *, gone: bool) -> None:
         self._left.add(rank)
         self._forget(rank)
-        for shard in list(self._shards.values()):
+        for shard in (*self._shards.values(), *self._retired.values()):
             shard.leave(rank, gone=gone)
         self._directory.leave(rank)
         self._meeting.leave(rank, gone=gone)

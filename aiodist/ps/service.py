@@ -25,11 +25,17 @@ class Service:
         self._name = name
         self._queue: SimpleQueue[tuple[Work, Then] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self.waiting = 0
         """How much work is not over; with the transport lock held."""
 
     def run(self, work: Work, then: Then) -> None:
-        """Run `work` in the thread, then `then(error)` with the transport lock held; called with it held."""
+        """Run `work` in the thread, then `then(error)` with the transport lock held; called with it held.
+
+        Once closed it does neither.
+        """
+        if self._closed:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
@@ -38,7 +44,8 @@ class Service:
         self._queue.put((work, then))
 
     def close(self) -> None:
-        """End the thread after what it was given; waits for nothing."""
+        """End the thread after what it was given; waits for nothing; with the transport lock held."""
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
 

@@ -206,8 +206,9 @@ class Session:
     def _close(self, refusal: AiodistError) -> None:
         self._refusal = self._refusal or refusal
         self._all_said()
-        self._context.post.give_up()
-        self._context.service.close()
+        with transport_lock:
+            self._context.post.give_up()
+            self._context.service.close()
         issuer = self._coll._issuer
         for told, mine in ((issuer.on_lost, self._lost), (issuer.on_abort, self._aborted)):
             if mine in told:
@@ -317,5 +318,5 @@ class Session:
             else:
                 handle.reject(self._client.outlet.located(error))
 
-        self._progress.start(partial(run, program, finish))
+        self._client.outlet.issue((partial(run, program, finish),))  # behind pushes that are being encoded
         return handle

@@ -68,9 +68,10 @@ class Shard:
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
-        self._lookers: set[_Key] = set()  # lock-free: they see what they see, but not other tensors' memory
+        self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
         self._busy = False
         self._advancing = False
+        self._retired = False
         # What is applied when it comes, here alone and in no time, needs no order.
         light = memory.nbytes <= LIGHT_BYTES and not replaces
         self._quick = machine is not None and not self._followers and light
@@ -105,15 +106,16 @@ class Shard:
     def release(self, client: int, number: int) -> None:
         """A reader looks no more."""
         self._readers.discard((client, number))
-        self._lookers.discard((client, number))
+        self._lookers.pop((client, number), None)
         self.advance()
+        self._let_go()
 
     def leave(self, client: int, *, gone: bool) -> None:
         """`client` has finished, or is `gone`: died."""
         if gone:
             self._incoming.pop(client, None)
             self._readers = {reader for reader in self._readers if reader[0] != client}
-            self._lookers = {looker for looker in self._lookers if looker[0] != client}
+            self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
             if client in self._servers and self._lost is None:
                 self._lost = self._context.lost(client)
                 self._orders.clear()
@@ -121,9 +123,11 @@ class Shard:
         if self.machine is not None and client in self._context.workers and self._lost is None:
             self._order(self.machine.leave(client))
         self.advance()
+        self._let_go()
 
     def retire(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
+        self._retired = True
         self._refuse_waiting(LookupError(f"{self.name!r} was freed"))
 
     def _refuse_waiting(self, error: Exception) -> None:
@@ -294,19 +298,26 @@ class Shard:
 
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
-        holders = self._lookers if request.reads == Reads.LOCK_FREE else self._readers
-        holders.add((request.client, request.number))
+        reader = (request.client, request.number)
+        if request.reads == Reads.LOCK_FREE:
+            self._lookers[reader] = self.data  # what replaces an object must not free what is looked at
+        else:
+            self._readers.add(reader)
 
     @property
     def looked_at(self) -> bool:
         """Somebody reads this memory just now, or changes it."""
         return bool(self._readers or self._lookers or self._busy)
 
+    def _let_go(self) -> None:
+        if self._retired and not self.looked_at:
+            self._server.let_go(self.key)
+
     def _change(self, request: Change) -> None:
         try:
             rule = self._server.rule_of(self)
             rule.configure(self._state(rule), **request.settings)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  - it belongs to whoever asked
             self._server.refuse(request, error)
         else:
             self._server.answer(request.client, request.number)
@@ -353,6 +364,7 @@ class Shard:
         self._finished(order.version, pushes, error)
         if was_busy:
             self.advance()
+            self._let_go()
             self._context.post.flush()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:

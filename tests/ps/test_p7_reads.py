@@ -69,7 +69,15 @@ async def test_p7_small_snapshots_never_mix_in_one_process(coll: Communicator, s
 
 
 @pytest.mark.ranks(3, backend=("mpi", "shm"))
-@pytest.mark.parametrize(("servers", "place"), [([0], "ordinary"), ([0, 1], "arena"), ([0, 1, 2], "ordinary")], ids=str)
+@pytest.mark.parametrize(
+    ("servers", "place"),
+    [
+        pytest.param([0], "ordinary", marks=pytest.mark.soak),
+        ([0, 1], "arena"),
+        ([0, 1, 2], "ordinary"),
+    ],
+    ids=str,
+)
 async def test_p7_of_300_snapshots_of_a_million_none_is_mixed(
     coll: Communicator, servers: list[int], place: str
 ) -> None:
