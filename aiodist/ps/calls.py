@@ -12,6 +12,7 @@ from aiodist.collectives.program import Call, Program
 from aiodist.errors import AiodistError, MismatchError, PeerLost, RemoteError
 from aiodist.ps.known import Known
 from aiodist.ps.outlet import Outlet
+from aiodist.ps.requests import Freed
 from aiodist.ps.wire import Kind
 
 __all__ = ["Calls", "Said", "error_of"]
@@ -100,8 +101,8 @@ def error_of(said: Said, src: int) -> BaseException | None:
     text = f"{said['error']}"
     if "lost" in said:
         return PeerLost(text, lost=said["lost"])
-    if said["kind"] == "mismatch":
+    if said["type"] == MismatchError.__name__:
         return MismatchError(text)
-    if said["type"] == "LookupError":
+    if said["type"] == Freed.__name__:
         return KeyError(text)
     return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)

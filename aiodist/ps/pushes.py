@@ -49,6 +49,7 @@ class Pushes:
         self._last = 0
         self._syncs: deque[tuple[int, Handle[None], Account | None]] = deque()
         self._late_error: BaseException | None = None
+        self._refusal: AiodistError | None = None
 
     # --- going up --------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Pushes:
             self._syncs.popleft()
             if handle.done():
                 continue
-            error, self._late_error = self._late_error, None
+            error, self._late_error = self._refusal or self._late_error, None
             if account is not None:
                 self._context.progress.post(partial(account.cover, handle.seq))
             if error is None:
@@ -255,6 +256,7 @@ class Pushes:
         for number in list(self._parts):
             self.refuse(number, error)
         self._open.clear()
+        self._refusal = error  # also of syncs that were left for the lock's holder
         self._look()
 
 

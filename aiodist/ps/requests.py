@@ -6,7 +6,11 @@ from torch import Tensor
 
 from aiodist.ps.wire import Reads, Way
 
-__all__ = ["Change", "Pulling", "Pushing", "Request"]
+__all__ = ["Change", "Freed", "Pulling", "Pushing", "Request"]
+
+
+class Freed(LookupError):
+    """The tensor was freed: what clients raise as KeyError."""
 
 
 class Request:

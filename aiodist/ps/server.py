@@ -15,14 +15,14 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.codecs import Outgoing
-from aiodist.errors import AiodistError, PeerLost
+from aiodist.errors import PeerLost
 from aiodist.ps.consistency import Counts
 from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.metrics import Metrics
 from aiodist.ps.raw import as_bytes, values_in
-from aiodist.ps.requests import Change, Pulling, Pushing, Request
+from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import (
@@ -111,7 +111,7 @@ class Server:
         elif not self._look(shard, push, head):
             return
         if shard is None:
-            self.refuse(push, LookupError(f"key {head.key} was freed"))
+            self.refuse(push, Freed(f"key {head.key} was freed"))
         else:
             shard.expect(push)
 
@@ -159,7 +159,7 @@ class Server:
         pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
         shard = self._shards.get(head.key)
         if shard is None:
-            self.refuse(pull, LookupError(f"key {head.key} was freed"))
+            self.refuse(pull, Freed(f"key {head.key} was freed"))
         else:
             shard.expect(pull)
 
@@ -199,7 +199,7 @@ class Server:
         change = Change(client, call["n"], call["settings"])
         shard = self._shards.get(call["key"])
         if shard is None:
-            self.refuse(change, LookupError(f"key {call['key']} was freed"))
+            self.refuse(change, Freed(f"key {call['key']} was freed"))
         else:
             shard.expect(change)
 
@@ -387,5 +387,4 @@ class Server:
         if isinstance(error, PeerLost):
             self.answer(client, number, error=error.args[0], lost=error.lost)
         else:
-            kind = "mismatch" if isinstance(error, AiodistError) else "raised"
-            self.answer(client, number, error=str(error), type=type(error).__name__, kind=kind)
+            self.answer(client, number, error=str(error), type=type(error).__name__)

@@ -19,7 +19,7 @@ from aiodist.errors import AiodistError
 from aiodist.ps import consistency
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import LIGHT_BYTES, Context
-from aiodist.ps.requests import Change, Pulling, Pushing, Request
+from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
 from aiodist.ps.rules import RULES, Function, Rule
 from aiodist.ps.step import Piece, apply_step
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
@@ -128,7 +128,7 @@ class Shard:
     def retire(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
         self._retired = True
-        self._refuse_waiting(LookupError(f"{self.name!r} was freed"))
+        self._refuse_waiting(Freed(f"{self.name!r} was freed"))
 
     def _refuse_waiting(self, error: Exception) -> None:
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
@@ -162,6 +162,8 @@ class Shard:
             except ValueError as error:
                 del self._arrived[(request.client, request.number)]
                 self._server.refuse(request, error)
+                part = (request.client, request.number, 1.0)
+                self._tell(Order(self.key, OrderKind.DROP, self.version, (part,)))
         self.advance()
 
     def _apply_at_once(self, push: Pushing) -> None:
@@ -242,6 +244,9 @@ class Shard:
 
     def _send(self, order: Order) -> None:
         self._orders.append(order)
+        self._tell(order)
+
+    def _tell(self, order: Order) -> None:
         for rank in self._followers:
             self._context.post.put(rank, Kind.ORDER, order.pack())
 
