@@ -320,12 +320,13 @@ class ParameterServer(Naming):
     ) -> tuple[list[Pushed], bool]:
         if not self.is_worker:
             raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        if type(what) is str and values is not None and rule is None:  # what is called most often
+        if type(what) is str and values is not None:  # what is called most often
             known = self._names[what]
             if known.codec is None:
-                if alpha != 1:
-                    known.rule.check(known.dtype, alpha)
-                return [Pushed(known, flat(known.check(values)), known.rule_number)], True
+                number, chosen = (known.rule_number, known.rule) if rule is None else self._settings.rule(rule)
+                if alpha != 1 or rule is not None:
+                    chosen.check(known.dtype, alpha)
+                return [Pushed(known, flat(known.check(values)), number)], True
         knowns, single = self._names.resolve(what)
         return pushed_of(knowns, values, single, (self._settings, rule), alpha), single
 
