@@ -412,7 +412,9 @@ class Issuer:
             await asyncio.wait([all_over(pending, self.progress.loop)], timeout=seconds)
             left = [str(handle) for handle in pending if not handle.done()]
             if left:
-                raise OperationTimeout(f"still pending after {round(seconds, 1):g} s: {', '.join(left)}", comm=self.name)
+                raise OperationTimeout(
+                    f"still pending after {round(seconds, 1):g} s: {', '.join(left)}", comm=self.name
+                )
 
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is gone: what is pending and every later call raise that."""
