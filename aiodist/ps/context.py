@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from aiodist.backends.shm import Neighbourhood
+from aiodist.backends.shm.memory import Place
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
@@ -17,9 +18,6 @@ from aiodist.ps.pool import Pool
 from aiodist.ps.post import Post
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
-
-if TYPE_CHECKING:
-    from aiodist.backends.shm import Neighbourhood
 
 __all__ = ["LIGHT_BYTES", "Context"]
 
@@ -52,22 +50,19 @@ class Context:
     """The ranks that died, and how."""
     post: Post = field(init=False)
 
-    def near_rank(self, rank: int) -> int | None:
-        """Return the number in the world of a rank that shares memory with this one, else None."""
-        world = self.world_ranks[rank]
-        return world if self.near is not None and world in self.near.neighbours else None
+    def shares_memory(self, rank: int) -> bool:
+        """Return whether this rank and `rank` can look into one another's arena."""
+        return self.near is not None and self.world_ranks[rank] in self.near.neighbours
 
     def memory(self, rank: int, segment: int, offset: int, nbytes: int) -> Tensor:
         """Return bytes of another rank's arena; raise BackendError for a place that it never told of."""
-        from aiodist.backends.shm.memory import Place
-
         assert self.near is not None
         return self.near.neighbours[self.world_ranks[rank]].memory(Place(segment, offset), nbytes)
 
     def ring(self, rank: int) -> None:
         """Wake the progress thread of `rank` if it shares memory with us and sleeps."""
-        if self.near is not None and (world := self.world_ranks[rank]) in self.near.neighbours:
-            self.near.neighbours[world].ring()
+        if self.near is not None and self.shares_memory(rank):
+            self.near.neighbours[self.world_ranks[rank]].ring()
 
     def lost(self, rank: int) -> AiodistError:
         """Return why nothing can be had from `rank`."""

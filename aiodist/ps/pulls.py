@@ -49,7 +49,7 @@ class Pulls:
             way = Way.MESSAGE
             if span.rank == self._context.rank:
                 way = Way.OWN
-            elif self._context.near_rank(span.rank) is not None:
+            elif self._context.shares_memory(span.rank):
                 way = Way.MEMORY
             head = pack_pull(known.key, way, reads, number, wants)
             postings.append(partial(self._outlet.put, span.rank, Kind.PULL, head))

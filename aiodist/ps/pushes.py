@@ -109,7 +109,7 @@ class Pushes:
         if value.nbytes <= self._inline_bytes:
             return Way.INLINE, (0, 0)
         place = None
-        if context.near is not None and context.near_rank(dst) is not None:
+        if context.near is not None and context.shares_memory(dst):
             place = context.near.locate(value)
         return (Way.MESSAGE, (0, 0)) if place is None else (Way.MEMORY, place)
 

@@ -162,8 +162,8 @@ class Shard:
             except ValueError as error:
                 del self._arrived[(request.client, request.number)]
                 self._server.refuse(request, error)
-                part = (request.client, request.number, 1.0)
-                self._tell(Order(self.key, OrderKind.DROP, self.version, (part,)))
+                # Those who follow have it too, and would keep it for ever.
+                self._tell(Order(self.key, OrderKind.DROP, self.version, ((request.client, request.number, 1.0),)))
         self.advance()
 
     def _apply_at_once(self, push: Pushing) -> None:
