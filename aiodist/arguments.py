@@ -26,15 +26,15 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def check_tensor(t: object, name: str = "t") -> Tensor:
-    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous CPU tensor of a known dtype."""
+    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
     if t.dtype not in SUPPORTED:
         raise TypeError(f"{name} holds {t.dtype}: expected one of {', '.join(sorted(map(str, SUPPORTED)))}")
     if t.layout is not torch.strided:
         raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
-    if t.device.type != "cpu":
-        raise ValueError(f"{name} lives on {t.device}: expected a device of this communicator (cpu)")
+    if not t.is_cpu and not t.is_cuda:
+        raise ValueError(f"{name} lives on {t.device}: expected a device of this communicator (cpu or cuda)")
     if not t.is_contiguous():
         raise ValueError(
             f"{name} of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory, see .contiguous()"

@@ -94,6 +94,10 @@ class Environment:
     """Ranks of a host may share memory (not with AIODIST_SHM=0)."""
     pin: bool | None
     """Ranks that share a host are to have cores of their own; None: where each gets more than one."""
+    visible_devices: tuple[str, ...] | None
+    """The CUDA devices that this process may see, as CUDA_VISIBLE_DEVICES names them; None: all of the host's."""
+    many_ranks_a_device: bool
+    """NCCL is told that several ranks may share a device (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
     selector: str | None
     """A file with the selector's table, or "none": not even a measured one."""
     variables: Mapping[str, str] = field(repr=False)
@@ -118,6 +122,8 @@ class Environment:
             checked=_flag(environ, "AIODIST_CHECKED"),
             shared_memory=_flag(environ, "AIODIST_SHM", default=True),
             pin=_flag(environ, "AIODIST_PIN") if environ.get("AIODIST_PIN") else None,
+            visible_devices=_visible_devices(environ),
+            many_ranks_a_device=environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
             selector=environ.get("AIODIST_SELECTOR") or None,
             variables=dict(environ),
         )
@@ -139,6 +145,11 @@ def _place(environ: Mapping[str, str], names: _Names) -> tuple[int, int]:
     if not 0 <= rank < size:
         raise ConfigError(f"{names.rank}={rank} and {names.size}={size}: expected 0 <= rank < size")
     return rank, size
+
+
+def _visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else tuple([name.strip() for name in names.split(",") if name.strip()])
 
 
 def _rendezvous(environ: Mapping[str, str], starter: Starter) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from aiodist.accelerator import Accelerator
 from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.backends.shm import Group, Groups, Neighbourhood, ShmNative
 from aiodist.collectives.repertoire import Repertoire
@@ -71,6 +73,8 @@ class Family:
         """The ranks of this host, and this rank's memory that they can map."""
         self._groups = Groups(Progress.current()) if near is not None else None
         self._alone = alone
+        self.accelerator: Accelerator | None = None
+        """What this rank has of CUDA, where any rank has something."""
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
         self._checked = checked
@@ -85,6 +89,8 @@ class Family:
 
     def world(self, transport: Transport, topology: Topology) -> Communicator:
         """Return the first communicator, over all ranks."""
+        if topology.devices:
+            self.accelerator = Accelerator(Progress.current(), self._device_failed)
         world = self._communicator("world", transport, range(transport.size), topology)
         self._channel.on_lost(lambda exit: world._issuer.progress.post(lambda: self._lost(exit)))
         return world
@@ -100,6 +106,9 @@ class Family:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
         issuer = Issuer(name, transport, self._channel, ranks, checked=self._checked, repertoire=repertoire)
         issuer.timeout = self._timeout
+        if self.accelerator is not None:
+            issuer.on_abort.append(partial(self.accelerator.abort, name))
+            issuer.mailbox.courier = self.accelerator.courier
         made = self._make(issuer, topology, self)
         self._open.append(made)
         return made
@@ -109,7 +118,10 @@ class Family:
     ) -> Repertoire:
         """Return what a new communicator can run its collectives with."""
         hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
-        return Repertoire(transport, table, hosts=hosts, within=self._shared_memory(name, ranks), alone=self._alone)
+        mine = self.accelerator
+        cuda = "there is no CUDA device here" if mine is None else mine.kit(name, ranks, topology)
+        within = self._shared_memory(name, ranks)
+        return Repertoire(transport, table, hosts=hosts, within=within, alone=self._alone, cuda=cuda)
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
@@ -127,12 +139,19 @@ class Family:
             with transport_lock:
                 within.group.give_up(issuer.refusal or CommunicatorClosed(f"communicator {issuer.name!r} is closed"))
 
-    def close_memory(self) -> None:
-        """Let go of the other ranks' memory, once every communicator is closed or given up."""
+    async def close_memory(self) -> None:
+        """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""
+        if self.accelerator is not None:
+            await self.accelerator.aclose()
         if self.near is not None and self._groups is not None:
             with transport_lock:  # no poll is on its way
                 self._groups.close()
                 self.near.close()
+
+    def _device_failed(self, name: str, error: AiodistError) -> None:
+        for communicator in self._open:
+            if communicator.name == name:
+                communicator._issuer.abort(error)
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):
@@ -298,6 +317,8 @@ class Family:
             finally:  # a warning that is an error
                 self._closing.remove(communicator)
                 self._let_go(communicator)
+                if self.accelerator is not None:
+                    await self.accelerator.release(communicator.name, drained=drained)
                 await communicator._transport.aclose(drained=drained)
 
     async def _release(self, guest: Guest, communicator: Communicator, until: float) -> None:

@@ -82,7 +82,8 @@ class _Isolated(Coroutine[Any, Any, Any]):
 def _steps(coro: Coroutine[Any, Any, Any], modes: Modes) -> Generator[Any, Any, Any]:
     """Run `coro`; suspended first of all before its first step, so that an error may be thrown into that."""
     switch = ModeSwitch(modes)
-    quiet = modes.simple and modes.grad  # all is as torch starts: then it is enough to look whether it still is
+    # All is as torch starts: then it is enough to look whether it still is.
+    quiet = modes.simple and modes.grad and modes.place is None
     call = send = coro.send
     value: Any = None
     begun = False

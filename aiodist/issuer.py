@@ -131,14 +131,16 @@ class Issuer:
         nbytes: int = 0,
         timeout: float | None = None,
         convert: Callable[[Any], Any] | None = None,
+        queues: bool = False,
     ) -> Handle[Any]:
         """Issue `program` as the next operation that all ranks take part in.
 
-        `convert` makes the result of what the program returns, on the loop's thread: it may run the user's code.
+        With `queues` it only queues its work on a device, which takes no time. `convert` makes the result of what the
+        program returns, on the loop's thread: it may run the user's code.
         """
         handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout, collective=True)
         self._record(what, handle)
-        self._begin(handle.seq, program, self._finisher(handle, claims, convert), nbytes)
+        self._begin(handle.seq, program, self._finisher(handle, claims, convert), 0 if queues else nbytes)
         return handle
 
     def _record(self, what: Fingerprint, handle: Handle[Any]) -> None:

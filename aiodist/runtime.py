@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import os
 import secrets
 import selectors
@@ -14,13 +15,14 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from aiodist.accelerator import nccl_here, visible_devices
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Neighbourhood, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
@@ -42,7 +44,7 @@ from aiodist.handles import Handle, Progress, from_future
 from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
 from aiodist.pinning import pinned
-from aiodist.topology import Topology
+from aiodist.topology import Nccl, Topology, bound
 
 if TYPE_CHECKING:
     from aiodist.backends.base import Transport
@@ -128,7 +130,8 @@ async def init(
     )
     process = os.getpid()
     try:
-        world = family.world(transport, await _unless_lost(channel, _topology(channel, limits)))
+        topology = await _unless_lost(channel, _topology(channel, environment, limits))
+        world = family.world(transport, topology)
         _limit_spinning(world)
         asked = selector or environment.selector
         edits = rank_zeros(channel, lambda: edits_at_start(world, asked), limits.rendezvous)
@@ -147,10 +150,10 @@ async def init(
             if given is None and transport.size > 1:
                 await _leave_in_time(end.exitcode, limits.leave)
             await _give_up(family, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
-            family.close_memory()
+            await family.close_memory()
         raise
     if os.getpid() == process:
-        family.close_memory()
+        await family.close_memory()
         await channel.aclose()
 
 
@@ -306,13 +309,21 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
     return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
 
 
-async def _topology(channel: Channel, limits: Limits) -> Topology:
-    """Have the ranks tell one another which host they are on."""
-    if channel.size == 1:
-        return Topology((socket.gethostname(),), 0)
-    await channel.set(f"host/{channel.rank}", socket.gethostname().encode())
-    names = [(await channel.get(f"host/{rank}", timeout=limits.rendezvous)).decode() for rank in range(channel.size)]
-    return Topology(tuple(names), channel.rank)
+async def _topology(channel: Channel, environment: Environment, limits: Limits) -> Topology:
+    """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
+    devices = visible_devices(environment)
+    mine = [socket.gethostname(), devices, nccl_here(shares=environment.many_ranks_a_device) if devices else ()]
+    places: list[Any] = [mine]
+    if channel.size > 1:
+        await channel.set(f"host/{channel.rank}", json.dumps(mine).encode())
+        told = [await channel.get(f"host/{rank}", timeout=limits.rendezvous) for rank in range(channel.size)]
+        places = [json.loads(one) for one in told]
+    hosts = Topology(tuple([host for host, _, _ in places]), channel.rank)
+    bindings = [
+        bound(hosts.ranks_on(host).index(rank), physical, Nccl(*nccl))
+        for rank, (host, physical, nccl) in enumerate(places)
+    ]
+    return replace(hosts, devices=tuple(bindings) if any(bindings) else ())
 
 
 async def _neighbours(

@@ -1,11 +1,45 @@
-"""Which ranks share a host."""
+"""Which ranks share a host, and which CUDA devices they compute on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Topology"]
+__all__ = ["Device", "Nccl", "Topology", "bound"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The CUDA device of a rank."""
+
+    index: int
+    """Its number in that process."""
+    physical: str
+    """Which of the host's it is: equal for ranks that share it."""
+    nccl: Nccl
+
+
+class Nccl(NamedTuple):
+    """What a rank says of its NCCL."""
+
+    version: tuple[int, ...] = ()
+    missing: str = ""
+    """Why it cannot be had, empty where it can."""
+    shares: bool = False
+    """It was told that ranks may share a device."""
+
+
+def bound(local_rank: int, physical: Sequence[str], nccl: Nccl) -> Device | None:
+    """Return the device of the rank that is number `local_rank` on a host that shows it those; None where none are.
+
+    >>> bound(3, ["GPU-a", "GPU-b"], Nccl()).physical
+    'GPU-b'
+    """
+    if not physical:
+        return None
+    index = local_rank % len(physical)
+    return Device(index, physical[index], nccl)
 
 
 @dataclass(frozen=True)
@@ -19,6 +53,8 @@ class Topology:
 
     host_of: tuple[str, ...]
     rank: int
+    devices: tuple[Device | None, ...] = ()
+    """The CUDA device of each rank; empty where no rank has one."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -46,9 +82,19 @@ class Topology:
 
     def among(self, ranks: Sequence[int]) -> Topology:
         """Return the topology of `ranks`, of which this rank is one."""
-        return Topology(tuple(self.host_of[rank] for rank in ranks), list(ranks).index(self.rank))
+        devices = tuple(self.devices[rank] for rank in ranks) if self.devices else ()
+        return Topology(tuple(self.host_of[rank] for rank in ranks), list(ranks).index(self.rank), devices)
+
+    @property
+    def device(self) -> Device | None:
+        """Return the CUDA device of this rank."""
+        return self.devices[self.rank] if self.devices else None
 
     def __str__(self) -> str:
         lines = [f"{len(self.host_of)} ranks on {len(self.hosts)} hosts"]
-        lines += [f"  {host}: ranks {', '.join(map(str, self.ranks_on(host)))}" for host in self.hosts]
+        lines += [f"  {host}: ranks {', '.join(map(self._named, self.ranks_on(host)))}" for host in self.hosts]
         return "\n".join(lines)
+
+    def _named(self, rank: int) -> str:
+        device = self.devices[rank] if self.devices else None
+        return f"{rank}" if device is None else f"{rank} (cuda:{device.index})"

@@ -4,7 +4,7 @@ from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight
 from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
-from aiodist.handles.handle import Handle, Orderable
+from aiodist.handles.handle import Fence, Handle, Orderable
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
@@ -13,6 +13,7 @@ from aiodist.handles.sources import Source, from_future, from_source
 __all__ = [
     "LARGE_BYTES",
     "Account",
+    "Fence",
     "Handle",
     "Lane",
     "Orderable",

@@ -90,6 +90,8 @@ class Progress:
         """Work of other threads whose end is told by `start_in_thread`; with the transport lock held."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
+        self.belongings: dict[object, Any] = {}
+        """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
         self.watched = False
         """The progress thread knows of it."""
         self._thread_id = threading.get_ident()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -87,7 +88,13 @@ class Bucket:
         parameters = [slot.parameter for slot in slots]
         self.numel = sum(p.numel() for p in parameters)
         self.nbytes = sum(p.nbytes for p in parameters)
-        self._kind = (parameters[0].dtype, parameters[0].device)
+        self.dtype = parameters[0].dtype
+        self.device = parameters[0].device
+        self.on_device = parameters[0].is_cuda
+        self.lock = threading.Lock()
+        """Held while it is filled: a thread of autograd may still be at it when another finds that backward failed."""
+        self.factor = 1.0
+        """By which it is still to be multiplied, once it is reduced."""
         self._flat: Tensor | None = None
 
     def open(self) -> None:
@@ -161,6 +168,18 @@ class Bucket:
         self.unused = list(self.slots)
         self.data = self._memory().zero_()
 
+    def scale(self) -> None:
+        """Multiply it by its factor, once; from any thread."""
+        with self.lock:
+            factor, self.factor = self.factor, 1.0
+        if factor != 1:
+            with torch.no_grad():
+                self.data.mul_(factor)
+
+    def gradients(self) -> list[Tensor]:
+        """Return what autograd has brought to this pass, and is not taken yet."""
+        return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
+
     def place(self, used: Callable[[int], object]) -> None:
         """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
         for slot in self.unused:
@@ -173,12 +192,11 @@ class Bucket:
 
     def _memory(self) -> Tensor:
         if self._flat is None:
-            dtype, device = self._kind
             with torch.inference_mode(False), torch.no_grad():  # whatever the step that is the first to need it
-                if device.type == "cpu":
-                    self._flat = self._allocate(self.numel, dtype)
+                if self.device.type == "cpu":
+                    self._flat = self._allocate(self.numel, self.dtype)
                 else:
-                    self._flat = torch.empty(self.numel, dtype=dtype, device=device)
+                    self._flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
                 pieces = self._flat.split([slot.parameter.numel() for slot in self.slots])
                 for slot, piece in zip(self.slots, pieces, strict=True):
                     slot.view = view_like(piece, slot.parameter)

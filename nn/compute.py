@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, update_wrapper
 from threading import get_ident
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,10 +33,19 @@ class Compute:
     def __init__(self, stream: HostStream, reducer: Reducer) -> None:
         self.stream = stream
         self.reducer = reducer
+        self._trusted: Reduction | None = None
+        """The pass whose gradients were used while their devices still reduced them."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Return a handle of `fn(*args, **kwargs)`, which runs behind what was asked earlier."""
-        return self.stream.submit(fn, *args, **kwargs)
+        """Return a handle of `fn(*args, **kwargs)`, which runs behind what was asked earlier, on CUDA devices too."""
+        if not self.reducer.devices:
+            return self.stream.submit(fn, *args, **kwargs)
+        behind: Callable[P, T] = update_wrapper(partial(self._behind, fn), fn)
+        return self.stream.submit(behind, *args, **kwargs)
+
+    def _behind(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+        self.reducer.devices.follow()
+        return fn(*args, **kwargs)
 
     def is_current(self) -> bool:
         """Return True on the thread."""
@@ -60,9 +70,63 @@ class Compute:
             progress.computing.add(me)
 
     def drain(self) -> None:
-        """Let the last pass come to its end: whoever left it early has no gradients of it yet."""
+        """Let the last pass come to its end: whoever left it early has no gradients of it yet.
+
+        Where all of its gradients are on CUDA devices and were used, the devices wait for them, and the host does not.
+        """
+        last = self.reducer.last
+        if last is not None and not (self.reducer.devices and last.used and self.reducer.learnt):
+            self._finish(last)
+
+    def finish(self) -> None:
+        """As `drain`, but the host waits in any case; raise what a pass failed with after its gradients were used."""
         if self.reducer.last is not None:
-            self.block(self.reducer.last.over)
+            self._finish(self.reducer.last)
+        self._check_trusted()
+
+    def _finish(self, last: Reduction) -> None:
+        self.block(last.over)
+        if self.reducer.devices and last.error is None:
+            self._order(last, range(len(last.buckets)))
+
+    # --- gradients on devices -----------------------------------------------------------------------------------
+
+    def use(self, reduction: Reduction) -> None:
+        """Return when what runs here from now on may use the gradients of `reduction`: CUDA devices wait, not the host.
+
+        Raises what it failed with, as far as that is known; what comes later is raised by the next step.
+        """
+        self.wait(reduction.usable)
+        if self.reducer.devices:
+            self._check_trusted()
+            self.order(reduction, range(len(reduction.buckets)))
+
+    def order(self, reduction: Reduction, indices: Iterable[int]) -> None:
+        """As `use`, of some of the buckets, which are settled."""
+        if not self.reducer.devices:
+            return
+        self._order(reduction, indices)
+        if reduction.finished.done():
+            reduction.finished.wait()
+        if reduction.used:
+            self._trusted = reduction
+            self.reducer.summed()
+
+    def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
+        computing, me = self.reducer.progress.computing, get_ident()
+        computing.discard(me)
+        try:
+            for index in indices:
+                reduction.order(index)
+        finally:
+            computing.add(me)
+
+    def _check_trusted(self) -> None:
+        """Raise what the last pass failed with after its gradients were used, once."""
+        trusted = self._trusted
+        if trusted is not None and trusted.error is not None:
+            self._trusted = None
+            trusted.finished.wait()
 
     # --- passes -------------------------------------------------------------------------------------------------
 
@@ -79,6 +143,7 @@ class Compute:
         """
         reduction: Reduction | None = None
         try:
+            self._check_trusted()
             loss = forward()
             _check_loss(loss, how)
             reduction = self._begin()
@@ -97,11 +162,12 @@ class Compute:
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
         """As `reduce`, to the end."""
         _, reduction = self.reduce(forward, **how)
-        self.wait(reduction.finished)
+        self.use(reduction)
 
     def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
         """Run backward and leave its gradients on this rank."""
         self.drain()
+        self._check_trusted()
         self.reducer.share()
         self.reducer.local += 1
         try:

@@ -17,6 +17,7 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Compute
+from aiodist.nn.devices import placement
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.reducer import Reducer, Sizes, Statistics
@@ -113,7 +114,8 @@ class DataParallel:
         try:
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
             given = f"op={op!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
-            await check_same_structure(named_state(module), own, given, f"frozen: {frozen or 'nothing'}")
+            named = named_state(module)
+            await check_same_structure(named, own, given, f"frozen: {frozen or 'nothing'}", placement(named))
             await synchronize_parameters(module, own)
             reducer = Reducer(own, marks, module.named_parameters(), op=op, sizes=sizes)
         except BaseException:
@@ -238,6 +240,7 @@ class DataParallel:
         ended.add_done_callback(self._passes.discard)
         while (bucket := await arrivals.get()) is not None:
             late += bucket.unused
+            bucket.scale()
             for pair in _pairs([slot for slot in bucket.slots if slot not in bucket.unused]):
                 yield pair
         await ended
@@ -271,7 +274,7 @@ class DataParallel:
         have come to the end too.
         """
         self._check()
-        await self.run(self.compute.drain)  # a step that failed here may not have ended yet
+        await self.run(self.compute.finish)  # a step that failed here may not have ended yet
         before = self.reducer.statistics.passes
         self.reducer.joining += 1
         try:
@@ -280,6 +283,8 @@ class DataParallel:
             for driver in drivers:
                 if isinstance(driver, Driver):
                     await driver.flush()
+            if self.reducer.devices:
+                await self.run(self.compute.finish)
             mine = self.reducer.statistics.passes - before
             while (await self._empty_pass()).participants:
                 pass
@@ -327,7 +332,7 @@ class DataParallel:
             return forward()
 
         loss, reduction = self.compute.reduce(prepare)
-        self.compute.wait(reduction.finished)
+        self.compute.use(reduction)
         opt.step()
         return loss
 
@@ -390,6 +395,8 @@ class _Guest:
         try:
             if isinstance(net._optimizer, Driver):
                 await net._optimizer.flush()
+            if net.reducer.devices:
+                await net.compute.submit(net.compute.finish)
         except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
             failed = error
         net._refuses = "is closed"

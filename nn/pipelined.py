@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.data_parallel import DataParallel
 from aiodist.nn.guards import Guards, leaves
+from aiodist.nn.reduction import Reduction
 
 __all__ = ["PipelinedOptimizer"]
 
@@ -61,8 +63,8 @@ class PipelinedOptimizer:
         """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
         self._unasked: set[_Part] = set()
         """Those of which the update was due when this forward began, and no module has needed the parameters yet."""
-        self._newest: Handle[None] | None = None
-        """The end of the last step's reductions."""
+        self._newest: Reduction | None = None
+        """The reductions of the last step."""
         self._failed: BaseException | None = None
         self._guards = Guards(
             net.module, {slot.parameter: part for part in self._parts for slot in part.bucket.slots}, self._before
@@ -132,7 +134,7 @@ class PipelinedOptimizer:
         for part in self._parts:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
-        self._newest = reduction.finished
+        self._newest = reduction
         self._tell()
         return loss
 
@@ -184,6 +186,7 @@ class PipelinedOptimizer:
         error = self._left.pop(part).outcome_error()
         if error is None:
             try:
+                self._order(part)
                 part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
                 error = raised
@@ -191,13 +194,27 @@ class PipelinedOptimizer:
             self._failed = error
         part.forget()
 
+    def _order(self, part: _Part) -> None:
+        """Let the device wait for the gradients of `part`."""
+        assert self._newest is not None
+        self._net.compute.order(self._newest, [self._newest.buckets.index(part.bucket)])
+
+    def _order_all(self) -> bool:
+        """Return whether the device waits for all; where something failed, each update that is left tells."""
+        try:
+            for part in self._left:
+                self._order(part)
+        except AiodistError:
+            return False
+        return True
+
     def _finish(self) -> None:
         """Make every update that is left."""
         if self._clip_norm is not None:
             for handle in self._left.values():
                 self._net.compute.block(handle)
             grads = [slot.parameter for part in self._left for slot in part.bucket.slots]
-            if all(handle.outcome_error() is None for handle in self._left.values()):
+            if all(handle.outcome_error() is None for handle in self._left.values()) and self._order_all():
                 torch.nn.utils.clip_grad_norm_(grads, self._clip_norm)
         self._update(list(self._left))
 
@@ -216,7 +233,8 @@ class PipelinedOptimizer:
             self._net.run(self._finish_newest, finished).add_done_callback(_told_by_the_next_step)
 
     def _finish_newest(self, finished: Handle[None]) -> None:
-        if finished is self._newest:  # else a step has run since, and its own reductions are not to be waited for
+        # Else a step has run since, and its own reductions are not to be waited for.
+        if self._newest is not None and finished is self._newest.finished:
             self._finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.buckets import Bucket, Slot, deal
+from aiodist.nn.devices import Devices
 from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction
 
 __all__ = ["Reducer", "Sizes", "Statistics"]
@@ -60,7 +62,8 @@ class Statistics:
 class Reducer:
     """Reduces the gradients of some parameters; one pass for each backward.
 
-    `begin`, `Reduction.full` and `Reduction.close` belong to the thread that runs backward, the rest to the loop.
+    `begin` and `close` belong to the thread that runs backward, the rest to the loop; hooks come in that thread for
+    parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
     A hook costs 2 us each time. So only the first pass watches every parameter, and sends everything at its end.
     From it rank 0 tells all in which order the gradients come, and the buckets are dealt anew in that order. From then
     on only the parameter of each bucket whose gradient came last has a hook, which looks whether all have come. Where
@@ -89,11 +92,16 @@ class Reducer:
         self.progress = Progress.current()
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
+        named = list(named)
+        self.devices = Devices(self.progress, [parameter for _, parameter in named if parameter.requires_grad])
+        self._lock = threading.Lock()
+        """Held for what hooks note, and while nothing is waited for."""
         self._paths = Paths(
             data=data,
             marks=marks,
             progress=self.progress,
             lane=Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY),
+            devices=self.devices,
             op=op,
             parameters=0,
             urgent=False,
@@ -157,6 +165,8 @@ class Reducer:
     def release(self) -> None:
         """Take the hooks off for good: the parameters may belong to another one."""
         self.detach()
+        if self.last is not None:
+            self.last.give_up()
         for slot in self._slots:
             self._taken.pop(slot.parameter, None)
 
@@ -195,7 +205,7 @@ class Reducer:
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
     def begin(self, *, active: bool = True) -> Reduction:
-        """Return a new pass; the last one must be `over`. The gradients that come now are its."""
+        """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its."""
         if self._new_order is not None:
             self._reorder(self._new_order)
             self._new_order = None
@@ -204,7 +214,7 @@ class Reducer:
         self._due.clear()
         for bucket in self._buckets:
             bucket.open()
-        self.last = self._current = Reduction(self._paths, self._buckets, self, active=active)
+        self.last = self._current = Reduction(self._paths, self._buckets, self, active=active, behind=self.last if self.devices else None)
         self.last.prompt = not self.joining
         return self.last
 
@@ -279,6 +289,7 @@ class Reducer:
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
         if self._summed:
+            self.devices.follow()
             self._summed = False
             with torch.no_grad():
                 for slot in self._slots:
@@ -295,15 +306,27 @@ class Reducer:
                 f"parameter {self._slots[index].name!r} got a gradient outside of net.step and net.backward, which "
                 "reduce it: call `await net.backward(loss)`, or use `with net.no_sync():`"
             )
+        parameter = self._slots[index].parameter if self.devices else None
+        if parameter is not None and parameter.is_cuda:
+            self.devices.came(parameter.device)
+        with self._lock:
+            full = self._note(index, reduction, None if parameter is None else parameter.device)
+        for number in full:
+            reduction.full(number)
+
+    def _note(self, index: int, reduction: Reduction, device: torch.device | None) -> Sequence[int]:
+        """Return which buckets are full now: of `device` alone, those of others are filled in their own threads."""
         self._fired[index] = self._fired.get(index, 0) + 1
         if self._learning:
-            return
+            return ()
         number = self._sentinels.get(index)
         if number is not None and number not in self._due and not reduction.is_full(number):
             self._due.append(number)
-        for number in [number for number in self._due if self._complete(self._buckets[number])]:
+        due = self._due if device is None else [n for n in self._due if self._buckets[n].device == device]
+        full = [number for number in due if self._complete(self._buckets[number])]
+        for number in full:
             self._due.remove(number)
-            reduction.full(number)
+        return full
 
     def _complete(self, bucket: Bucket) -> bool:
         if not bucket.came():
@@ -311,6 +334,15 @@ class Reducer:
         if not self._often:
             return True
         return all(self._fired.get(slot.index, 0) >= self._often.get(slot.index, 0) for slot in bucket.slots)
+
+    @property
+    def learnt(self) -> bool:
+        """The order of the gradients is known to all: buckets stay as they are."""
+        return self._learnt is not None
+
+    def summed(self) -> None:
+        """The gradients are the reduced ones from now on."""
+        self._summed = self._paths.op == "sum" and self._paths.data.size > 1
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
@@ -322,7 +354,9 @@ class Reducer:
 
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
         """See `Observer`."""
-        self._summed = self._paths.op == "sum" and self._paths.data.size > 1
+        with self._lock:
+            if not reduction.used:
+                self.summed()
         known = self.statistics
         known.passes += 1
         known.buckets += len(reduction.spans)

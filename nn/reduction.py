@@ -1,6 +1,6 @@
 """One pass: the gradients of one backward on their way through the buckets.
 
-The compute thread says which buckets are full, the loop issues their reductions in an order that is the same on every
+Threads that compute say which buckets are full, the loop issues their reductions in an order that is the same on every
 rank, and awaits them. What is more to know travels as *marks*, a small sum on a communicator of its own: which
 parameters had a gradient, which ranks failed or have no data left, how far each had come when its backward ended.
 """
@@ -23,6 +23,8 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout, PeerError, RemoteError
 from aiodist.handles import Handle, Lane, Permit, Progress
 from aiodist.nn.buckets import Bucket
+from aiodist.nn.devices import Devices
+from aiodist.streams import Fence
 
 __all__ = ["Observer", "Paths", "Reduction"]
 
@@ -38,6 +40,7 @@ class Paths:
     marks: Communicator
     progress: Progress
     lane: Lane
+    devices: Devices
     op: str
     parameters: int
     """How many there are."""
@@ -60,12 +63,21 @@ class Observer(Protocol):
 class Reduction:
     """One pass over all buckets; every rank makes the same passes in the same order.
 
-    `settled[i]` is done when bucket i may be used; `finished` when all may, or with the error of the pass: this
-    rank's, a `RemoteError` where another rank failed, or the communicator's. `over` when nothing is in flight any
-    more, however it ended.
+    `settled[i]` is done when bucket i may be used: one on a CUDA device behind its reduction, which may only be under
+    way (`order`); `usable` when all may. `finished` when all are reduced, or with the error of the pass: this rank's,
+    a `RemoteError` where another rank failed, or the communicator's. `over` when nothing is in flight any more,
+    however it ended. A pass may begin before the one `behind` which it comes is over; what it sends waits for that.
     """
 
-    def __init__(self, paths: Paths, buckets: Sequence[Bucket], observer: Observer, *, active: bool = True) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        buckets: Sequence[Bucket],
+        observer: Observer,
+        *,
+        active: bool = True,
+        behind: Reduction | None = None,
+    ) -> None:
         self.paths = paths
         self.buckets = tuple(buckets)
         self.active = active
@@ -81,6 +93,7 @@ class Reduction:
         self.spans: list[tuple[float, float]] = []
         """From when to when each bucket was on its way."""
         self.finished: Handle[None] = self._handle("reduction of the gradients")
+        self.usable = self._handle("gradients") if paths.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
         self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
         self._observer = observer
@@ -99,6 +112,17 @@ class Reduction:
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
         self._reduced: set[int] = set()
+        self._filled: dict[int, torch.cuda.Event] = {}
+        """By bucket on a CUDA device: when it is full there."""
+        self._issued: dict[int, tuple[Handle[Any], object]] = {}
+        """The reductions of those, and where on the device they end."""
+        self._ordered: set[int] = set()
+        self._behind = behind
+        self._waits = self._closing = False
+        """For the pass before: to issue something; to send the marks too."""
+        self._began: dict[int, float] = {}
+        self._backward: list[torch.cuda.Stream] = []
+        """The streams on which backward ended."""
         self._marks: list[float] | None = None
         self._marks_pending = False
         self._text: str | None = None
@@ -113,21 +137,35 @@ class Reduction:
         """Bucket `index` was filled."""
         return self._full[index]
 
-    # --- from the thread that runs backward -------------------------------------------------------------------
+    # --- from the threads that run backward -------------------------------------------------------------------
 
     def full(self, index: int) -> None:
-        """All gradients of bucket `index` are there."""
-        self.buckets[index].fill()
-        self._full[index] = True
+        """All gradients of bucket `index` are there; in the thread in which the last of them came."""
+        self._fill(index)
         self.paths.progress.post(self._issue)
+
+    def _fill(self, index: int, *, blank: bool = False) -> None:
+        bucket, devices = self.buckets[index], self.paths.devices
+        with bucket.lock:
+            if self._full[index]:
+                return
+            if blank:
+                bucket.blank()
+            elif bucket.on_device:
+                devices.gather(bucket.device, bucket.gradients())
+                bucket.fill()
+            else:
+                bucket.fill()
+            if bucket.on_device:
+                self._filled[index] = devices.filled(bucket.device)
+            self._full[index] = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
         try:
-            for index, bucket in enumerate(self.buckets):
+            for index in range(len(self.buckets)):
                 if not self._full[index] and error is None and self.active:
-                    bucket.fill()
-                    self._full[index] = True
+                    self._fill(index)
         except BaseException as raised:
             error = raised
             raise
@@ -135,26 +173,74 @@ class Reduction:
             self._close_with(error)
 
     def _close_with(self, error: BaseException | None) -> None:
-        for index, bucket in enumerate(self.buckets):
+        for index in range(len(self.buckets)):
             if not self._full[index]:
-                bucket.blank()
-                self._full[index] = True
+                self._fill(index, blank=True)
         self.closed = perf_counter()
+        self._backward = self.paths.devices.currents()
         if error is not None:
             self._error = error
             self._text = "".join(traceback.format_exception(error))
         self.paths.progress.post(self._close)
 
+    # --- from the thread that uses the gradients ---------------------------------------------------------------
+
+    def order(self, index: int) -> None:
+        """Let the current stream of its device go on behind the reduction of bucket `index`, which is settled.
+
+        Not on the loop's thread: it blocks until all of the reduction is queued, where the host has a part in it. What
+        goes wrong is told by `error`, now or later.
+        """
+        bucket = self.buckets[index]
+        if bucket.on_device:
+            handle, _ = self._issued[index]
+            handle.wait_stream(torch.cuda.current_stream(bucket.device))
+            bucket.scale()
+        self._ordered.add(index)
+
+    @property
+    def used(self) -> bool:
+        """Every bucket was ordered."""
+        return len(self._ordered) == len(self.buckets)
+
     # --- on the loop: issuing ---------------------------------------------------------------------------------
 
+    def _is_next(self) -> bool:
+        """The pass before is over; else what is to be sent is asked for again when it is."""
+        if self._behind is None:
+            return True
+        if self._behind.over.done():
+            self._behind = None
+            return True
+        if not self._waits:
+            self._waits = True
+            self._behind.over.add_done_callback(self._go_on)
+        return False
+
+    def _go_on(self, _: Handle[None]) -> None:
+        if self._closing:
+            self._close()
+        else:
+            self._issue()
+
     def _close(self) -> None:
+        if not self._is_next():
+            self._closing = True
+            return
         self._open = False
+        for stream in self._backward:
+            self.paths.devices.time(stream, self._backward_ended)
         if self.paths.urgent:
             self._frozen = self._next < len(self.buckets)
         self._send_marks()
         self._issue()
 
+    def _backward_ended(self, when: float) -> None:
+        self.closed = max(when, self.closed or when)
+
     def _issue(self) -> None:
+        if not self._is_next():
+            return
         while not self._frozen and self._next < len(self._order) and self._full[self._order[self._next]]:
             if self.paths.urgent and not self._fits(self.buckets[self._order[self._next]]):
                 return
@@ -185,7 +271,7 @@ class Reduction:
 
     def _start(self, index: int) -> None:
         try:
-            handle = self.paths.data.allreduce(self.buckets[index].data, self.paths.op)
+            handle = self._reduce(index)
         except Exception as error:  # noqa: BLE001  - it is told to whoever awaits the pass
             permit = self._moving.pop(index)
             if permit is not None:
@@ -196,7 +282,20 @@ class Reduction:
             self._fail(error)
             self._conclude()
         else:
-            handle.add_waiter(self._arrival(partial(self._came, index, perf_counter())))
+            self._began.setdefault(index, perf_counter())
+            handle.add_waiter(self._arrival(partial(self._came, index)))
+            self._settle(index)
+
+    def _reduce(self, index: int) -> Handle[Any]:
+        bucket = self.buckets[index]
+        event = self._filled.pop(index, None)
+        if event is None:
+            return self.paths.data.allreduce(bucket.data, self.paths.op)
+        with self.paths.devices.behind(bucket.device, event) as stream:
+            handle = self.paths.data.allreduce(bucket.data, self.paths.op)
+        self._issued[index] = handle, handle.fence
+        self.paths.devices.time(stream, partial(self._began.__setitem__, index))
+        return handle
 
     def _send_marks(self) -> None:
         """Send, for each parameter, whether it had a gradient; whether this rank failed, is active, how far it is."""
@@ -230,14 +329,15 @@ class Reduction:
 
     # --- on the loop: what comes back ---------------------------------------------------------------------------
 
-    def _came(self, index: int, began: float, error: BaseException | None) -> None:
+    def _came(self, index: int, error: BaseException | None) -> None:
         permit = self._moving.pop(index)
         if permit is not None:
             permit.release()
         if error is not None:
+            self._let_go(index)
             self._fail(error)
         else:
-            self.spans.append((began, perf_counter()))
+            self.spans.append((self._began[index], perf_counter()))
             self._reduced.add(index)
             if self.prompt:
                 self._arrived(index)
@@ -257,7 +357,7 @@ class Reduction:
                 self._ask_why()
             if self._frozen:
                 self._turn(int(max(self._marks[n + 2 : n + 2 + size])))
-            for index in sorted(self._reduced):
+            for index in sorted(self._reduced | self._issued.keys()):
                 self._settle(index)
         self._conclude()
 
@@ -268,17 +368,37 @@ class Reduction:
         self._issue()
 
     def _settle(self, index: int) -> None:
-        """Apply what the marks say of a bucket that is reduced."""
+        """Apply what the marks say of a bucket that is reduced, or is being reduced on its device."""
         if self._marks is None or self._error is not None or self.failures:
             return
         bucket = self.buckets[index]
-        active = self._marks[self.paths.parameters + 1]
-        if self.paths.op == "mean" and 0 < active < self.paths.data.size:
-            bucket.data.mul_(self.paths.data.size / active)
-        bucket.place(self._marks.__getitem__)
-        if not self.prompt:
+        reduced = index in self._reduced
+        if not self.settled[index].done() and (reduced or bucket.on_device):
+            self._apply(bucket, self._marks)
+            self.settled[index].resolve(None)
+            if self.usable is not self.finished and all(handle.done() for handle in self.settled):
+                self.usable.resolve(None)
+        if reduced and not self.prompt:
             self._arrived(index)
-        self.settled[index].resolve(None)
+
+    def _apply(self, bucket: Bucket, marks: Sequence[float]) -> None:
+        active = marks[self.paths.parameters + 1]
+        if self.paths.op == "mean" and 0 < active < self.paths.data.size:
+            bucket.factor = self.paths.data.size / active
+            if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
+                bucket.scale()
+        bucket.place(marks.__getitem__)
+
+    def _let_go(self, index: int) -> None:
+        """Its reduction has failed, and will not be queued: whoever would wait for that goes on."""
+        _, fence = self._issued.get(index, (None, None))
+        if isinstance(fence, Fence):
+            fence.reached(None)
+
+    def give_up(self) -> None:
+        """Nobody drives it any more: let the compute thread go on."""
+        for index in list(self._issued):
+            self._let_go(index)
 
     def _arrived(self, index: int) -> None:
         if self.on_arrival is not None:
@@ -330,9 +450,7 @@ class Reduction:
         if isinstance(error, AiodistError) and not isinstance(error, RemoteError):
             self._next = len(self._order)  # the communicator is gone: nothing more can be sent
             self._frozen = False
-        if not self.finished.done():
-            self.finished.reject(self._error)
-        for handle in self.settled:
+        for handle in (self.finished, self.usable, *self.settled):
             if not handle.done():
                 handle.reject(self._error)
 

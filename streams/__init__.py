@@ -1,6 +1,11 @@
-"""Ordered work beside the event loop: `HostStream`, and torch's modes, which travel with it."""
+"""Ordered work beside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
 
+from aiodist.streams.cuda import CudaStream, check_not_capturing
+from aiodist.streams.events import Events
+from aiodist.streams.fence import Fence
 from aiodist.streams.host import HostStream
 from aiodist.streams.modes import Modes
+from aiodist.streams.pinned import PinnedPool
+from aiodist.streams.staging import Staging
 
-__all__ = ["HostStream", "Modes"]
+__all__ = ["CudaStream", "Events", "Fence", "HostStream", "Modes", "PinnedPool", "Staging", "check_not_capturing"]

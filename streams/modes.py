@@ -1,8 +1,8 @@
 """Torch's modes belong to a thread; here they are carried from thread to thread and from task to task (H13).
 
-Carried are grad mode, inference mode, autocast (on or off, dtype, cache), and the default device together with
-every other function mode (`torch.overrides.TorchFunctionMode`). Saved-tensor hooks and Python dispatch modes are
-not. The current CUDA device and stream join `Modes` together with the CUDA streams.
+Carried are grad mode, inference mode, autocast (on or off, dtype, cache), the default device together with every
+other function mode (`torch.overrides.TorchFunctionMode`), and the current CUDA device with the current stream of each
+device. Saved-tensor hooks and Python dispatch modes are not.
 
 [Note: modes are absolute] `torch.no_grad()`, autocast and `inference_mode` remember what they find and put exactly
 that back. So blocks of different tasks may overlap in any way, as long as each task finds, whenever it runs, the
@@ -37,9 +37,40 @@ _deeper = torch.autocast_increment_nesting
 _back = torch.autocast_decrement_nesting
 
 
+Place = tuple[int, tuple[tuple[int, int, int], ...]]
+"""The current CUDA device, and of each device the current stream as torch's C++ knows it; see `_place`."""
+
+_CUDA = 1  # the number of that kind of device
+
+
+def _place() -> Place | None:
+    """Return where this thread's CUDA work goes, None where that is where torch starts: nothing is set, or no CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = _C._cuda_getDevice()
+    streams = tuple([_C._cuda_getCurrentStream(i) for i in range(torch.cuda.device_count())])
+    return (device, streams) if device or any(stream[0] for stream in streams) else None
+
+
+def _go_to(place: Place | None) -> None:
+    """Make `place` this thread's."""
+    device, streams = place or (0, tuple([(0, i, _CUDA) for i in range(torch.cuda.device_count())]))
+    for stream_id, index, kind in streams:
+        if _C._cuda_getCurrentStream(index)[0] != stream_id:
+            _C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
+    _C._cuda_setDevice(device)
+
+
 def plain() -> bool:
-    """Return True when this thread's modes are those that torch starts with; costs 0.2 us."""
-    return _grad() and not _inference() and not _any_autocast() and not _functions() and _deeper() + _back() == 1
+    """Return True when this thread's modes are those that torch starts with; costs 0.3 us."""
+    return (
+        _grad()
+        and not _inference()
+        and not _any_autocast()
+        and not _functions()
+        and _deeper() + _back() == 1
+        and _place() is None
+    )
 
 
 class Autocast(NamedTuple):
@@ -82,8 +113,8 @@ class Modes(NamedTuple):
     functions: tuple[Any, ...]  # the stack of function modes, outermost first; a default device is one
     default_device: Any  # the context that torch.set_default_device entered, or None
     traced_device: torch.device | None  # the default device that torch.compile sees: one for the whole process
-    simple: bool  # nothing but grad mode, and such modes are always the same object
-    # The current CUDA device and stream come here.
+    place: Place | None
+    simple: bool  # nothing but grad mode and a place, and such modes are always the same object
 
     @classmethod
     def capture(cls) -> Modes:
@@ -95,6 +126,7 @@ class Modes(NamedTuple):
                 torch.get_autocast_dtype(cpu),
                 torch.get_autocast_dtype(cuda),
                 torch.is_autocast_cache_enabled(),
+                _place(),
             )
         return cls(
             _grad(),
@@ -103,6 +135,7 @@ class Modes(NamedTuple):
             tuple([_C._get_function_stack_at(i) for i in range(_functions())]),
             getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
             _device.CURRENT_DEVICE,
+            _place(),
             simple=False,
         )
 
@@ -114,6 +147,8 @@ class Modes(NamedTuple):
             if Autocast.capture() != self.autocast:
                 return False
         elif self.autocast.depth or True in self.autocast.enabled:
+            return False
+        if _place() != self.place:
             return False
         return all(mode is _C._get_function_stack_at(i) for i, mode in enumerate(self.functions))
 
@@ -140,10 +175,12 @@ class Modes(NamedTuple):
             _device.CURRENT_DEVICE = self.traced_device
         if now.default_device is not self.default_device:
             torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
+        if now.place != self.place:
+            _go_to(self.place)
 
 
 @lru_cache(maxsize=64)
-def _simple_modes(grad: bool, cpu: torch.dtype, cuda: torch.dtype, cache: bool) -> Modes:
+def _simple_modes(grad: bool, cpu: torch.dtype, cuda: torch.dtype, cache: bool, place: Place | None) -> Modes:
     return Modes(
         grad=grad,
         inference=False,
@@ -151,6 +188,7 @@ def _simple_modes(grad: bool, cpu: torch.dtype, cuda: torch.dtype, cache: bool) 
         functions=(),
         default_device=None,
         traced_device=None,
+        place=place,
         simple=True,
     )
 
@@ -201,7 +239,7 @@ class ModeSwitch:
                 _never_ended.append(self._ended)
         if guarded or mine is not outside:
             outside.apply(mine, all_of_it=guarded)
-        return mine is outside and mine.simple and mine.grad
+        return mine is outside and mine.simple and mine.grad and mine.place is None
 
 
 # The guards of activities that ended inside an inference mode which somebody else will end: ending ours would bring

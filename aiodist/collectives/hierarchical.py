@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from aiodist.backends.shm import ShmNative
-from aiodist.collectives.implementations import Implementation, Messages, SharedMemory, Wanted
+from aiodist.collectives.implementations import Implementation, Messages, Wanted
 from aiodist.collectives.program import Endpoint, Program, concurrently
 from aiodist.collectives.scheduled import SubEndpoint, on_lane
 from aiodist.types import ReduceOp
@@ -28,9 +27,14 @@ class Hierarchical(Messages):
     """See the module; what it lacks is sent directly."""
 
     def __init__(
-        self, form: str, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, limits: Mapping[str, int]
+        self,
+        form: str,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        within: Implementation | None,
+        limits: Mapping[str, int],
     ) -> None:
-        """`hosts` are the ranks of each host; see `LIMITS`."""
+        """`hosts` are the ranks of each host, `within` is for those of this one; see `LIMITS`."""
         super().__init__("direct")
         self.name = form
         self._limits = limits
@@ -38,18 +42,13 @@ class Hierarchical(Messages):
         self._hosts = [list(ranks) for ranks in hosts]
         self._here = self._hosts[self._host]
         self._local = self._here.index(rank)
-        size = len(self._here)
-        self._within: Implementation
-        if within is not None and within.group.size == size:
-            self._within = SharedMemory(within)
-        else:
-            self._within = Messages("direct")
+        self._within = within or Messages("direct")
         self._short, self._long = Messages("doubling"), Messages("ring", 1)  # on a lane: in one piece
         self._tree = Messages("tree")
 
     @classmethod
     def forms(
-        cls, hosts: Sequence[Sequence[int]], rank: int, within: ShmNative | None, limits: Mapping[str, int]
+        cls, hosts: Sequence[Sequence[int]], rank: int, within: Implementation | None, limits: Mapping[str, int]
     ) -> list[Implementation]:
         """Return the forms that these hosts allow, the better first."""
         names = ["leaders"] if len({len(ranks) for ranks in hosts}) > 1 else ["hierarchical", "leaders"]

@@ -31,6 +31,8 @@ class Wanted(NamedTuple):
     kind: dtype
     op: ReduceOp | None
     numel: int
+    device: str = "cpu"
+    """Where they lie, "cpu" or "cuda"."""
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +41,8 @@ class Wanted(NamedTuple):
 
     def __str__(self) -> str:
         what = f"{self.operation} of {self.numel} {str(self.kind).removeprefix('torch.')}"
-        return what + (f" with {self.op}" if self.op else "")
+        what += f" with {self.op}" if self.op else ""
+        return what if self.device == "cpu" else f"{what} on {self.device}"
 
 
 class Implementation(Protocol):

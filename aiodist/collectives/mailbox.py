@@ -19,12 +19,16 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.backends.inplace import copy
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
+from aiodist.collectives.on_device import DeviceWork
+from aiodist.collectives.program import Courier
 from aiodist.errors import BackendError
 from aiodist.types import ANY
 
 __all__ = ["Arrived", "Mailbox", "Wanted"]
 
-_HEADER = struct.Struct("<B?iqI")  # kind, inline, source, tag, payload number
+_HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
+_BEHIND, _INLINE, _IN_PIECES = range(3)
+"""Forms: the data follow in a message of their own, are in the header's, or follow as a device's courier sends them."""
 _META_AT = _HEADER.size
 _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
@@ -53,6 +57,8 @@ class Wanted:
     tag: int
     into: Tensor | None
     finish: Callable[[Arrived | None, BaseException | None], None]
+    work: DeviceWork | None = None
+    """What it does on a device, where `into` lies on one, or the message may."""
 
 
 @dataclass(eq=False)
@@ -64,6 +70,7 @@ class _Unexpected:
     tag: int
     payload: int
     meta: Meta
+    form: int
     data: Tensor | None = field(repr=False)
 
 
@@ -74,6 +81,8 @@ class Mailbox:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.courier: Courier | None = None
+        """Takes tensors that lie on a device."""
         self._frame_bytes = _FRAME_BYTES if not transport.capabilities().short_receives else 0
         self._wanted: list[Wanted] = []
         self._unexpected: list[_Unexpected] = []
@@ -90,21 +99,36 @@ class Mailbox:
         flat = t.detach().view(-1).view(torch.uint8)
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
-            self._arrived(_Unexpected(kind, dst, tag, 0, meta, flat.clone()))
-            done(None)
+            # What it is copied behind on a device is queued on the stream that is current now.
+
+            def copied(data: Tensor | None, error: BaseException | None) -> None:
+                if data is not None:
+                    self._arrived(_Unexpected(kind, dst, tag, 0, meta, _INLINE, data))
+                done(error)
+
+            if t.is_cpu:
+                copied(flat.clone(), None)
+            else:
+                assert self.courier is not None
+                self.courier.fetch(flat, copied)
             return
         self._sent = self._sent % _PAYLOAD_TAGS + 1
-        inline = flat.nbytes <= _INLINE_BYTES
-        head = _HEADER.pack(kind, inline, self._transport.rank, tag, self._sent) + pack_meta(t)
+        inline = flat.nbytes <= (_INLINE_BYTES if t.is_cpu else 0)
+        form = _INLINE if inline else _BEHIND if t.is_cpu else _IN_PIECES
+        head = _HEADER.pack(kind, form, self._transport.rank, tag, self._sent) + pack_meta(t)
         frame = torch.empty(self._frame_bytes or (_DATA_AT + (flat.nbytes if inline else 0)), dtype=torch.uint8)
         frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
             self._transport.isend(frame, dst, _HEADER_TAG, _keeping(frame, done))
         else:
-            both = _Both(_keeping(frame, done))
+            both = _All(_keeping(frame, done))
             self._transport.isend(frame, dst, _HEADER_TAG, both)
-            self._transport.isend(flat, dst, self._sent, both)
+            if form == _BEHIND:
+                self._transport.isend(flat, dst, self._sent, both)
+            else:
+                assert self.courier is not None
+                self.courier.send(self._transport, flat, dst, self._sent, both)
 
     def receive(self, wanted: Wanted) -> None:
         """Give `wanted` the first message that matches, now or when it comes."""
@@ -138,10 +162,10 @@ class Mailbox:
                 receive.finish(None, error)
             return
         data = frame.numpy().data
-        kind, inline, source, tag, payload = _HEADER.unpack_from(data)
+        kind, form, source, tag, payload = _HEADER.unpack_from(data)
         meta = unpack_meta(data, _META_AT)
-        inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if inline else None
-        self._arrived(_Unexpected(kind, source, tag, payload, meta, inlined))
+        inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
+        self._arrived(_Unexpected(kind, source, tag, payload, meta, form, inlined))
         if self._wanted:
             self._listen()
 
@@ -157,9 +181,10 @@ class Mailbox:
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
-        if into is None:
-            into = torch.empty(meta.shape, dtype=meta.dtype)
-        flat = into.detach().view(-1).view(torch.uint8)[: meta.nbytes]
+        on_device = refusal is None and (meta.on_device if into is None else not into.is_cpu)
+        work = wanted.work if on_device else None
+        if wanted.work is not None and work is None:
+            wanted.work.drop()
 
         def finish(error: BaseException | None) -> None:
             if error is not None or refusal is not None:
@@ -167,19 +192,58 @@ class Mailbox:
             else:
                 wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes), None)
 
+        if work is None:
+            if into is None:
+                into = torch.empty(meta.shape, dtype=meta.dtype)
+            self._take(message, _bytes_of(into, meta), finish)
+            return
+        with work.current():
+            work.begin()
+            if into is None:
+                into = torch.empty(meta.shape, dtype=meta.dtype, device=work.stream.device)
+                work.lend(into)
+            self._take_to_device(message, _bytes_of(into, meta), work, finish)
+
+    def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
         if message.data is not None:
             copy(flat, message.data)
-            finish(None)
+            done(None)
+        elif message.form == _IN_PIECES:
+            assert self.courier is not None
+            pieces = self.courier.cut(flat)
+            all_of_them = _All(done, len(pieces))
+            for piece in pieces:
+                self._transport.irecv(piece, message.source, message.payload, all_of_them)
         else:
-            self._transport.irecv(flat, message.source, message.payload, finish)
+            self._transport.irecv(flat, message.source, message.payload, done)
+
+    def _take_to_device(self, message: _Unexpected, flat: Tensor, work: DeviceWork, done: Done) -> None:
+        def there(error: BaseException | None) -> None:
+            work.end(lambda lost: done(error or lost))
+
+        def on_host(error: BaseException | None) -> None:
+            if error is None:
+                with work.current():
+                    copy(flat, host)
+            there(error)
+
+        if message.data is not None:
+            copy(flat, message.data)
+            there(None)
+        elif message.form == _IN_PIECES:
+            assert self.courier is not None
+            self.courier.recv(self._transport, flat, message.source, message.payload, there)
+        else:
+            host = torch.empty(flat.numel(), dtype=torch.uint8)
+            self._transport.irecv(host, message.source, message.payload, on_host)
 
 
-class _Both:
-    """A completion that two transfers share."""
+class _All:
+    """A completion that several transfers share."""
 
-    def __init__(self, done: Done) -> None:
+    def __init__(self, done: Done, transfers: int = 2) -> None:
         self._done = done
-        self._left = 2
+        self._left = transfers
         self._error: BaseException | None = None
 
     def __call__(self, error: BaseException | None) -> None:
@@ -196,6 +260,11 @@ def _keeping(frame: Tensor, done: Done) -> Done:
         done(error)
 
     return over
+
+
+def _bytes_of(into: Tensor, meta: Meta) -> Tensor:
+    """Return the front of `into` that a message fills."""
+    return into.detach().view(-1).view(torch.uint8)[: meta.nbytes]
 
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:

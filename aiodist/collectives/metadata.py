@@ -15,6 +15,7 @@ __all__ = ["DTYPES", "DTYPE_CODES", "META_BYTES", "Meta", "pack_meta", "unpack_m
 DTYPE_CODES = {kind: code for code, kind in enumerate(DTYPES)}
 
 _MAX_DIMS = 16
+_ON_DEVICE = 0x80
 _FORMAT = struct.Struct(f"<BB{_MAX_DIMS}q")
 META_BYTES = _FORMAT.size
 
@@ -24,6 +25,8 @@ class Meta(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    on_device: bool = False
+    """It lay on a CUDA device of its sender."""
 
     @property
     def numel(self) -> int:
@@ -42,13 +45,14 @@ class Meta(NamedTuple):
 def pack_meta(t: Tensor) -> bytes:
     """Return `META_BYTES` bytes; shapes of more than 16 dimensions travel flat."""
     shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
-    return _FORMAT.pack(DTYPE_CODES[t.dtype], len(shape), *shape, *(0,) * (_MAX_DIMS - len(shape)))
+    dims = len(shape) if t.is_cpu else len(shape) | _ON_DEVICE
+    return _FORMAT.pack(DTYPE_CODES[t.dtype], dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))
 
 
 def unpack_meta(data: bytes | bytearray | memoryview, offset: int = 0) -> Meta:
     """Return what `pack_meta` packed."""
     code, dims, *shape = _FORMAT.unpack_from(data, offset)
-    return Meta(DTYPES[code], tuple(shape[:dims]))
+    return Meta(DTYPES[code], tuple(shape[: dims & ~_ON_DEVICE]), bool(dims & _ON_DEVICE))
 
 
 def as_tensor(data: bytes) -> Tensor:

@@ -39,6 +39,7 @@ __all__ = [
 
 _COUNT = struct.Struct("<q")
 _FRAME_BYTES = 512
+_CPU = torch.device("cpu")
 
 
 def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
@@ -108,7 +109,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
     _agree_on_dtype(metas)
     counts = [meta.numel for meta in metas]
     if out is None:
-        flat = torch.empty(sum(counts), dtype=t.dtype)
+        flat = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
     else:
         shape = _joined_shape(metas)
         out = fit(out, shape, t.dtype)
@@ -139,7 +140,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     metas = [unpack_meta(as_bytes(records[rank])) for rank in range(ep.size)]
     _agree_on_dtype(metas)
     if out is None:
-        parts = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+        parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
     else:
         out = fit(out, _joined_shape(metas), t.dtype)
         parts = list(_flat(out).split([meta.numel for meta in metas]))
@@ -175,7 +176,7 @@ def scatter(
         rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8)
         yield [ep.recv(rest, root)]
         metas += [unpack_meta(as_bytes(rest), i * META_BYTES) for i in range(count - 1)]
-    targets = [_room(meta, out) for meta in metas]
+    targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
     yield [ep.recv(target, root) for target in targets if target.numel()]
     return targets[0] if count == -1 else targets
 
@@ -202,7 +203,8 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     ]
     result = [torch.empty(0)] * ep.size
     for rank in others:
-        result[rank] = _room(unpack_meta(as_bytes(records[rank])), out[rank] if out is not None else None)
+        meta = unpack_meta(as_bytes(records[rank]))
+        result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
     yield [ep.recv(result[rank], rank) for rank in others if result[rank].numel()] + [
         ep.send(ts[rank], rank) for rank in others if ts[rank].numel()
     ]
@@ -231,7 +233,7 @@ def reduce_scatter(
         return target
     wire = to_wire(t)
     # Where results are kept as they are computed, they are computed where they are kept.
-    block = to_wire(target) if wire.dtype.itemsize == t.dtype.itemsize else torch.empty(mine, dtype=wire.dtype)
+    block = to_wire(target) if wire.dtype.itemsize == t.dtype.itemsize else wire.new_empty(mine)
     yield from p.reduce_scatter(wire, block, counts, wire_op(op))
     from_wire(block, target, op, p.ep.size)
     return target
@@ -274,16 +276,18 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         if out._is_view() or not out.untyped_storage().resizable():
             raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")
         # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
-        return out.set_(torch.empty(shape, dtype=kind))  # type: ignore[no-any-return, call-overload]
+        return out.set_(torch.empty(shape, dtype=kind, device=out.device))  # type: ignore[no-any-return, call-overload]
     return out.view(-1)[:numel].view(shape)
 
 
-def _room(meta: Meta, out: Tensor | None) -> Tensor:
-    return torch.empty(meta.shape, dtype=meta.dtype) if out is None else fit(out, meta.shape, meta.dtype)
+def _room(meta: Meta, out: Tensor | None, device: torch.device) -> Tensor:
+    if out is not None:
+        return fit(out, meta.shape, meta.dtype)
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
 def _into(t: Tensor, out: Tensor | None) -> Tensor:
-    target = _room(Meta(t.dtype, tuple(t.shape)), out)
+    target = _room(Meta(t.dtype, tuple(t.shape)), out, t.device)
     copy(target, t)
     return target
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from aiodist.collectives.implementations import Implementation, Messages, Wanted
@@ -16,11 +17,13 @@ from aiodist.types import ReduceOp
 
 __all__ = ["Primitives"]
 
+_CPU = torch.device("cpu")
+
 
 class Primitives:
     """Runs each primitive in the way that `impl` names, or as the repertoire's selector says."""
 
-    __slots__ = ("_later", "_repertoire", "_together", "ep", "impl")
+    __slots__ = ("_later", "_repertoire", "_together", "device", "ep", "impl")
 
     def __init__(
         self,
@@ -30,9 +33,11 @@ class Primitives:
         *,
         together: bool = False,
         later: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
-        """`together`: other tensors of the same operation share the endpoint."""
+        """`together`: other tensors of the same operation share the endpoint; `device`: where this rank computes."""
         self.ep = ep
+        self.device = device
         self.impl = impl
         self._repertoire = repertoire
         self._together = together
@@ -44,14 +49,14 @@ class Primitives:
         Libraries match collectives by the order of their calls. All ranks begin operations in the same order; when
         a second step is due differs from rank to rank. So it is left to what tells operations apart by their tags.
         """
-        return Primitives(self.ep, self._repertoire, self.impl, together=self._together, later=True)
+        return Primitives(self.ep, self._repertoire, self.impl, together=self._together, later=True, device=self.device)
 
     def finishes(self, operation: str, t: Tensor, op: ReduceOp) -> bool:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
         return self._pick(operation, t, op).finishes
 
     def _pick(self, operation: str, t: Tensor, op: ReduceOp | None = None) -> Implementation:
-        wanted = Wanted(operation, t.dtype, op, t.numel())
+        wanted = Wanted(operation, t.dtype, op, t.numel(), t.device.type)
         return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)
 
     def broadcast(self, t: Tensor, root: int) -> Program[None]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
 
-__all__ = ["Call", "Endpoint", "Program", "concurrently", "lockstep", "run", "tag_of"]
+__all__ = ["Call", "Courier", "Endpoint", "Program", "concurrently", "lockstep", "run", "tag_of"]
 
 T = TypeVar("T")
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
@@ -28,23 +28,45 @@ def tag_of(seq: int) -> int:
     return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
 
 
+class Courier(Protocol):
+    """Takes tensors that lie on a device to and from a transport, which moves memory of the host."""
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """As `Transport.isend`, behind what is queued on the current stream."""
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """As `Transport.irecv`; done when what is queued on the current stream from now on finds it there."""
+
+    def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
+        """Call `then` with a copy of `t` in memory of the host, or with an error."""
+
+    def cut(self, t: Tensor) -> Sequence[Tensor]:
+        """Return the pieces in which flat `t` travels, each in a message of its own."""
+
+
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("rank", "size", "tag", "transport")
+    __slots__ = ("courier", "rank", "size", "tag", "transport")
 
-    def __init__(self, transport: Transport, tag: int) -> None:
+    def __init__(self, transport: Transport, tag: int, courier: Courier | None = None) -> None:
+        """`courier` is for tensors on a device."""
         self.transport = transport
+        self.courier = courier
         self.rank = transport.rank
         self.size = transport.size
         self.tag = tag
 
     def send(self, t: Tensor, dst: int) -> Call:
         """Return the call that sends `t` to rank `dst`."""
+        if self.courier is not None and not t.is_cpu:
+            return partial(self.courier.send, self.transport, t, dst, self.tag)
         return partial(self.transport.isend, t, dst, self.tag)
 
     def recv(self, t: Tensor, src: int) -> Call:
         """Return the call that receives `t` from rank `src`."""
+        if self.courier is not None and not t.is_cpu:
+            return partial(self.courier.recv, self.transport, t, src, self.tag)
         return partial(self.transport.irecv, t, src, self.tag)
 
 

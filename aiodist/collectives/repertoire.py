@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,20 +16,39 @@ from aiodist.collectives.availability import (
     Offer,
     State,
     missing_library,
-    on_cuda,
 )
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation, Library, Messages, SharedMemory, Wanted
-from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS, NAMES, Edit, LimitEdit, RangeEdit, Table, last_resorts
+from aiodist.collectives.table import (
+    DEVICES,
+    IMPLEMENTATIONS,
+    NAMES,
+    ON_CUDA,
+    Edit,
+    LimitEdit,
+    RangeEdit,
+    Table,
+    last_resorts,
+)
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
 
-__all__ = ["Repertoire"]
+__all__ = ["Kit", "Repertoire"]
 
 _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan")
 _MOST_PICKED = 10_000
+
+
+class Kit(NamedTuple):
+    """What there is for tensors on CUDA devices alone."""
+
+    alone: Sequence[Implementation]
+    together: Sequence[Implementation]
+    """The same for several tensors in one operation."""
+    missing: Mapping[str, str]
+    """Of what is for CUDA devices and not there: why."""
 
 
 class Repertoire:
@@ -46,47 +66,76 @@ class Repertoire:
         hosts: Sequence[Sequence[int]] = (),
         within: ShmNative | None = None,
         alone: str = "",
+        cuda: Callable[[Repertoire], Kit] | str = "there is no CUDA device here",
     ) -> None:
-        """`hosts` are the ranks of each host, `within` the shared memory of those of this one; `alone`: why none is."""
+        """`hosts` are the ranks of each host, `within` the shared memory of those of this one; `alone`: why none is.
+
+        `cuda` makes what is for CUDA devices, or says why there are none.
+        """
         self._transport = transport
         self._hosts = hosts
         self._alone = alone
+        self._cuda = cuda
         self.within = within
         found: list[Implementation] = []
         if transport.native is not None:
             found.append(Library(transport.name, transport.native))
         if within is not None and within.group.size == transport.size:
             found.append(SharedMemory(within))
-        self.table = table or Table.usual(found[0].name if transport.native is not None else None)
+        library = found[0].name if transport.native is not None else None
+        self.table = table or Table.usual(library, on_cuda=not isinstance(cuda, str))
         limits = self.table.limits
         several = len(hosts) > 1
-        alone_forms = Hierarchical.forms(hosts, transport.rank, within, limits) if several else []
+        here = next((len(ranks) for ranks in hosts if transport.rank in ranks), 0)
+        near = SharedMemory(within) if within is not None and within.group.size == here else None
+        alone_forms = Hierarchical.forms(hosts, transport.rank, near, limits) if several else []
         one_piece = {**limits, "hierarchical.pieces": 1}
-        together = Hierarchical.forms(hosts, transport.rank, within, one_piece) if several else []
+        together = Hierarchical.forms(hosts, transport.rank, near, one_piece) if several else []
         schedules: list[Implementation] = [Messages(name, limits=limits) for name in _SCHEDULES]
         self.all: dict[str, Implementation] = {one.name: one for one in [*found, *alone_forms, *schedules]}
         """By name."""
-        in_one: list[Implementation] = [*found, *together, *(Messages(name, 1) for name in _SCHEDULES)]
-        self.together: dict[str, Implementation] = {one.name: one for one in in_one}
+        in_one: list[Implementation] = [Messages(name, 1) for name in _SCHEDULES]
+        self.together: dict[str, Implementation] = {one.name: one for one in [*found, *together, *in_one]}
         """The same for several tensors in one operation, whose messages share a tag: each in one piece."""
+        self.on_cuda: dict[str, Implementation] = {}
+        """By name, for tensors on CUDA devices; empty where there are none."""
+        self.together_on_cuda: dict[str, Implementation] = {}
+        self._missing_on_cuda: Mapping[str, str] = {}
+        if not isinstance(cuda, str):
+            kit = cuda(self)
+            self.on_cuda = {one.name: one for one in [*kit.alone, *schedules]}
+            self.together_on_cuda = {one.name: one for one in [*kit.together, *in_one]}
+            self._missing_on_cuda = kit.missing
         self.hosts = "several" if several else "one"
         """Which rows of the table are its own."""
         self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
+
+    @property
+    def why_no_cuda(self) -> str:
+        """Why there is nothing for tensors on CUDA devices."""
+        return self._cuda if isinstance(self._cuda, str) else ""
 
     # --- choosing -------------------------------------------------------------------------------------------
 
     def check(self, impl: str) -> None:
         """Raise BackendUnavailable unless `impl` names something that this communicator has."""
-        if impl != "auto" and impl not in self.all:
+        if impl != "auto" and impl not in self.all and impl not in self.on_cuda:
             raise BackendUnavailable(
                 f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
             )
 
-    def choice(self, operation: str, nbytes: int) -> str:
+    def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
         """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
-        name = self.table.choice("cpu", self.hosts, operation, nbytes)
-        there = self.all.keys() & NAMES[operation]
-        return next(one for one in (name, *last_resorts(operation, nbytes)) if one in there)
+        if device == "cuda" and self._transport.size == 1:
+            return "direct"  # nothing has to leave the device
+        name = self.table.choice(device, self.hosts, operation, nbytes)
+        there = self._known(device, together=False).keys() & NAMES[operation]
+        return next(one for one in (name, *last_resorts(operation, nbytes, device)) if one in there)
+
+    def _known(self, device: str, *, together: bool) -> dict[str, Implementation]:
+        if device == "cuda":
+            return self.together_on_cuda if together else self.on_cuda
+        return self.together if together else self.all
 
     def pick(
         self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
@@ -104,9 +153,9 @@ class Repertoire:
         return found
 
     def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
-        known = self.together if together else self.all
-        name = self.choice(wanted.operation, wanted.nbytes) if impl == "auto" else impl
-        names = (name, *last_resorts(wanted.operation, wanted.nbytes))
+        known = self._known(wanted.device, together=together)
+        name = self.choice(wanted.operation, wanted.nbytes, wanted.device) if impl == "auto" else impl
+        names = (name, *last_resorts(wanted.operation, wanted.nbytes, wanted.device))
         ranked = [known[one] for one in names if one in known]
         return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
 
@@ -117,7 +166,7 @@ class Repertoire:
 
         What is on other hosts than this communicator's is for communicators made of it, and judged there.
         """
-        if isinstance(edit, LimitEdit) or (edit.device == "cpu" and edit.hosts != self.hosts):
+        if isinstance(edit, LimitEdit) or (edit.key in self.table.rows and edit.hosts != self.hosts):
             return None
         offer = self.availability().of(edit.operation, edit.impl, edit.device)
         return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
@@ -126,9 +175,11 @@ class Repertoire:
         """Return the one after `edits`."""
         table = self.table
         for edit in edits:
-            if not isinstance(edit, RangeEdit) or edit.device == "cpu":  # nothing runs elsewhere yet
+            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices that are not here
                 table = table.edited(edit)
-        return Repertoire(self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone)
+        return Repertoire(
+            self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone, cuda=self._cuda
+        )
 
     # --- what there is --------------------------------------------------------------------------------------
 
@@ -136,20 +187,20 @@ class Repertoire:
         """Return what there is, and why the rest is missing."""
         return Availability(
             [
-                Offer(operation, impl, device, *(self._state(operation, impl) if device == "cpu" else on_cuda(impl)))
+                Offer(operation, impl, device, *self._state(operation, impl, device))
                 for device in DEVICES
                 for impl in IMPLEMENTATIONS
                 for operation in EVERY_OPERATION
             ]
         )
 
-    def _state(self, operation: str, impl: str) -> tuple[State, str]:
-        found = self.all.get(impl)
+    def _state(self, operation: str, impl: str, device: str) -> tuple[State, str]:
+        found = self._known(device, together=False).get(impl)
         if found is None:
-            return self._missing(impl)
+            return self._missing(impl, device)
         if (only := ONE_FORM.get(operation)) is not None:
             return (State.AVAILABLE, "") if impl == only else (State.NOT_IMPLEMENTED, "it has one form")
-        example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in _REDUCTIONS else None, 1)
+        example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in _REDUCTIONS else None, 1, device)
         if impl in _SCHEDULES and found.lacks(example) is not None:
             return State.NOT_IMPLEMENTED, "there is no such schedule of it"
         if (lacking := found.lacks(example)) is not None:
@@ -158,7 +209,14 @@ class Repertoire:
             return State.AVAILABLE, "for the sizes, which travel first; the data go by the next best"
         return State.AVAILABLE, ""
 
-    def _missing(self, impl: str) -> tuple[State, str]:
+    def _missing(self, impl: str, device: str = "cpu") -> tuple[State, str]:
+        if device == "cuda":
+            if isinstance(self._cuda, str):
+                return State.NOT_HERE, self._cuda
+            if (why := self._missing_on_cuda.get(impl)) is not None:
+                return (State.NOT_INSTALLED if why.startswith("pip install") else State.NOT_HERE), why
+            if impl in ("shm", "mpi", "gloo"):
+                return State.NOT_HERE, f"tensors on a device go by way of the host: staged, which may use {impl} there"
         if impl == "shm":
             return State.NOT_HERE, self._why_no_memory()
         if impl in ("hierarchical", "leaders"):
@@ -175,4 +233,7 @@ class Repertoire:
 
     def _because(self, impl: str) -> str:
         """Return why `impl` is missing, where it is something that others have."""
-        return f" ({impl}: {self._missing(impl)[1]})" if impl in IMPLEMENTATIONS else ""
+        if impl not in IMPLEMENTATIONS:
+            return ""
+        device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
+        return f" ({impl}: {self._missing(impl, device)[1]})"

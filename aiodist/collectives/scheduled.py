@@ -40,7 +40,7 @@ class SubEndpoint(Endpoint):
     __slots__ = ("ranks",)
 
     def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag)
+        super().__init__(ep.transport, ep.tag, ep.courier)
         if ep.rank not in ranks:
             raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
         self.rank = ranks.index(ep.rank)

@@ -40,10 +40,14 @@ class Selector:
 
     # --- looking at it --------------------------------------------------------------------------------------
 
-    def choose(self, operation: str, nbytes: int) -> str:
-        """Return the name of what runs `operation` on `nbytes` here: of the tensor, of allgather's whole result."""
+    def choose(self, operation: str, nbytes: int, device: str = "cpu") -> str:
+        """Return the name of what runs `operation` on `nbytes` here: of the tensor, of allgather's whole result.
+
+        Raises ValueError for "cuda" where there is no CUDA device.
+        """
         _check("operation", operation, OPERATIONS)
-        return self.repertoire.choice(operation, nbytes)
+        _check("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
+        return self.repertoire.choice(operation, nbytes, device)
 
     @property
     def limits(self) -> Mapping[str, int]:
@@ -75,9 +79,8 @@ class Selector:
         return text
 
     def _instead(self, edit: RangeEdit) -> str:
-        if edit.hosts != self.repertoire.hosts or edit.impl in self.repertoire.all:
-            return ""
-        return f"# {self.repertoire.choice(edit.operation, edit.above)} here"
+        chosen = self.repertoire.choice(edit.operation, edit.above, edit.device)
+        return "" if edit.hosts != self.repertoire.hosts or edit.impl == chosen else f"# {chosen} here"
 
     def __str__(self) -> str:
         return self.show()

@@ -27,6 +27,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "LIMITS",
     "NAMES",
+    "ON_CUDA",
     "OPERATIONS",
     "USUAL_LIMITS",
     "Edit",
@@ -47,19 +48,20 @@ OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter",
 
 _IN_LEVELS = ("allreduce", "broadcast", "reduce")
 _LIBRARIES = ("mpi", "gloo")
-_ELSEWHERE = ("nccl", "cuda_ipc")
+ON_CUDA = ("nccl", "cuda_ipc", "staged")
+"""What is for tensors on CUDA devices alone."""
 
 
 def _names_of(operation: str) -> tuple[str, ...]:
     levels = ("hierarchical", "leaders") if operation in _IN_LEVELS else ()
-    return (*_LIBRARIES, "shm", *levels, *SCHEDULES[operation], *_ELSEWHERE)
+    return (*_LIBRARIES, "shm", *levels, *SCHEDULES[operation], *ON_CUDA)
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {operation: _names_of(operation) for operation in OPERATIONS}
 """The implementations of each operation that have a name, whether or not they can be had."""
 
 _SCHEDULES = tuple(dict.fromkeys(name for operation in OPERATIONS for name in SCHEDULES[operation]))
-IMPLEMENTATIONS = (*_LIBRARIES, "shm", "hierarchical", "leaders", *_SCHEDULES, *_ELSEWHERE)
+IMPLEMENTATIONS = (*_LIBRARIES, "shm", "hierarchical", "leaders", *_SCHEDULES, *ON_CUDA)
 """All their names."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -86,6 +88,10 @@ LIMITS: Mapping[str, Limit] = {
     "hierarchical.ring_bytes": Limit(
         64 << 10, 0, 1 << 40, "from here on its hosts form a ring, else they double", True
     ),
+    "staged.pieces": Limit(4, 1, MAX_LANES, "pieces of a staged collective on their way at once, at most"),
+    "staged.piece_bytes": Limit(2 << 20, 1, 1 << 30, "it has one for so many bytes", True),
+    "cuda_ipc.pieces": Limit(4, 1, MAX_LANES, "pieces of a collective by CUDA IPC on their way at once, at most"),
+    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "it has one for so many bytes", True),
     "large_bytes": Limit(LARGE_BYTES, 0, 1 << 40, "from here on the progress thread drives operations", True),
 }
 """Every limit by name."""
@@ -210,11 +216,17 @@ class Table:
     limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
 
     @classmethod
-    def usual(cls, library: str | None) -> Table:
-        """Return the table of a communicator that `library` carries; None: its transport has no collectives."""
+    def usual(cls, library: str | None, *, on_cuda: bool = False) -> Table:
+        """Return the table of a communicator that `library` carries; None: its transport has no collectives.
+
+        With `on_cuda` its ranks have CUDA devices.
+        """
         rows = {
             ("cpu", hosts, operation): _usual(library, hosts, operation) for hosts in HOSTS for operation in OPERATIONS
         }
+        if on_cuda:
+            # What is not there, or refuses these ranks, is replaced by the next of `last_resorts`.
+            rows |= {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
         return cls(MappingProxyType(rows))
 
     def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
@@ -290,9 +302,11 @@ _OVER_MPI: Mapping[str, _Steps] = {
 }
 
 
-def last_resorts(operation: str, nbytes: int) -> tuple[str, ...]:
+def last_resorts(operation: str, nbytes: int, device: str = "cpu") -> tuple[str, ...]:
     """Return what runs `operation` where the chosen one cannot, the best first."""
     short, long = _SCHEDULE[operation]
+    if device == "cuda":
+        return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", short, "direct"
     if nbytes < _SHORT_BYTES:
         return *_LIBRARIES, short, "shm", "direct"
     # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from aiodist.arguments import check_list, check_tensor, is_number
 from aiodist.claims import Claim
 from aiodist.collectives.agreement import compared
 from aiodist.collectives.availability import Availability
+from aiodist.collectives.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, lockstep, tag_of
 from aiodist.collectives.selector import Selector
@@ -20,6 +21,7 @@ from aiodist.handles import Handle
 from aiodist.issuer import Issuer, Plan
 from aiodist.ledger import Fingerprint
 from aiodist.levels import Levels
+from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import ReduceOp
 
@@ -32,13 +34,16 @@ __all__ = [
     "check_single",
     "described",
     "dtype_name",
-    "dtype_names",
     "fingerprint_of",
     "how",
     "joined",
+    "kinds_of",
     "lift",
     "tensors_of",
 ]
+
+
+_CPU = torch.device("cpu")
 
 
 class Base:
@@ -131,8 +136,9 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """The device this rank computes on."""
-        return torch.device("cpu")
+        """The device this rank computes on: its CUDA device, number `local_rank` modulo those it sees, or the CPU."""
+        bound = None if self._topology is None else self._topology.device
+        return _CPU if bound is None else torch.device("cuda", bound.index)
 
     @property
     def backend(self) -> str:
@@ -161,18 +167,25 @@ class Base:
 
     # --- memory ---------------------------------------------------------------------------------------------
 
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = _CPU,
+    ) -> Tensor:
         """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
 
         Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count.
         Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
         done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
         bytes were asked for, where there are none. Where no other rank shares memory with this one it is
-        `torch.empty`. It goes on working where the communicator was closed or given up.
+        `torch.empty`. It goes on working where the communicator was closed or given up. On a CUDA `device` it is
+        `torch.empty` too: ranks of a host can map any memory of a device (`impl="cuda_ipc"`).
         """
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        if torch.device(device).type != "cpu":
+            return torch.empty(size_of(shape), dtype=dtype, device=device)
         near = self._family.near
-        return torch.empty(size, dtype=dtype) if near is None else near.arena.empty(size, dtype)
+        return torch.empty(size_of(shape), dtype=dtype) if near is None else near.arena.empty(size_of(shape), dtype)
 
     def arena(self, nbytes: int) -> None:
         """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
@@ -200,14 +213,32 @@ class Base:
         outs: Sequence[Tensor | None] = (),
     ) -> Handle[Any]:
         nbytes = sum(t.nbytes for t in ts)
+        work = None
+        if where := {t.device for t in (*ts, *outs) if t is not None and not t.is_cpu}:
+            work = self._work_on(where, tag_of(self.seq))
+            program = on_devices(program, work)
         # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
         old = [out.untyped_storage() for out in outs if out is not None]
         handle: Handle[Any] = self._issuer.collective(
-            what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert
+            what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, queues=work is not None
         )
         if old and not handle.done():
             handle.keep = old
+        if work is not None:
+            attach(handle, work, (ts, outs, old))
         return handle
+
+    def _work_on(self, devices: Iterable[torch.device], tag: int | None) -> list[DeviceWork]:
+        """Return what the next operation, a collective of `tag` or a message, does on `devices`; raise where it cannot.
+
+        ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
+        """
+        if not self._repertoire.on_cuda:
+            why = self._repertoire.why_no_cuda
+            raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
+        assert self._family.accelerator is not None
+        check_not_capturing()
+        return [self._family.accelerator.work(self.name, device, tag) for device in devices]
 
     def _adopt(self, edits: Sequence[Edit]) -> None:
         """Have the selector's table be as after `edits`, for every operation from the next one on."""
@@ -230,7 +261,9 @@ class Base:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
         self._repertoire.check(impl)
         # From the number that all ranks give the operation, whatever errors each of them raised before it.
-        return Primitives(Endpoint(self._transport, tag_of(self.seq)), self._repertoire, impl, together=together)
+        accelerator = self._family.accelerator
+        ep = Endpoint(self._transport, tag_of(self.seq), None if accelerator is None else accelerator.courier)
+        return Primitives(ep, self._repertoire, impl, together=together, device=self.device)
 
 
 def tensors_of(t: object) -> list[Tensor]:
@@ -271,7 +304,7 @@ def check_alike(ts: list[Tensor]) -> list[Tensor]:
 
 def described(ts: Sequence[Tensor]) -> str:
     """Return dtypes and sizes as words."""
-    return ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
+    return ", ".join(f"{kind_of(t)}[{t.numel()}]" for t in ts)
 
 
 def dtype_name(kind: torch.dtype) -> str:
@@ -279,9 +312,19 @@ def dtype_name(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-def dtype_names(ts: Sequence[Tensor]) -> str:
-    """Return the dtypes as words."""
-    return ", ".join(dtype_name(t.dtype) for t in ts)
+def kind_of(t: Tensor) -> str:
+    """Return what all ranks must agree on of an element of `t`: "float32", or "float32 on cuda"."""
+    return dtype_name(t.dtype) if t.is_cpu else f"{dtype_name(t.dtype)} on cuda"
+
+
+def kinds_of(ts: Sequence[Tensor]) -> str:
+    """Return the kinds of elements as words."""
+    return ", ".join(map(kind_of, ts))
+
+
+def size_of(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape that may be given as a number of elements."""
+    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def fingerprint_of(
@@ -290,7 +333,7 @@ def fingerprint_of(
     """Return what all ranks must agree on in a call on `ts`."""
     known = how(None if op is None else ReduceOp(op).value, impl)
     if len(ts) == 1:
-        return Fingerprint(kind, dtype_name(ts[0].dtype), ts[0].numel(), known, root)
+        return Fingerprint(kind, kind_of(ts[0]), ts[0].numel(), known, root)
     return Fingerprint(kind, described(ts), sum(t.numel() for t in ts), known, root)
 
 

@@ -11,6 +11,7 @@ from aiodist.arguments import check_list, check_out, check_rank, check_tag, chec
 from aiodist.claims import reading, writing
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.metadata import overlaps
+from aiodist.collectives.on_device import DeviceWork, on_devices
 from aiodist.collectives.program import Program
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.handles import Handle, gather
@@ -48,11 +49,19 @@ class Messages(Base):
         if isinstance(t, list):
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
+        work = self._work_for(into)
         handle, finish = self._issuer.message(
             "recv", 0 if into is None else into.nbytes, [] if into is None else writing(into), timeout
         )
-        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish))
+        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work))
         return handle
+
+    def _work_for(self, into: Tensor | None) -> DeviceWork | None:
+        """Return what a receive does on a device: where `into` lies, or a tensor that comes from one."""
+        device = self.device if into is None else into.device
+        if device.type == "cpu" or (into is None and not self._repertoire.on_cuda):
+            return None
+        return self._work_on([device], None)[0]
 
     def sendrecv(
         self,
@@ -71,33 +80,46 @@ class Messages(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
+        work = self._work_for(t if into is None else into)
+        sending = self._sending([t])
         handle, finish = self._issuer.message("sendrecv", t.nbytes, claims, timeout)
         mailbox = self._issuer.mailbox
 
         def program() -> Program[Arrived]:
             box: list[Arrived] = []
-            yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), partial(_receive, mailbox, into, src, tag, box)]
+            receive = partial(_receive, mailbox, Wanted(Mailbox.TENSOR, src, tag, into, _nobody, work), box)
+            yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
             return box[0]
 
-        self._issuer.run(program(), finish, t.nbytes)
+        self._issuer.run(on_devices(program(), sending), finish, t.nbytes)
         return handle
+
+    def _sending(self, ts: list[Tensor]) -> list[DeviceWork]:
+        devices = {t.device for t in ts if not t.is_cpu}
+        return self._work_on(devices, None) if devices else []
 
     def _send(self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
+        work = self._sending(ts)
         handle, finish = self._issuer.message(op, nbytes, reading(*ts), timeout)
         mailbox = self._issuer.mailbox
 
         def program() -> Program[None]:
             yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
 
-        self._issuer.run(program(), finish, nbytes)
+        self._issuer.run(on_devices(program(), work), finish, nbytes)
         return handle
 
 
-def _receive(mailbox: Mailbox, into: Tensor | None, src: int, tag: int, box: list[Arrived], done: Done) -> None:
+def _nobody(arrived: Arrived | None, error: BaseException | None) -> None:
+    """Whom a receive tells before `_receive` says who."""
+
+
+def _receive(mailbox: Mailbox, wanted: Wanted, box: list[Arrived], done: Done) -> None:
     def finish(arrived: Arrived | None, error: BaseException | None) -> None:
         if arrived is not None:
             box.append(arrived)
         done(error)
 
-    mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish))
+    wanted.finish = finish
+    mailbox.receive(wanted)

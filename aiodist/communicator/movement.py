@@ -17,10 +17,10 @@ from aiodist.communicator.base import (
     check_alike,
     check_single,
     dtype_name,
-    dtype_names,
     fingerprint_of,
     how,
     joined,
+    kinds_of,
     lift,
     tensors_of,
 )
@@ -83,7 +83,7 @@ class Movement(Base):
         if across:
             program = interleaved(program)
         return self._issue(
-            Fingerprint("allgather", dtype_names(ts), op=how(None, impl)),
+            Fingerprint("allgather", kinds_of(ts), op=how(None, impl)),
             program,
             claims_of(ts, out),
             ts,
@@ -109,7 +109,7 @@ class Movement(Base):
             check_out(out, ts[0], numel=None)
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
         program = joined(programs, t)
-        what = Fingerprint("gather", dtype_names(ts), op=how(None, impl), root=root)
+        what = Fingerprint("gather", kinds_of(ts), op=how(None, impl), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def scatter(

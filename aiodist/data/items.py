@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from torch import Tensor
 
 from aiodist.handles import Handle, Permit
 
@@ -32,6 +34,16 @@ class Made:
     """Seconds that the source took."""
     transforming: float = 0.0
     """Seconds that `transform` took."""
+    copying: float = 0.0
+    """Seconds from when it was ready on the host until it was on the device."""
+    copies: Sequence[Tensor] = ()
+    """The tensors in it that were copied to the device."""
+    late: bool = False
+    """Something in it goes to the device only when it is taken."""
+
+    def failed(self, error: BaseException) -> Made:
+        """Return what becomes of it when it cannot be brought to the device."""
+        return replace(self, outcome=Outcome.ERROR, value=error, nbytes=0, copies=(), late=False)
 
 
 class Item:

@@ -12,8 +12,10 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, overload
 
+import torch
 from anyio import CancelScope
 
+from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.reading import Reader, TaskReader, ThreadReader
 from aiodist.data.sizes import nbytes_of
@@ -45,11 +47,13 @@ class Statistics:
     """How long the source took to give them."""
     transforming: float
     """How long `transform` took for them, added up over the workers."""
+    copying: float
+    """How long it took to bring them to the device, each from when it was ready on the host until it was there."""
 
     @property
     def hidden(self) -> float:
-        """The share of reading and transforming that the consumer did not wait for, 0.0 to 1.0."""
-        work = self.reading + self.transforming
+        """The share of reading, transforming and copying that the consumer did not wait for, 0.0 to 1.0."""
+        work = self.reading + self.transforming + self.copying
         return max(0.0, 1.0 - self.waited / work) if work > 0 else 0.0
 
 
@@ -61,6 +65,7 @@ def prefetch(
     workers: int = 1,
     transform: None = None,
     kind: Kind = "thread",
+    device: DeviceLike | None = None,
     name: str = "prefetch",
 ) -> Prefetch[T]: ...
 
@@ -73,6 +78,7 @@ def prefetch(
     workers: int = 1,
     transform: Callable[[T], U],
     kind: Kind = "thread",
+    device: DeviceLike | None = None,
     name: str = "prefetch",
 ) -> Prefetch[U]: ...
 
@@ -84,6 +90,7 @@ def prefetch(
     workers: int = 1,
     transform: Callable[[Any], Any] | None = None,
     kind: Kind = "thread",
+    device: DeviceLike | None = None,
     name: str = "prefetch",
 ) -> Prefetch[Any]:
     """Return a context manager over the items of `source`, the next of which are prepared ahead, in order.
@@ -103,17 +110,26 @@ def prefetch(
     the loop's main task ends. Threads have the context variables and torch modes of the code that enters the block,
     processes have not.
 
-    An error of the source or of `transform` is raised in the place of its item, after the items before it; then the
-    iteration is over. A `StopIteration` from `transform` becomes a `RuntimeError`. Nothing is lost when waiting for
-    an item is cancelled: the next wait returns it.
+    With `device` an item is handed over when its tensors are on that CUDA device, where any stream may read them at
+    once; item k + 1 is copied while item k is computed on, `depth` items ahead. Tensors are found where torch's
+    `DataLoader` looks for what it pins, and in dataclasses; the containers are copied. They pass through pinned memory,
+    unless they lie there already (`pin_memory=True`), on the stream `CudaStream.of("to-device", device)`. Tensors of a
+    subclass, sparse ones, those that require grad, and objects that have `pin_memory()` and `to()` of their own, are
+    moved by their `to` when they are taken, on the stream that is then the current one. Tensors on any device but the
+    CPU stay where they are. "cpu" is as None.
+
+    An error of the source, of `transform` or of a copy is raised in the place of its item, after the items before it;
+    then the iteration is over. A `StopIteration` from `transform` becomes a `RuntimeError`. Nothing is lost when
+    waiting for an item is cancelled: the next wait returns it.
 
     Leaving the block, in whatever way, drops what nobody took, closes generators, and ends the worker processes of a
     `DataLoader` without `persistent_workers`. It waits, cancelled or not, for the call of `next` or `transform` that
-    runs just then, since no thread can be stopped: for ever, if that blocks for ever. An async source is cancelled.
+    runs just then, since no thread can be stopped: for ever, if that blocks for ever. So it does for copies that are
+    under way. An async source is cancelled.
 
     Raises `TypeError` or `ValueError` at the call for arguments of the wrong kind, and `RuntimeError` on entering a
-    pass while another of the same object is open. Costs 10 to 40 us an item, up to 50 with a transform, 110 with one
-    in processes.
+    pass while another of the same object is open, or where the CUDA device is not there. Costs 10 to 40 us an item, up
+    to 50 with a transform, 110 with one in processes.
     """
     if not isinstance(source, AsyncIterable) and not _is_iterable(source):
         raise TypeError(f"source={source!r}: expected an iterable or an async iterable")
@@ -126,7 +142,7 @@ def prefetch(
             raise ValueError(f"{option}={count}: expected at least 1")
     if kind not in _WORKERS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_WORKERS)}")
-    return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, name))
+    return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))
 
 
 def _is_iterable(source: object) -> bool:
@@ -139,6 +155,7 @@ class _Plan:
     workers: int
     transform: Callable[[Any], Any] | None
     kind: Kind
+    device: torch.device | None
     name: str
 
 
@@ -184,7 +201,8 @@ class Prefetched(Generic[T]):
     """The async iterator of one pass, for one consumer at a time.
 
     An item is ordered when there is room for it: `_fill` asks the scheduler, which tells the reader; the reader or,
-    with a transform, a worker brings it to `_deliver`; `__anext__` takes it and gives its bytes back.
+    with a transform, a worker brings it to `_deliver`, from where it may go to a device; `__anext__` takes it and
+    gives its bytes back.
     """
 
     def __init__(self, source: Iterable[Any] | AsyncIterable[Any], plan: _Plan) -> None:
@@ -192,6 +210,7 @@ class Prefetched(Generic[T]):
         self._plan = plan
         self._progress = Progress.current()
         self._lane = Scheduler.current().lane(plan.name, _PRIORITY)
+        self._device = None if plan.device is None else ToDevice(plan.device)
         self._workers: Workers | None = None
         if plan.transform is not None:
             make = _WORKERS[plan.kind]
@@ -211,7 +230,7 @@ class Prefetched(Generic[T]):
         """The one that ended the stream: nothing comes after it."""
         self._taking = False
         self._closed = False
-        self._taken = Statistics(0, 0, 0.0, 0.0, 0.0)
+        self._taken = Statistics(0, 0, 0.0, 0.0, 0.0, 0.0)
 
     def __aiter__(self) -> Self:
         return self
@@ -232,6 +251,7 @@ class Prefetched(Generic[T]):
         waited = perf_counter() - began
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
+        made = self._arrived(made)
         self._take(made, waited)
         if made.outcome is Outcome.VALUE:
             return cast(T, made.value)
@@ -275,9 +295,11 @@ class Prefetched(Generic[T]):
         self._deliver(item, made)
 
     def _deliver(self, item: Item, made: Made) -> None:
-        """`item` is ready; on the reader's thread, or on the loop."""
-        # Pinned staging and the copy to the device come here: the handle is resolved when the copy is done.
-        item.handle.resolve(made)
+        """`item` is ready on the host; on the reader's thread, a worker's or the loop's."""
+        if self._device is None:
+            item.handle.resolve(made)
+        else:
+            self._device.put(item, made)
 
     # --- taking --------------------------------------------------------------------------------------------
 
@@ -306,6 +328,17 @@ class Prefetched(Generic[T]):
             if not item.settled:
                 item.permit.resize(nbytes)
 
+    def _arrived(self, made: Made) -> Made:
+        """Return the first item as its consumer gets it, or the error of the part that torch moves only now."""
+        if self._device is None or made.outcome is not Outcome.VALUE:
+            return made
+        try:
+            self._device.take(made)
+        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
+            self._items[0].settled = False
+            return made.failed(error)
+        return made
+
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
         self._items.popleft().permit.release()
@@ -317,6 +350,7 @@ class Prefetched(Generic[T]):
             taken.waited + waited,
             taken.reading + made.reading,
             taken.transforming + made.transforming,
+            taken.copying + made.copying,
         )
 
     # --- the end -------------------------------------------------------------------------------------------
@@ -334,6 +368,8 @@ class Prefetched(Generic[T]):
         finally:
             if self._workers is not None:
                 await self._workers.aclose()
+            if self._device is not None:
+                await self._device.aclose()
             while self._items:
                 item = self._items.popleft()
                 item.permit.release()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
 from aiodist.data.inbox import Inbox
 from aiodist.data.items import Item, Made, Outcome
-from aiodist.handles import Handle
+from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
 
 __all__ = ["Deliver", "Reader", "TaskReader", "ThreadReader"]
@@ -46,6 +47,7 @@ class ThreadReader(Reader):
         self._source = source
         self._deliver = deliver
         self._stream = HostStream(name)
+        self._progress = Progress.current()
         self._orders: Inbox[Item] = Inbox()
         self._iterator: Iterator[Any] | None = None
         self._over: Handle[None]
@@ -74,11 +76,20 @@ class ThreadReader(Reader):
     def _run(self) -> None:
         try:
             more = True
-            while more and (item := self._orders.get()) is not None:
+            while more and (item := self._next()) is not None:
                 more = self._read(item)
                 del item  # the next may be long in coming
         finally:
             self._shut()
+
+    def _next(self) -> Item | None:
+        """Return the next order; while there is none the thread does not compute."""
+        computing, me = self._progress.computing, get_ident()
+        computing.discard(me)
+        try:
+            return self._orders.get()
+        finally:
+            computing.add(me)
 
     def _read(self, item: Item) -> bool:
         """Read one item and return whether there may be more."""

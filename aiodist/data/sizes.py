@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-__all__ = ["nbytes_of"]
+__all__ = ["FLAT", "nbytes_of"]
 
-_FLAT = frozenset({int, float, bool, complex, str, type(None)})
+FLAT = frozenset({int, float, bool, complex, str, type(None)})
+"""What most leaves are that hold neither bytes nor tensors."""
 _BYTES = (bytes, bytearray)
 _SEQUENCES = (list, tuple, set, frozenset)
 
@@ -23,14 +24,14 @@ def nbytes_of(value: object) -> int:
     >>> nbytes_of({"x": bytes(100), "y": (bytearray(20), "label", 7)})
     120
     """
-    if type(value) in _FLAT:
+    if type(value) in FLAT:
         return 0
     total = 0
     seen: set[int] = set()
     left = [value]
     while left:
         value = left.pop()
-        if type(value) in _FLAT or id(value) in seen:
+        if type(value) in FLAT or id(value) in seen:
             continue
         seen.add(id(value))
         with suppress(Exception):  # an object that cannot tell (a sparse tensor) is no reason to lose an item

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from random import Random
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,6 +31,7 @@ __all__ = ["FakeClockLoop", "Limit"]
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
+_POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
 _QUIET_TICKS = 30  # turns of the watchers of stalled operations, 0.1 s each, in which a mismatch would have come out
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
@@ -66,8 +68,8 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         self._on_deadlock = on_deadlock
         super().__init__(_JumpingSelector(self))
         self._own_files = len(self.selector.get_map())
-        self._progress = _OneThread(self)
-        Progress._of_loop[id(self)] = self._progress
+        self.progress = _OneThread(self)
+        Progress._of_loop[id(self)] = self.progress
 
     def time(self) -> float:
         """Return the seconds that have passed, jumps included."""
@@ -94,6 +96,11 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         return self._selector  # type: ignore[attr-defined, no-any-return]
 
     @property
+    def ready(self) -> bool:
+        """Whether something can run now."""
+        return bool(self._ready)  # type: ignore[attr-defined]
+
+    @property
     def outside(self) -> bool:
         """Whether something may come from a socket or from a thread of the program's."""
         threads = [t for t in threading.enumerate() if t is not threading.current_thread()]
@@ -104,7 +111,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     @property
     def executing(self) -> bool:
         """Whether a function runs in an executor or a parameter server, or on a `HostStream`, waiting for no handle."""
-        return self._executing > 0 or self._progress.working > 0 or bool(self._progress.computing)
+        return self._executing > 0 or self.progress.working > 0 or bool(self.progress.computing)
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""
@@ -163,18 +170,31 @@ class _JumpingSelector(selectors.DefaultSelector):
             events = super().select(0)
             loop.shuffle()
             return events
-        events = [] if loop.executing else super().select(_GRACE_SECONDS if loop.outside else 0)
-        if events:
+        events = [] if loop.executing else self._wait(_GRACE_SECONDS if loop.outside else 0)
+        if events or loop.ready:
             return events
         # A thread may have begun to compute meanwhile.
         return self._in_real_time(timeout) if loop.executing else self._jump(timeout)
 
     def _in_real_time(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         began = monotonic()
-        events = super().select(timeout)
+        events = self._wait(timeout)
         passed = monotonic() - began
         self._loop.now += passed if timeout is None else min(passed, timeout)
         return events
+
+    def _wait(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for files, for so many seconds of real time, and look at what only polling brings on."""
+        progress = self._loop.progress
+        until = inf if seconds is None else monotonic() + seconds
+        while True:
+            pending = progress.pending()
+            left = None if until == inf else max(0.0, until - monotonic())
+            events = super().select(min(_POLL_SECONDS, inf if left is None else left) if pending else left)
+            if pending:
+                progress.look()
+            if events or self._loop.ready or monotonic() >= until:
+                return events
 
     def _jump(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self._loop
@@ -189,7 +209,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if due is not None:
             loop.now = max(loop.now, due)
             return []
-        if loop.outside and (events := super().select(_LAST_GRACE_SECONDS)):
+        if loop.outside and ((events := self._wait(_LAST_GRACE_SECONDS)) or loop.ready):
             return events
         self._quiet = 0
         loop.deadlocked()
@@ -234,6 +254,21 @@ class _OneThread(Progress):
             self._arm()
 
     start_in_thread = start
+
+    def look(self) -> None:
+        """Make one pass over what is pending."""
+        with transport_lock:
+            self.poll()
+
+    def _arm(self) -> None:
+        """Have the loop poll from its next iteration on; where it would sleep, its selector looks on."""
+        self.armed = True
+        self.parked = False
+        self._quiet_since = perf_counter()
+        self.loop.call_soon(self._turn)
+
+    def _park(self) -> None:
+        self.armed = False
 
     def spin(self, handle: Handle[Any]) -> None:
         """Leave it to the loop."""

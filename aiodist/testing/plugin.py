@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -93,6 +94,21 @@ def coll(request: pytest.FixtureRequest) -> object:
     if not isinstance(spec, Spec):
         pytest.fail("the fixture coll goes with @pytest.mark.ranks(…) on an async test", pytrace=False)
     return spec  # the test's body gets a communicator in its place
+
+
+@pytest.fixture
+def simulated_cuda(request: pytest.FixtureRequest) -> Iterator[object]:
+    """Two simulated CUDA devices (see `aiodist.testing.cuda`), with delays that the test's name fixes.
+
+    The test fails where memory was used after it had been freed; one that means to do so clears `hazards`.
+    """
+    from aiodist.testing import simulated_cuda as opened
+
+    with opened(devices=2, seed=zlib.crc32(request.node.nodeid.encode())) as device:
+        print(device)  # noqa: T201 - shown where the test fails
+        yield device
+    if device.hazards:
+        pytest.fail("\n".join(device.hazards), pytrace=False)
 
 
 # --- collecting --------------------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ def test_a7_reasons() -> None:
     assert why(one, "ring", "alltoall") == ("not implemented", "it has one form")
     assert why(one, "chain", "exscan") == ("available", "")
     assert why(one, "nccl") == ("not possible here", "NCCL is for CUDA devices")
-    assert why(one, "nccl", device="cuda") == ("not implemented", "NCCL is not implemented yet")
-    assert why(one, "ring", device="cuda")[0] == "not implemented"
+    assert why(one, "nccl", device="cuda") == ("not possible here", "there is no CUDA device here")
+    assert why(one, "ring", device="cuda")[0] == "not possible here"
     even, uneven = repertoire(4, [[0, 1], [2, 3]]), repertoire(3, [[0, 1], [2]])
     assert why(even, "shm") == ("not possible here", "the ranks are on 2 hosts")
     assert (why(even, "hierarchical"), why(even, "leaders")) == (("available", ""),) * 2

@@ -179,7 +179,9 @@ async def test_h11_goes_on_while_the_loop_is_busy(bench: Any) -> None:
 
 
 async def test_h11_no_stream_to_order_is_an_error(bench: Any) -> None:
-    handle = await bench.ended()
+    operation = await bench.issue()
     with pytest.raises(RuntimeError, match="no CUDA stream"):
-        handle.wait_stream()
-    await handle
+        operation.handle.wait_stream()
+    operation.finish()
+    await operation.handle
+    operation.handle.wait_stream()  # it is over: there is nothing left to wait for

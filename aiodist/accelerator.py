@@ -1,0 +1,209 @@
+"""What a rank has for tensors on CUDA devices: streams, staging, the mapped memory of its neighbours, NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aiodist.backends import nccl
+from aiodist.backends.cuda_ipc import Mappings
+from aiodist.collectives.cuda_ipc import CudaIpc
+from aiodist.collectives.hierarchical import Hierarchical
+from aiodist.collectives.implementations import Implementation
+from aiodist.collectives.nccl import Nccl as NcclCollectives
+from aiodist.collectives.on_device import DeviceWork
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Courier, Endpoint
+from aiodist.collectives.repertoire import Kit, Repertoire
+from aiodist.collectives.scheduled import LANE_TAGS
+from aiodist.collectives.staging import Staged, StagedCourier
+from aiodist.env import Environment
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle, Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.streams import Events, Staging
+from aiodist.topology import Nccl, Topology
+
+__all__ = ["Accelerator", "nccl_here", "visible_devices"]
+
+_LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
+
+
+def visible_devices(environment: Environment) -> list[str]:
+    """Return the CUDA devices that this process sees, by names that are the same in all processes of a host.
+
+    Takes no memory on them: they are counted, and not opened.
+    """
+    count = torch.cuda.device_count()
+    named = environment.visible_devices
+    return list(named[:count]) if named is not None and len(named) >= count else [str(i) for i in range(count)]
+
+
+def nccl_here(*, shares: bool) -> Nccl:
+    """Return what this rank has of NCCL, which was told, or not, that ranks may share a device."""
+    if (why := nccl.missing()) is not None:
+        return Nccl(missing=why, shares=shares)
+    return Nccl(nccl.load().version(), shares=shares)
+
+
+class Accelerator:
+    """Shared by all communicators of one rank's world; belongs to its loop."""
+
+    def __init__(self, progress: Progress, failed: Callable[[str, AiodistError], None]) -> None:
+        """`failed` is told, on the loop, of communicators whose NCCL has failed."""
+        self._progress = progress
+        self._staging = Staging.of(progress)
+        self.courier: Courier = StagedCourier(self._staging)
+        """Takes tensors to and from the host's transports."""
+        self._mappings = Mappings()
+        self._failed = failed
+        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+        self._groups: nccl.NcclGroups | None = None
+        self._members: dict[str, tuple[Sequence[int], int]] = {}
+        """By the name of a communicator that has NCCL: its ranks and mine."""
+        self._used: dict[str, list[torch.device]] = {}
+        """Which of my devices a communicator has used, in order: the k-th of each rank form a group of NCCL."""
+        self._turns: dict[tuple[str, int], dict[torch.device, tuple[nccl.NcclGroup, nccl.Turn]]] = {}
+        self._looking = False
+
+    # --- operations -----------------------------------------------------------------------------------------
+
+    def work(self, name: str, device: torch.device, tag: int | None = None) -> DeviceWork:
+        """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
+
+        Each communicator has a stream of its own on each device: where collectives wait for one another on the
+        device, those of different communicators must not queue behind one another.
+        """
+        stream = self._streams.get((name, device))
+        if stream is None:
+            stream = self._streams[name, device] = torch.cuda.Stream(device=device)
+        if tag is None or name not in self._members:
+            return DeviceWork(self._progress, stream)
+        self._take_turn(name, device, tag)
+        return DeviceWork(self._progress, stream, partial(self._give_back, name, device, tag))
+
+    def _take_turn(self, name: str, device: torch.device, tag: int) -> None:
+        assert self._groups is not None
+        used = self._used.setdefault(name, [])
+        if device not in used:
+            used.append(device)
+        ranks, rank = self._members[name]
+        group = self._groups.of(f"{name} #{used.index(device)}", ranks, rank, device)
+        self._turns.setdefault((name, tag), {})[device] = (group, group.turns.take())
+        if not self._looking:
+            self._looking = True
+            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _turn_of(self, name: str, tag: int, t: Tensor) -> tuple[nccl.NcclGroup, nccl.Turn]:
+        return self._turns[name, tag % LANE_TAGS][t.device]
+
+    def _give_back(self, name: str, device: torch.device, tag: int) -> None:
+        turns = self._turns[name, tag]
+        _, turn = turns.pop(device)
+        if not turns:
+            del self._turns[name, tag]
+        turn.give_back()
+
+    # --- implementations ------------------------------------------------------------------------------------
+
+    def kit(self, name: str, ranks: Sequence[int], topology: Topology | None) -> Callable[[Repertoire], Kit] | str:
+        """Return what makes the implementations of a communicator of these world ranks, or why there are none."""
+        if topology is None or None in topology.devices:
+            blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
+            return f"{blind} has no CUDA device"
+        missing = _no_nccl(topology)
+        if missing is None:
+            self._members[name] = (ranks, topology.rank)
+            if self._groups is None:
+                self._groups = nccl.NcclGroups(nccl.load(), self._progress)
+        return partial(self._make, name, ranks, topology, missing)
+
+    def _make(
+        self, name: str, ranks: Sequence[int], topology: Topology, no_nccl: str | None, repertoire: Repertoire
+    ) -> Kit:
+        hosts = [topology.ranks_on(host) for host in topology.hosts]
+        limits = repertoire.table.limits
+        one_piece = {**limits, "cuda_ipc.pieces": 1, "staged.pieces": 1, "hierarchical.pieces": 1}
+        missing: dict[str, str] = {}
+        kits: list[list[Implementation]] = []
+        for of, together in ((limits, False), (one_piece, True)):
+            host = partial(_on_host, repertoire)
+            made: list[Implementation] = [Staged(self._staging, host, of, together=together)]
+            within = CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
+            if len(hosts) == 1:
+                made.append(within)
+            else:
+                made += Hierarchical.forms(hosts, topology.rank, within, of)
+            if no_nccl is None:
+                made.append(NcclCollectives(partial(self._turn_of, name), repertoire))
+            kits.append(made)
+        if len(hosts) > 1:
+            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
+        if no_nccl is not None:
+            missing["nccl"] = no_nccl
+        return Kit(kits[0], kits[1], missing)
+
+    # --- failures and the end -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Ask NCCL whether what is under way has failed; on the loop."""
+        self._looking = bool(self._turns) or self._progress.pending()
+        if not self._looking or self._groups is None:
+            self._looking = False
+            return
+        with transport_lock:
+            failed = [(group.name, error) for group in self._groups if (error := group.poll_error()) is not None]
+        for name, error in failed:
+            if isinstance(error, AiodistError):
+                self._failed(name.rpartition(" #")[0], error)
+        self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def abort(self, name: str, error: AiodistError) -> None:
+        """The communicator called `name` is given up: end what its NCCL does; on the loop."""
+        for group in self._of(name):
+            self._progress.start(partial(group.abort, error))
+
+    def _of(self, name: str) -> list[nccl.NcclGroup]:
+        return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
+
+    async def release(self, name: str, *, drained: bool) -> None:
+        """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
+        self._members.pop(name, None)
+        for key in [key for key in self._streams if key[0] == name]:
+            del self._streams[key]
+        for group in self._of(name):
+            assert self._groups is not None
+            ended: Handle[None] = Handle(self._progress, "release")
+            told = partial(_resolve, ended)
+            self._progress.start(partial(self._groups.destroy, group, told, drained=drained))
+            await ended
+
+    async def aclose(self) -> None:
+        """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
+        if self._groups is not None:
+            await self._groups.aclose(drained=False)
+        await self._mappings.aclose()
+
+
+def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:
+    """Return the host's collectives for what is staged, chosen as those of tensors on the CPU are."""
+    return Primitives(ep, repertoire, "auto", together=together, later=True)
+
+
+def _resolve(handle: Handle[None], error: BaseException | None) -> None:
+    """NCCL's communicator is gone, in whatever way: nobody uses it any more."""
+    handle.resolve(None)
+
+
+def _no_nccl(topology: Topology) -> str | None:
+    """Return why NCCL does not connect these ranks, the same on all of them."""
+    devices = [device for device in topology.devices if device is not None]
+    for rank, device in enumerate(devices):
+        if device.nccl.missing:
+            return device.nccl.missing if rank == topology.rank else f"rank {rank}: {device.nccl.missing}"
+    places = [(host, device.physical) for host, device in zip(topology.host_of, devices, strict=True)]
+    oldest = min(device.nccl.version for device in devices)
+    return nccl.refuses(places, oldest, shared=all(device.nccl.shares for device in devices))

@@ -1,0 +1,152 @@
+"""How a process describes memory of a CUDA device so that another one of its host can map it, and how that maps it.
+
+By torch's own storage sharing: it knows where in which allocation a storage lies, also in expandable segments, and it
+counts for us. [Note: limbo] Each description carries a counter in shared memory that is 1 until whoever opened it lets
+go of the memory. A storage that dies before goes to torch's limbo: its memory is neither reused nor given back until
+all its counters are 0, so nobody ever sees something else where a tensor was. So a description is for one process,
+which opens it once.
+
+Whoever opens a description makes its memory memory of the device that it works on itself, also when it lies on another
+GPU: kernels read and write it across the link between them. Torch's event is left alone: ranks tell one another on the
+host when memory is ready, and an event of a process that was killed would never come.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from aiodist.errors import BackendError
+
+__all__ = ["Mapped", "Mapper", "TorchMapper"]
+
+_REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
+
+
+class Mapped(Protocol):
+    """The memory of somebody else's storage."""
+
+    def memory(self) -> Tensor:
+        """Return all of it, flat, as bytes; raise BackendError where it is gone."""
+
+    def close(self) -> None:
+        """Let go of it, when nothing that was queued uses it any more."""
+
+
+class Mapper(Protocol):
+    """What describes and opens memory: the seam between what is shared and how."""
+
+    def export(self, t: Tensor) -> bytes:
+        """Return a description of the storage of `t`, for one rank, which opens it once; BackendError where none is."""
+
+    def open(self, description: bytes, device: torch.device) -> Mapped:
+        """Return what another rank's `export` describes, as memory of `device`; BackendError where that fails."""
+
+    def discard(self, description: bytes) -> None:
+        """Say that what another rank's `export` describes is never opened."""
+
+
+class TorchMapper:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._idle: dict[torch.device, torch.cuda.Stream] = {}
+
+    def export(self, t: Tensor) -> bytes:
+        """See `Mapper`; costs an event and 20 us."""
+        storage = t.untyped_storage()
+        try:
+            device, *shared, _waits = storage._share_cuda_()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+        except RuntimeError as error:
+            raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {_REMEDY}") from error
+        return pickle.dumps((_process(), storage._cdata, uuid, *shared))
+
+    def open(self, description: bytes, device: torch.device) -> Mapped:
+        """See `Mapper`; costs up to a millisecond where it is the first in its allocation."""
+        process, cdata, uuid, handle, nbytes, offset, counter, slot, event = pickle.loads(description)
+        if process == _process():  # CUDA does not open what this process has already
+            self.discard(description)
+            return Own(cdata, device)
+        _check_reachable(uuid, device)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                device.index, handle, nbytes, offset, counter, slot, event, False
+            )
+        except RuntimeError as error:
+            raise BackendError(f"memory of the GPU {uuid} cannot be mapped on {device}: {error}; {_REMEDY}") from error
+        if device not in self._idle:
+            self._idle[device] = torch.cuda.Stream(device=device)
+        return _Foreign(flat(storage, device), self._idle[device])
+
+    def discard(self, description: bytes) -> None:
+        """See `Mapper`."""
+        *_, counter, slot, _event = pickle.loads(description)
+        torch.UntypedStorage._release_ipc_counter(counter, slot)
+
+
+class Own:
+    """A storage of this process, which another of its ranks lends: looked at, not kept alive."""
+
+    def __init__(self, cdata: int, device: torch.device) -> None:
+        """`cdata` is the storage's, to which the rank that lends it has a weak reference as long as it does."""
+        self._storage = StorageWeakRef(_living(cdata))
+        self._device = device
+
+    def memory(self) -> Tensor:
+        """See `Mapped`."""
+        return flat(_living(self._storage.cdata), self._device)
+
+    def close(self) -> None:
+        """See `Mapped`."""
+
+
+class _Foreign:
+    """Memory of another process."""
+
+    def __init__(self, memory: Tensor, idle: torch.cuda.Stream) -> None:
+        self._memory: Tensor | None = memory
+        self._idle = idle
+
+    def memory(self) -> Tensor:
+        if self._memory is None:
+            raise BackendError("memory of another rank is used after it was let go of")
+        return self._memory
+
+    def close(self) -> None:
+        # Its end waits for the current stream, which has things to do: let it be one that has none.
+        with torch.cuda.stream(self._idle):
+            self._memory = None
+
+
+def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """Return all of a storage as a tensor of bytes, whatever torch mode is on."""
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _living(cdata: int) -> torch.UntypedStorage:
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(cdata)
+    if storage is None:
+        raise BackendError("the tensor that another rank of this process lent is gone")
+    return storage  # type: ignore[no-any-return]
+
+
+def _process() -> tuple[int, int]:
+    """Return what no other process of this host has, in whatever container."""
+    return os.stat("/proc/self/ns/pid").st_ino, os.getpid()
+
+
+def _check_reachable(uuid: str, device: torch.device) -> None:
+    """Raise BackendError where it is known that `device` cannot reach the memory of the GPU `uuid`."""
+    for index in range(torch.cuda.device_count()):
+        if index != device.index and str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            if not torch.cuda.can_device_access_peer(device, index):
+                raise BackendError(f"{device} has no access to the memory of cuda:{index}, GPU {uuid}; {_REMEDY}")
+            return

@@ -1,0 +1,286 @@
+"""What one rank lends the others of its host, and what it has of theirs.
+
+A rank *lends* a storage under a number of its own. A description travels to each of the others until it is known to
+have come; from then on the number alone does. Numbers are never used again, and neither is an address trusted: a
+storage is known by torch's own object, to which a weak reference is kept, so that another one at the same address is
+another one. What died here is named in the next announcement to whoever had it, who lets go of its mapping; until then
+torch keeps the memory (see [Note: limbo]). So it is with what has not been used for longest, where too much is lent.
+
+[Note: visits] One operation is one *visit*: it announces a tensor to some ranks and hears of theirs. It ends when all
+to whom it was announced have said that they are through with it, and so have heard of it. A number is declared dead
+only when no visit uses it, so whatever order messages of several operations come in, nobody hears of a number that was
+declared dead before. A visit that failed is never over: what it used stays as it is until all is closed.
+
+Everything here runs with the transport lock held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper
+from aiodist.errors import BackendError, MismatchError
+from aiodist.handles.progress import transport_lock
+
+__all__ = ["Mappings", "Visit"]
+
+
+class _Announcement(NamedTuple):
+    """What a rank says of its tensor in an operation."""
+
+    number: int
+    offset: int
+    """Of the tensor in its storage, in bytes."""
+    kind: str
+    numel: int
+    dead: Sequence[int]
+    """Numbers of storages to let go of."""
+    description: bytes | None
+    refusal: str | None
+    """Why the tensor cannot be mapped; None where it can."""
+
+
+class _Lent:
+    """A storage of this rank."""
+
+    def __init__(self, number: int, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        self.number = number
+        self.place = storage.data_ptr(), storage.nbytes()
+        self._alive = StorageWeakRef(storage)
+        self.descriptions: dict[int, bytes] = {}
+        """Of each rank that it was announced to."""
+        self.known: set[int] = set()
+        """The ranks that are known to have heard of it."""
+        self.visits = 0
+        self.forgotten = False
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._alive.expired())
+
+
+class _Borrowed:
+    """A storage of another rank, mapped by the first visit that looks into it."""
+
+    def __init__(self, mapper: Mapper, description: bytes) -> None:
+        self._mapper = mapper
+        self._description = description
+        self._mapped: Mapped | None = None
+        self._device = torch.device("cpu")
+        self.visits = 0
+        self.dead = False
+
+    def memory(self, device: torch.device) -> Tensor:
+        if self._mapped is None:
+            self._mapped = self._mapper.open(self._description, device)
+            self._device = device
+        if self._device != device:  # a description is opened once
+            raise BackendError(f"memory of another rank is mapped on {self._device}: it cannot be on {device} too")
+        return self._mapped.memory()
+
+    def close(self) -> None:
+        if self._mapped is None:
+            self._mapper.discard(self._description)
+        else:
+            self._mapped.close()
+
+
+class Mappings:
+    """See the module; one for each rank of a world, which all its communicators share.
+
+    Other ranks are named by numbers that are the same in all communicators: those of the world.
+    """
+
+    def __init__(self, mapper: Mapper | None = None, most: int = 64) -> None:
+        """`mapper` is torch's unless it is given; `most` storages are lent at a time, and more only while in use."""
+        self._mapper = mapper or TorchMapper()
+        self._most = most
+        self._numbers = itertools.count(1)
+        self._lent: OrderedDict[int, _Lent] = OrderedDict()  # by torch's object, the least recently used first
+        self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
+        self._borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
+        self._closed = False
+
+    @property
+    def lent(self) -> int:
+        """The number of storages that others may have mapped."""
+        return len(self._lent)
+
+    @property
+    def borrowed(self) -> int:
+        """The number of others' storages that are mapped here."""
+        return len(self._borrowed)
+
+    async def aclose(self) -> None:
+        """Let go of everything; all operations are over, or given up."""
+        with transport_lock:
+            self._closed = True
+            for borrowed in self._borrowed.values():
+                borrowed.close()
+            self._borrowed.clear()
+            self._lent = OrderedDict((key, lent) for key, lent in self._lent.items() if lent.visits)
+            self._dead.clear()
+
+    # --- lending ----------------------------------------------------------------------------------------------
+
+    def lend(self, t: Tensor) -> _Lent:
+        """Return what the storage of `t` is lent as, in use until `give_back`."""
+        if self._closed:
+            raise BackendError("memory is shared with ranks whose communicator is closed")
+        storage = t.untyped_storage()
+        key = storage._cdata
+        for dead in [key for key, lent in self._lent.items() if lent.dead and not lent.visits]:
+            self._forget(dead)
+        lent = self._lent.get(key)
+        if lent is not None and lent.place != (storage.data_ptr(), storage.nbytes()):
+            self._forget(key)  # it was resized: its memory is another
+            lent = None
+        if lent is None:
+            lent = self._lent[key] = _Lent(next(self._numbers), t)
+        self._lent.move_to_end(key)
+        lent.visits += 1
+        while len(self._lent) > self._most and (idle := self._idle()) is not None:
+            self._forget(idle)
+        return lent
+
+    def give_back(self, lent: _Lent) -> None:
+        """Say that a visit to it is over."""
+        lent.visits -= 1
+        if lent.forgotten and not lent.visits:
+            self._declare_dead(lent)
+
+    def announce(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
+        """Return what to tell `rank` of `t`."""
+        if rank not in lent.descriptions:
+            lent.descriptions[rank] = self._mapper.export(t)
+        return pickle.dumps(
+            _Announcement(
+                lent.number,
+                t.data_ptr() - lent.place[0],
+                _name(t.dtype),
+                t.numel(),
+                self._dead.pop(rank, ()),
+                None if rank in lent.known else lent.descriptions[rank],
+                None,
+            )
+        )
+
+    def _idle(self) -> int | None:
+        return next((key for key, lent in self._lent.items() if not lent.visits), None)
+
+    def _forget(self, key: int) -> None:
+        lent = self._lent.pop(key)
+        lent.forgotten = True
+        if not lent.visits:
+            self._declare_dead(lent)
+
+    def _declare_dead(self, lent: _Lent) -> None:
+        for rank in lent.descriptions:
+            self._dead.setdefault(rank, []).append(lent.number)
+
+    # --- borrowing --------------------------------------------------------------------------------------------
+
+    def borrow(self, rank: int, number: int, description: bytes | None) -> _Borrowed:
+        """Return a storage of `rank`, in use until `return_to`."""
+        borrowed = self._borrowed.get((rank, number))
+        if borrowed is None:
+            if description is None or self._closed:
+                raise BackendError(f"rank {rank} has announced storage {number} as known, which is not mapped here")
+            borrowed = self._borrowed[rank, number] = _Borrowed(self._mapper, description)
+        borrowed.visits += 1
+        return borrowed
+
+    def return_to(self, rank: int, number: int) -> None:
+        """Say that a visit to what `rank` lends is over."""
+        borrowed = self._borrowed.get((rank, number))
+        if borrowed is not None:
+            borrowed.visits -= 1
+            self._let_go(rank, number, borrowed)
+
+    def drop(self, rank: int, numbers: Sequence[int]) -> None:
+        """Let go of what `rank` has declared dead, as soon as no visit uses it."""
+        for number in numbers:
+            borrowed = self._borrowed.get((rank, number))
+            if borrowed is not None:
+                borrowed.dead = True
+                self._let_go(rank, number, borrowed)
+
+    def _let_go(self, rank: int, number: int, borrowed: _Borrowed) -> None:
+        if borrowed.dead and not borrowed.visits:
+            del self._borrowed[rank, number]
+            borrowed.close()
+
+
+class Visit:
+    """What one operation lends and borrows; see [Note: visits]."""
+
+    def __init__(self, mappings: Mappings, t: Tensor) -> None:
+        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
+        self._mappings = mappings
+        self._t = t
+        self._lent: _Lent | None = None
+        self._told: list[int] = []
+        self._heard: dict[int, tuple[_Announcement, _Borrowed]] = {}
+
+    def announce(self, rank: int, failure: Exception | None = None) -> bytes:
+        """Return what to tell `rank` of my tensor; where it cannot be mapped, or I failed, that says why."""
+        if failure is None:
+            try:
+                if self._lent is None:
+                    self._lent = self._mappings.lend(self._t)
+                said = self._mappings.announce(self._lent, self._t, rank)
+            except BackendError as error:
+                failure = error
+            else:
+                self._told.append(rank)
+                return said
+        return pickle.dumps(_Announcement(0, 0, _name(self._t.dtype), self._t.numel(), (), None, str(failure)))
+
+    def hear(self, rank: int, said: bytes, numel: int) -> None:
+        """Take what `rank` announces, which is to be `numel` elements.
+
+        Raises BackendError where it has nothing that can be mapped, MismatchError where it brings something else.
+        """
+        announced = _Announcement(*pickle.loads(said))
+        if announced.refusal is not None:
+            raise BackendError(f"rank {rank}: {announced.refusal}")
+        borrowed = self._mappings.borrow(rank, announced.number, announced.description)
+        self._heard[rank] = announced, borrowed
+        if (announced.kind, announced.numel) != (_name(self._t.dtype), numel):
+            raise MismatchError(
+                f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {announced.numel} {announced.kind}, "
+                f"expected were {numel} {_name(self._t.dtype)}"
+            )
+
+    def tensor(self, rank: int) -> Tensor:
+        """Return what `rank` announced, flat; raise BackendError where it cannot be mapped."""
+        announced, borrowed = self._heard[rank]
+        memory = borrowed.memory(self._t.device)
+        size = announced.numel * self._t.dtype.itemsize
+        return memory[announced.offset : announced.offset + size].view(self._t.dtype)
+
+    def let_go(self) -> None:
+        """Drop what was declared dead to me; once what is new is mapped, so that an allocation stays mapped."""
+        for rank, (announced, _) in self._heard.items():
+            self._mappings.drop(rank, announced.dead)
+
+    def end(self) -> None:
+        """Say that it is over for all: nobody uses what was lent, and nothing that is queued what was borrowed."""
+        for rank, (announced, _) in self._heard.items():
+            self._mappings.return_to(rank, announced.number)
+        if self._lent is not None:
+            self._lent.known.update(self._told)
+            self._mappings.give_back(self._lent)
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")

@@ -1,0 +1,356 @@
+"""One NCCL communicator: opened at its first use, called in order, given up when it fails."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from aiodist.backends.base import Done
+from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library, again
+from aiodist.backends.nccl.turns import Turn, Turns
+from aiodist.backends.threads import started
+from aiodist.errors import BackendError
+
+__all__ = ["CLOSE_SECONDS", "Exchange", "Launch", "NcclGroup"]
+
+CLOSE_SECONDS = 5.0
+"""How long closing waits for the other ranks."""
+
+_SPIN_SECONDS = 2e-4  # NCCL's thread launches what is connected within tens of microseconds
+
+Launch = Callable[[Any, int], None]
+"""(communicator, handle of the stream): what makes native calls; may raise."""
+Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
+"""(rank 0's message or None, then): has every rank's `then(message, error)` called, with the transport lock held."""
+_Work = concurrent.futures.Future[Any]
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    stream: torch.cuda.Stream
+    launch: Launch
+    what: str
+    after: Callable[[], None] | None
+    """What is queued on the stream behind it."""
+    done: Done
+
+
+@dataclass(eq=False, slots=True)
+class _Thread:
+    work: _Work
+    then: Callable[[_Work], None]
+    until: float = float("inf")
+    """When to go on without it, in seconds of `monotonic`."""
+
+
+class NcclGroup:
+    """Some ranks, each with one device, and the NCCL communicator among them.
+
+    All methods are called with the transport lock held, none waits and none raises for failures of the world. What
+    blocks in NCCL runs in threads, and `poll` goes on when they are over. `ranks` are those of the world, `rank` is
+    my place among them, `device` has an index.
+    """
+
+    def __init__(self, library: Library, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"{device}: NCCL needs a device with an index")
+        self.library = library
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(ranks)
+        self.device = device
+        self.turns = Turns()
+        self.opened = False
+        """`open` was called, or there is no need to."""
+        self._comm: Any = None
+        self._error: BaseException | None = None
+        self._give_up = threading.Event()
+        self._waiting: deque[_Call] = deque()
+        self._launching: _Call | None = None
+        self._pumping = False
+        self._threads: list[_Thread] = []
+        self._last: _Work | None = None
+        """The thread that holds the communicator while it is opened or ended."""
+
+    # --- opening ----------------------------------------------------------------------------------------
+
+    def open(self, exchange: Exchange) -> None:
+        """Connect the ranks, which all call this, once; calls that are made meanwhile wait.
+
+        `exchange` carries NCCL's id from rank 0 to the others; it is used once, and not at all by a rank alone.
+        """
+        if self.opened or self._error is not None:
+            return
+        self.opened = True
+        if self.rank == 0:
+            self._in_thread(self.library.unique_id, partial(self._give_id, exchange))
+        else:
+            exchange(None, self._got_id)
+
+    def _give_id(self, exchange: Exchange, work: _Work) -> None:
+        error = self._error or work.exception()
+        # The others wait for a message in any case; one of another length is a text.
+        message = work.result() if error is None else str(error).encode().ljust(ID_BYTES + 1)
+        if self.size == 1:
+            self._got_id(message, None)
+        else:
+            exchange(message, self._got_id)
+
+    def _got_id(self, message: bytes | None, error: BaseException | None) -> None:
+        if self._error is not None:
+            return
+        if message is None or error is not None:
+            self._fail(error or BackendError("NCCL: no id came from rank 0"))
+        elif len(message) != ID_BYTES:
+            self._fail(BackendError(f"rank 0 could not begin: {message.decode().rstrip()}"))
+        else:
+            self.connect_in_thread(partial(self._connect, message))
+
+    def _connect(self, unique_id: bytes) -> Any:  # noqa: ANN401
+        return self.library.connect(self.size, self.rank, unique_id, self.name, self._give_up)
+
+    def connect_in_thread(self, connect: Callable[[], Any]) -> None:
+        """Have `connect` make the communicator in a thread whose current device is the group's."""
+        self.opened = True
+
+        def run() -> Any:  # noqa: ANN401
+            torch.cuda.set_device(self.device)
+            return connect()
+
+        self._last = self._in_thread(run, self._connected)
+
+    def _connected(self, work: _Work) -> None:
+        error = work.exception()
+        if self._error is not None:
+            if error is None:  # it was given up just when it was ready
+                self._last = started(work.result().abort)
+        elif error is not None:
+            self._fail(error)
+        else:
+            self._comm = work.result()
+            self._pump()
+
+    # --- calls ------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        launch: Launch,
+        what: str,
+        done: Done,
+        *,
+        after: Callable[[], None] | None = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """Have `launch` enqueue its calls on the stream that is the device's current one now.
+
+        They are made behind those of earlier calls, with `turn` in its turn. `done(None)` is called when they and
+        what `after` queues are enqueued, `done(error)` when they cannot be; `what` names them in errors.
+        """
+        call = _Call(torch.cuda.current_stream(self.device), launch, what, after, done)
+        if turn is None:
+            self._submit(call)
+        else:
+            turn.run(partial(self._submit, call))
+
+    def _submit(self, call: _Call) -> None:
+        if self._error is not None:
+            call.done(again(self._error))
+            return
+        self._waiting.append(call)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Make the calls that can be made; a `done` may add more."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._waiting and self._comm is not None and self._launching is None:
+                self._begin(self._waiting.popleft())
+        finally:
+            self._pumping = False
+
+    def _begin(self, call: _Call) -> None:
+        self._launching = call
+        try:
+            with self._on(call.stream):
+                call.launch(self._comm, call.stream.cuda_stream)
+            until = monotonic() + _SPIN_SECONDS
+            while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
+                pass
+        except Exception as raised:  # noqa: BLE001  - whatever it is, it belongs to whoever awaits the call
+            # Whoever made it, the other ranks may have made theirs: from here on the calls do not match.
+            self._fail(self.library.error(raised, call.what, self._comm))
+        else:
+            self._look(state)
+
+    def _look(self, state: int) -> bool:
+        """Go on with the call that is being launched, if the communicator's `state` says that it is."""
+        if state == IN_PROGRESS:
+            return False
+        call = self._launching
+        assert call is not None
+        if state != SUCCESS:
+            self._fail(self.library.failure(self._comm, state, call.what))
+            return True
+        self._launching = None
+        error: BackendError | None = None
+        if call.after is not None:
+            try:
+                with self._on(call.stream):
+                    call.after()
+            except Exception as raised:  # noqa: BLE001  - it belongs to whoever awaits the call
+                error = self.library.error(raised, call.what, self._comm)
+        call.done(error)
+        return True
+
+    def _on(self, stream: torch.cuda.Stream) -> Any:  # noqa: ANN401
+        return nullcontext() if torch.cuda.current_stream(self.device) == stream else torch.cuda.stream(stream)
+
+    # --- what is pending --------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """What there is to poll for."""
+        return len(self._threads) + (self._launching is not None)
+
+    def poll(self) -> bool:
+        """Go on with what is over; True when anything was."""
+        moved = False
+        now = monotonic()
+        for thread in tuple(self._threads):
+            if thread.work.done() or now >= thread.until:
+                self._threads.remove(thread)
+                thread.then(thread.work)
+                moved = True
+        if self._launching is not None and not self._pumping and self._look(self.library.state(self._comm)):
+            moved = True
+            self._pump()
+        return moved
+
+    def _in_thread(self, fn: Callable[[], Any], then: Callable[[_Work], None]) -> _Work:
+        work = started(fn)
+        self._threads.append(_Thread(work, then))
+        return work
+
+    # --- failures ---------------------------------------------------------------------------------------
+
+    def poll_error(self) -> BaseException | None:
+        """Return what went wrong since a call was enqueued, such as a lost connection; it ends the group.
+
+        To be asked now and then while an operation is pending: it costs a microsecond.
+        """
+        if self._error is None and self._comm is not None:
+            state = self.library.state(self._comm)
+            if state not in (SUCCESS, IN_PROGRESS):
+                self._fail(self.library.failure(self._comm, state, "an earlier call failed"))
+        return None if self._error is None else again(self._error)
+
+    def abort(self, error: BaseException) -> None:
+        """Give it up: calls that wait and all later ones are done with `error`; kernels that run end soon.
+
+        Buffers of calls that were enqueued are in use until the stream is over them: NCCL ends its kernels in a
+        thread of its own, whatever the other ranks do.
+        """
+        if self._error is None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        comm = self._detach(error)
+        if comm is not None:
+            self._last = started(comm.abort)
+        self._flush()
+
+    def _detach(self, error: BaseException) -> Any:  # noqa: ANN401
+        """Use the communicator no more, and return it if there is one."""
+        self._error = error
+        self._give_up.set()
+        comm, self._comm = self._comm, None
+        return comm
+
+    def _flush(self) -> None:
+        error = self._error
+        assert error is not None
+        calls = [self._launching, *self._waiting]
+        self._launching = None
+        self._waiting.clear()
+        for call in calls:
+            if call is not None:
+                call.done(again(error))
+        self.turns.release()
+
+    # --- children ---------------------------------------------------------------------------------------
+
+    def split_into(self, child: NcclGroup | None, color: int | None) -> None:
+        """Have `child` opened by splitting this group's communicator; every rank calls it, in the order of calls.
+
+        `color` is None where there is no child. Nothing may be in flight on the device: NCCL would hang.
+        """
+        made: list[Any] = []
+        key, name = (0, self.name) if child is None else (child.rank, child.name)
+
+        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
+            made.append(self.library.split(comm, color, key, name))
+
+        def done(error: BaseException | None) -> None:
+            if child is None:
+                return
+            if error is not None:
+                child.abort(error)
+            elif child._error is None:
+                child.connect_in_thread(partial(self.library.settle, made[0], "splitting", child._give_up))
+
+        if child is not None:
+            child.opened = True
+        self.call(launch, "splitting", done)
+
+    def shrink_into(self, child: NcclGroup, lost: Sequence[int]) -> None:
+        """Have `child` opened by leaving the ranks `lost` of this group out; all others call it.
+
+        This group is over then: its calls, on the device too, are aborted.
+        """
+        child.opened = True
+        if self._comm is None:
+            child.abort(again(self._error or BackendError("NCCL: there is nothing to shrink: never opened")))
+            return
+        comm = self._detach(BackendError("NCCL: the communicator was shrunk"))
+        library, name, give_up = self.library, child.name, child._give_up
+
+        def shrink() -> Any:  # noqa: ANN401
+            try:
+                return library.settle(library.shrink(comm, lost, name), "shrinking", give_up)
+            finally:
+                started(comm.abort)  # it may take its time
+
+        child.connect_in_thread(shrink)
+        self._last = child._last
+        self._flush()
+
+    # --- its end ----------------------------------------------------------------------------------------
+
+    def destroy(self, done: Done, *, drained: bool) -> None:
+        """Release it and call `done(None)` when that is over, within some seconds in any case; not more than once.
+
+        With `drained` every rank calls it and nothing is in flight, else it is just given up. What still waits is
+        done with an error.
+        """
+        closed = BackendError("NCCL: the communicator was destroyed")
+        if self._error is None:
+            comm = self._detach(closed)
+            if comm is not None:
+                self._last = started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
+            self._flush()
+        if self._last is None:
+            done(None)
+        else:
+            self._threads.append(_Thread(self._last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))

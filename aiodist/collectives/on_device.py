@@ -1,0 +1,142 @@
+"""Runs a program on a CUDA device: all that it queues goes to one stream, and it is over when the device is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from aiodist.backends.base import Done
+from aiodist.collectives.program import Call, Program
+from aiodist.handles import Handle, Progress
+from aiodist.streams import Events, Fence
+
+__all__ = ["DeviceWork", "attach", "on_devices"]
+
+T = TypeVar("T")
+
+
+class DeviceWork:
+    """What one operation does on one device, from issue to end.
+
+    Made when it is issued, on the caller's thread: what the caller's stream has queued by then comes first.
+    """
+
+    def __init__(
+        self, progress: Progress, stream: torch.cuda.Stream, on_queued: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_queued` is called once when all of it is queued, or none will be; with the transport lock held."""
+        self.stream = stream
+        self.fence = Fence(progress, stream.device)
+        self._progress = progress
+        self._on_queued = on_queued
+        self._caller = torch.cuda.current_stream(stream.device)
+        self._events = Events.of(progress)
+        self._behind: torch.cuda.Event | None = None
+        if self._caller != stream:
+            self._behind = self._events.record(self._caller)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a block in which its stream is the current one."""
+        return torch.cuda.stream(self.stream)
+
+    def begin(self) -> None:
+        """Go on only behind what the caller had queued."""
+        if self._behind is not None:
+            self.stream.wait_event(self._behind)
+            self._events.give_back(self.stream.device_index, self._behind)
+            self._behind = None
+
+    def end(self, done: Done) -> None:
+        """Call `done` when the device has done all that is queued."""
+        self._on_queued()
+        try:
+            self.fence.reached(self._events.watch(self.stream, done))
+        except RuntimeError as error:  # the device is lost
+            self.fence.reached(None)
+            done(error)
+
+    def drop(self) -> None:
+        """Nothing of it will be done; from any thread."""
+        self.fence.reached(None)
+        self._progress.start(self._on_queued)
+
+    def lend(self, result: object) -> None:
+        """Keep the memory of a result that was made on this stream from being reused while the caller's reads it."""
+        if isinstance(result, torch.Tensor):
+            if result.is_cuda:
+                result.record_stream(self._caller)
+        elif isinstance(result, (list, tuple)):
+            for one in result:
+                self.lend(one)
+
+
+def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
+    """Run `program` with the stream of each of `works` as the current one of its device, in its steps as in its calls.
+
+    What it queues begins after what the caller's streams had queued, and is over when this is: when `program` fails
+    too, for what is queued already uses the tensors. Where it never begins, `works` are dropped.
+    """
+    for work in works:
+        program = _on_device(program, work)
+        next(program)
+    return program
+
+
+def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
+    try:
+        yield []  # as far as `next` takes it, so that closing it runs what follows
+    except GeneratorExit:
+        program.close()
+        work.drop()
+        raise
+    error: BaseException | None = None
+    with work.current():
+        work.begin()
+    while True:
+        with work.current():
+            try:
+                calls: Sequence[Call] = program.send(None) if error is None else program.throw(error)
+            except StopIteration as stop:
+                result: T = stop.value
+                error = None
+                break
+            except BaseException as raised:  # noqa: BLE001  - raised again below
+                error = raised
+                break
+        error = None
+        try:
+            yield [partial(_call, work, call) for call in calls]
+        except Exception as raised:  # noqa: BLE001  - the program may deal with it
+            error = raised
+    yield [work.end]
+    if error is not None:
+        raise error
+    work.lend(result)
+    return result
+
+
+def _call(work: DeviceWork, call: Call, done: Done) -> None:
+    with work.current():
+        call(done)
+
+
+def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) -> None:
+    """Let `handle.wait_stream` order streams behind all of them, and keep what they use until the device is done."""
+    if not handle.done():
+        handle.keep = tensors
+        handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
+
+
+class _Fences:
+    """Several ends, on several devices."""
+
+    def __init__(self, fences: Sequence[Fence]) -> None:
+        self._fences = fences
+
+    def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
+        for fence in self._fences:
+            fence.order(stream, handle)

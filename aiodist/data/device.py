@@ -1,0 +1,199 @@
+"""Items go to a CUDA device ahead of time, while the one before them is computed on (N15)."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.nesting import rebuilt
+from aiodist.handles import Handle, Progress
+from aiodist.streams import CudaStream, Staging
+
+__all__ = ["DeviceLike", "ToDevice", "device_of"]
+
+DeviceLike = torch.device | int | str
+Copies = list[tuple[Tensor, Tensor]]
+
+
+def device_of(device: DeviceLike | None) -> torch.device | None:
+    """Return the CUDA device that is meant, None for the CPU; raise ValueError for another one."""
+    if device is None:
+        return None
+    expected = "expected a CUDA device, the CPU, or None"
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {expected}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: {expected}")
+    return None if found.type == "cpu" else found
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return `device` with its number; raise RuntimeError where it is not here."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"prefetch(device={str(device)!r}): torch.cuda.is_available() is False: leave `device` away where there is "
+            "no GPU, or install a torch that is built with CUDA"
+        )
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= (count := torch.cuda.device_count()):
+        raise RuntimeError(f"prefetch(device={str(device)!r}): there are {count} CUDA devices here, from cuda:0")
+    return device
+
+
+class ToDevice:
+    """Takes what is ready on the host, and resolves its handle when it is on the device.
+
+    Who is ready with an item, a reader's thread, a worker's or the loop's, only makes room on the device, and leaves
+    the rest to the progress thread, which begins the copy and sees its end. It does not take the transport lock for
+    that: behind a large transfer it might wait for long, and read nothing meanwhile. Nor does it ask the loop, where
+    the code of a step may run just then.
+
+    Room is made on the copy stream. Its memory is used on the consumer's: so that it is not used anew too soon, the
+    allocator is told of that stream as soon as it is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Raise RuntimeError where `device` is not here."""
+        self._device = _numbered(device)
+        self._progress = Progress.current()
+        self._staging = Staging.of(self._progress)
+        self._stream = CudaStream.of("to-device", self._device).stream
+        self._lock = threading.Lock()
+        self._under_way = 1  # until it is closed
+        self._over: Handle[None] = Handle(self._progress, "copies to the device")
+        self._over.polled = False
+
+    def put(self, item: Item, made: Made) -> None:
+        """Have `item` copied, and its handle resolved then; from any thread."""
+        if made.outcome is not Outcome.VALUE:
+            item.handle.resolve(made)
+            return
+        began = perf_counter()
+        room = _Room(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                made.value = rebuilt(made.value, room.copy_of)
+            parts = [part for part in room.parts() if part]
+        except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built
+            item.handle.resolve(made.failed(error))
+            return
+        made.late = room.late
+        made.copies = [into for into, _ in room.copies if into.numel()]
+        if not parts:
+            item.handle.resolve(made)
+            return
+        with self._lock:
+            self._under_way += 1
+        copying = _Copying(self, item, made, began, len(parts))
+        self._progress.start_in_thread(partial(self._begin, parts, copying))
+
+    def _begin(self, parts: list[Copies], copying: _Copying) -> None:
+        """With the transport lock held."""
+        for part in parts:
+            self._staging.copies(part, self._stream, _nothing, copying.part_over)
+
+    def take(self, made: Made) -> None:
+        """Make `made` its consumer's, whose stream is the current one; on the loop, and may raise what torch does."""
+        stream = torch.cuda.current_stream(self._device)
+        for t in made.copies:
+            t.record_stream(stream)
+        if made.late:
+            made.value = rebuilt(made.value, self._moved)
+
+    def _moved(self, x: Any) -> Any:  # noqa: ANN401
+        return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)
+
+    def over(self) -> None:
+        """One item less is under way; from any thread."""
+        with self._lock:
+            self._under_way -= 1
+            ended = self._under_way == 0
+        if ended:
+            self._over.resolve(None)
+
+    async def aclose(self) -> None:
+        """Wait for the copies that are under way; nothing is put any more."""
+        self.over()
+        await self._over
+
+
+class _Room:
+    """Room on a device for one item's tensors, and where each comes from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.late = False
+        """Something in it is moved by torch, or by itself, when it is taken."""
+        self.copies: Copies = []
+        self._device = device
+        self._known: dict[int, tuple[object, object]] = {}
+        """What was changed, which must live as long as its id counts, and what it was changed to."""
+
+    def parts(self) -> tuple[Copies, Copies]:
+        """Return what is copied from where it lies, and what passes through pinned memory; all in one dimension."""
+        parts: tuple[Copies, Copies] = [], []
+        for into, t in self.copies:
+            if t.numel():
+                parts[not t.is_pinned()].append((_flat(into), _flat(t)))
+        return parts
+
+    def copy_of(self, x: Any) -> Any:  # noqa: ANN401
+        """Return what stands for `x` on the device; the same when it comes again."""
+        if isinstance(x, Tensor) and not x.is_cpu:
+            return x
+        known = self._known.get(id(x))
+        if known is None:
+            known = self._known[id(x)] = x, self._new(x)
+        return known[1]
+
+    def _new(self, x: Any) -> Any:  # noqa: ANN401
+        if not isinstance(x, Tensor):
+            self.late = True
+            return x.pin_memory()
+        if type(x) is not Tensor or x.layout is not torch.strided or x.requires_grad or x.is_quantized:
+            self.late = True
+            return x
+        x = x.resolve_conj().resolve_neg()
+        into = torch.empty_like(x, device=self._device)
+        if into.stride() != x.stride():  # it overlaps itself, or has gaps
+            x = torch.empty_like(x, device=x.device).copy_(x)
+        self.copies.append((into, x))
+        return into
+
+
+class _Copying:
+    """One item that is being copied."""
+
+    def __init__(self, owner: ToDevice, item: Item, made: Made, began: float, parts: int) -> None:
+        self._owner = owner
+        self._item = item
+        self._made = made
+        self._began = began
+        self._left = parts
+
+    def part_over(self, error: BaseException | None) -> None:
+        """One part is there, or failed; with the transport lock held."""
+        if error is not None and self._made.outcome is Outcome.VALUE:
+            self._made = self._made.failed(error)
+        self._left -= 1
+        if self._left == 0:
+            self._made.copying = perf_counter() - self._began
+            self._item.handle.resolve(self._made)
+            self._owner.over()
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Return the elements as they lie in memory, which is dense."""
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _nothing(event: torch.cuda.Event) -> None:
+    pass

@@ -1,0 +1,90 @@
+"""Items as loaders nest them: tensors in lists, tuples, mappings and dataclasses."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from aiodist.data.sizes import FLAT
+
+__all__ = ["moves_itself", "rebuilt"]
+
+_LEAVES = (str, bytes, bytearray, memoryview, range, array, type)
+
+Change = Callable[[Any], Any]
+
+
+def rebuilt(value: Any, change: Change) -> Any:  # noqa: ANN401
+    """Return `value` with `change(x)` for every tensor `x` in it, and for every `x` that `moves_itself`.
+
+    Looked into are the containers that torch's `DataLoader` looks into to pin what they hold, lists, tuples, named
+    tuples, mappings and what resembles them, and dataclasses too. `value` is left alone: containers in which something
+    changed are shallow copies, and others are themselves.
+
+    >>> rebuilt({"x": [1, "two"]}, print)
+    {'x': [1, 'two']}
+    """
+    if type(value) in FLAT or isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, Tensor) or moves_itself(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        return _mapping(value, change)
+    if isinstance(value, Sequence):
+        return _sequence(value, change)
+    if is_dataclass(value):
+        return _dataclass(value, change)
+    return value
+
+
+def moves_itself(value: object) -> bool:
+    """Return True for what has `pin_memory()` and `to()` of its own: a `PackedSequence`, a batch of graphs."""
+    return callable(getattr(value, "pin_memory", None)) and callable(getattr(value, "to", None))
+
+
+def _mapping(value: Mapping[Any, Any], change: Change) -> Any:  # noqa: ANN401
+    items = {key: rebuilt(item, change) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
+        return value
+    try:
+        if isinstance(value, MutableMapping):
+            clone = copy(value)  # it may hold more than its items
+            clone.update(items)
+            return clone
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _sequence(value: Sequence[Any], change: Change) -> Any:  # noqa: ANN401
+    items = [rebuilt(item, change) for item in value]
+    if all(new is item for new, item in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    try:
+        if isinstance(value, MutableSequence):
+            clone = copy(value)
+            for i, item in enumerate(items):
+                clone[i] = item
+            return clone
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _dataclass(value: Any, change: Change) -> Any:  # noqa: ANN401
+    clone = value
+    for field in fields(value):
+        item = getattr(value, field.name, None)
+        new = rebuilt(item, change)
+        if new is not item:
+            if clone is value:
+                clone = copy(value)
+            object.__setattr__(clone, field.name, new)  # frozen ones too
+    return clone

@@ -1,0 +1,130 @@
+"""The threads of simulated streams: each runs its jobs in order, later than they were queued."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from aiodist.testing.cuda.device import SimulatedCuda
+
+__all__ = ["Lane", "Marker"]
+
+
+class Marker:
+    """A place in a lane, which the lane has reached or not."""
+
+    __slots__ = ("_reached", "at")
+
+    def __init__(self) -> None:
+        self._reached: Final = threading.Event()
+        self.at: float | None = None  # seconds of the monotonic clock, once reached
+
+    @property
+    def reached(self) -> bool:
+        """Whether it was."""
+        return self._reached.is_set()
+
+    def reach(self) -> None:
+        """Tell those who wait."""
+        self.at = time.monotonic()
+        self._reached.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is reached; return whether that was within `timeout` seconds."""
+        return self._reached.wait(timeout)
+
+
+class _Job(NamedTuple):
+    run: Callable[[], object]
+    first: Callable[[], object] | None  # what is seen of it before it runs
+    works: bool  # no marker: it is delayed, and an error of the device skips it
+
+
+class Lane:
+    """What one stream has queued, and the daemon thread that does it, started with the first job.
+
+    `put` may be called from any thread and at any moment, also from the destructor of a tensor in the midst of
+    another `put`: it takes no lock that the same thread cannot take again.
+    """
+
+    def __init__(self, world: SimulatedCuda, index: int, number: int) -> None:
+        self.world: Final = world
+        self.index: Final = index
+        self.number: Final = number
+        self.held = 0  # under the world's condition
+        self._jobs: Final[collections.deque[_Job]] = collections.deque()  # the one that runs included
+        self._tokens: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()  # one for each job; False ends the thread
+        self._random: Final = random.Random(f"{world.seed}-{index}-{number}")
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"stream {self.number} of cuda:{self.index}"
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was queued has been done."""
+        return not self._jobs
+
+    def put(self, run: Callable[[], object], first: Callable[[], object] | None = None, *, works: bool = True) -> None:
+        """Queue `run`; `first` is called when all before it is done, and before what holds or delays `run`."""
+        if self.world.closed:
+            raise RuntimeError(f"{self}: the simulated device is closed")
+        self._jobs.append(_Job(run, first, works))
+        self._tokens.put(True)
+        if self._thread is None:
+            self._start()
+
+    def mark(self) -> Marker:
+        """Return a marker that is reached when all that is queued now has been done."""
+        marker = Marker()
+        self.put(marker.reach, works=False)
+        return marker
+
+    def wait_for(self, marker: Marker) -> None:
+        """Do nothing that is queued from now on until the marker is reached."""
+        if not marker.reached:
+            self.put(marker.wait, works=False)
+
+    def end(self, timeout: float) -> bool:
+        """End the thread once all that is queued has been done; return whether that was within `timeout` seconds."""
+        self._tokens.put(False)
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    def _start(self) -> None:
+        with self.world.condition:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"simulated {self}", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while self._tokens.get():
+                self._do(self._jobs[0])
+                self._jobs.popleft()  # not before: `idle` says that it is done
+
+    def _do(self, job: _Job) -> None:
+        world = self.world
+        if job.works and self.index in world.errors:
+            return
+        try:
+            if job.first is not None:
+                job.first()
+            if self.held or world.held:
+                with world.condition:
+                    world.condition.wait_for(lambda: not (self.held or world.held))
+            if job.works and world.delay:
+                time.sleep(self._random.uniform(0, world.delay))
+            job.run()
+        except BaseException as error:  # noqa: BLE001 - as a kernel's fault: whoever asks the device next is told
+            world.fail(self.index, error)

@@ -1,0 +1,167 @@
+"""The memory of simulated devices: poisoned when it is new and again when it is free; and pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aiodist.testing.cuda.lanes import Lane
+
+if TYPE_CHECKING:
+    from aiodist.testing.cuda.device import SimulatedCuda
+
+__all__ = ["Block", "Memory", "poison"]
+
+
+def _poison_byte(dtype: torch.dtype) -> int:
+    """NaN for floats, the greatest number for bytes, far below zero for other integers, True for bool."""
+    if dtype is torch.bool:
+        return 1
+    return 0xFF if dtype.is_floating_point or dtype.is_complex or dtype is torch.uint8 else 0x80
+
+
+def poison(t: torch.Tensor) -> None:
+    """Fill a plain CPU tensor with what is seen as wrong."""
+    if t.is_floating_point() or t.is_complex():
+        t.fill_(float("nan"))
+    elif t.dtype is torch.bool:
+        t.fill_(True)
+    else:
+        t.fill_(torch.iinfo(t.dtype).max if t.dtype is torch.uint8 else torch.iinfo(t.dtype).min)
+
+
+def _lent(base: torch.UntypedStorage) -> tuple[ctypes.Array[ctypes.c_char], torch.UntypedStorage]:
+    """Return an object that lives as long as the storage does that is returned with it, over the memory of `base`."""
+    lease = (ctypes.c_char * base.nbytes()).from_address(base.data_ptr())
+    lease.base = base  # type: ignore[attr-defined]
+    return lease, torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+
+
+class Block:
+    """One allocation. Its memory outlives the tensors over it for as long as queued jobs use it."""
+
+    __slots__ = ("base", "byte", "freed", "index", "lane", "lease", "users")
+
+    def __init__(self, base: torch.UntypedStorage, lane: Lane, byte: int) -> None:
+        self.base: Final = base
+        self.lane: Final = lane
+        self.byte: Final = byte
+        self.users: Final[set[Lane]] = set()  # streams named to record_stream
+        self.freed = False  # and poisoned: another tensor may have the memory
+        self.lease: weakref.ref[object] | None = None
+
+    def free(self) -> None:
+        """Poison, once the stream that it was allocated on gets there, and those named to record_stream."""
+        lanes = {self.lane, *self.users}
+        left = [len(lanes)]
+        lock = threading.Lock()
+
+        def reached() -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self.freed = True
+            torch.empty(0, dtype=torch.uint8).set_(self.base).fill_(self.byte)
+
+        for lane in lanes:
+            lane.put(reached, works=False)
+
+
+class Memory:
+    """All blocks of one simulation, and the pinned storages."""
+
+    def __init__(self, world: SimulatedCuda) -> None:
+        self._world: Final = world
+        self._blocks: Final[dict[int, Block]] = {}  # by address
+        self._pinned: Final[dict[int, weakref.ref[object]]] = {}
+
+    def index(self, storage: torch.UntypedStorage) -> int:
+        """Return the device of a storage; RuntimeError where it is on none."""
+        if (block := self._blocks.get(storage.data_ptr())) is None:
+            raise RuntimeError("the storage is on no simulated CUDA device, or is empty")
+        return block.lane.index
+
+    def block(self, t: torch.Tensor) -> Block | None:
+        """Return what a tensor's storage lies in."""
+        return self._blocks.get(t.untyped_storage().data_ptr())
+
+    def allocated(self, index: int) -> int:
+        """Return the bytes of a device that tensors hold."""
+        return sum(block.base.nbytes() for block in tuple(self._blocks.values()) if block.lane.index == index)
+
+    def allocate(self, lane: Lane, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a plain CPU tensor over a new block, poisoned."""
+        nbytes = _span(size, stride) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        byte = _poison_byte(dtype)
+        base = torch.full((nbytes,), byte, dtype=torch.uint8).untyped_storage()
+        lease, storage = _lent(base)
+        block = Block(base, lane, byte)
+        address = base.data_ptr()
+
+        def dead(_: object) -> None:
+            del self._blocks[address]
+            if not self._world.closed:
+                block.free()
+
+        block.lease = weakref.ref(lease, dead)
+        self._blocks[address] = block
+        return _over(storage, dtype, 0, size, stride)
+
+    def record(self, t: torch.Tensor, lane: Lane) -> None:
+        """Keep the block from being poisoned before what the stream has queued when it is freed."""
+        if (block := self.block(t)) is not None:
+            block.users.add(lane)
+
+    def alias(self, t: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+        """Return a plain CPU tensor over the same memory, which does not keep it from being freed, and its block."""
+        block = self.block(t)
+        if block is None and t.untyped_storage().nbytes() == 0:
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype), None
+        plain = _over(
+            t.untyped_storage() if block is None else block.base, t.dtype, t.storage_offset(), t.size(), t.stride()
+        )
+        if t.is_conj():
+            plain = torch._conj(plain)
+        return (torch._neg_view(plain) if t.is_neg() else plain), block
+
+    def pin(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a plain CPU tensor in pinned memory, poisoned."""
+        if self._world.pinning_fails:
+            raise torch.AcceleratorError("CUDA error: out of memory: page-locked memory cannot be allocated")
+        nbytes = _span(size, stride) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8).untyped_storage()
+        lease, storage = _lent(base)
+        address, pinned = base.data_ptr(), self._pinned
+        pinned[address] = weakref.ref(lease, lambda _: pinned.pop(address, None))
+        return _over(storage, dtype, 0, size, stride)
+
+    def is_pinned(self, t: torch.Tensor) -> bool:
+        """Whether a host tensor lies in pinned memory."""
+        return t.untyped_storage().data_ptr() in self._pinned
+
+
+def _span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def _over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int | torch.SymInt,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)

@@ -1,0 +1,245 @@
+"""What stands in for `torch.cuda.Stream`, `torch.cuda.Event` and the contexts around them."""
+
+from __future__ import annotations
+
+import itertools
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+
+from aiodist.testing.cuda.device import active
+from aiodist.testing.cuda.lanes import Lane, Marker
+
+__all__ = ["DeviceContext", "Event", "Stream", "StreamContext"]
+
+_handles: Final = itertools.count(1)
+
+
+class Stream:
+    """A queue of work on one device: two streams wait for each other only where an event says so."""
+
+    lane: Lane
+
+    def __init__(
+        self,
+        device: object = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int = 0,
+        device_type: int = 1,
+    ) -> None:
+        """Take the next stream of the device's pool, or with `stream_id` the one that has it."""
+        world = active()
+        if stream_id is None:
+            self.lane = world.new_lane(world.index(device))
+        else:
+            self.lane = world.lanes(world.index(device_index))[stream_id]
+        self.priority = priority
+
+    @classmethod
+    def on(cls, lane: Lane) -> Stream:
+        """Return the stream of a lane."""
+        self = cls.__new__(cls)
+        self.lane, self.priority = lane, 0
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.lane is self.lane
+
+    def __hash__(self) -> int:
+        return hash(self.lane)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x} (simulated)>"
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose stream it is."""
+        return torch.device("cuda", self.lane.index)
+
+    @property
+    def device_index(self) -> int:
+        """The index of that device."""
+        return self.lane.index
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number which no other stream of the device has; 0 is the default stream."""
+        return self.lane.number
+
+    stream_id = cuda_stream
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on wait for what the event recorded last; for nothing if it did not."""
+        if event.marker is not None:
+            self.lane.wait_for(event.marker)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what is queued from now on wait for all that `stream` has queued until now."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, a new one by default, and return it."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        self.lane.world.check(self.lane.index)
+        return self.lane.idle
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that was queued."""
+        self.lane.world.wait(self.lane.mark(), self.lane.index, "stream")
+
+    def hold(self) -> None:
+        """Let nothing on this stream end until `release` (a test's tool: a GPU has none)."""
+        self.lane.world._hold([self.lane], 1)
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self.lane.world._hold([self.lane], -1)
+
+    def __enter__(self) -> Stream:
+        self._context = StreamContext(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+        self._context.__exit__(*raised)
+
+
+class _Recorded:
+    """What an event and those opened from its handle share."""
+
+    __slots__ = ("lane", "marker")
+
+    def __init__(self) -> None:
+        self.marker: Marker | None = None
+        self.lane: Lane | None = None
+
+
+class Event:
+    """A place in a stream, over when all that the stream had queued before it is done."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        if interprocess and enable_timing:
+            raise RuntimeError("CUDA error: invalid argument: an interprocess event has no timing")
+        active()
+        self.enable_timing, self.blocking, self.interprocess = enable_timing, blocking, interprocess
+        self._recorded = _Recorded()
+        self._handle: bytes | None = None
+
+    def __repr__(self) -> str:
+        state = "never recorded" if self.marker is None else "over" if self.marker.reached else "pending"
+        return f"<torch.cuda.Event {state} (simulated)>"
+
+    @classmethod
+    def from_ipc_handle(cls, device: object, handle: bytes) -> Event:
+        """Return an event that is over when the one with this handle is."""
+        active().index(device)
+        original = active().events.get(handle)
+        if original is None:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        event = cls(interprocess=True)
+        event._recorded = original._recorded
+        return event
+
+    def ipc_handle(self) -> bytes:
+        """Return 64 bytes that name the event within this process."""
+        if not self.interprocess:
+            raise RuntimeError("CUDA error: invalid resource handle: the event is not interprocess")
+        if self._handle is None:
+            self._handle = next(_handles).to_bytes(64, "little")
+            active().events[self._handle] = self
+        return self._handle
+
+    @property
+    def marker(self) -> Marker | None:
+        """What was recorded last, None before that."""
+        return self._recorded.marker
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the stream that it was recorded in."""
+        return None if self._recorded.lane is None else torch.device("cuda", self._recorded.lane.index)
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Record in `stream`, the current one by default."""
+        lane = (active().current_stream() if stream is None else stream).lane
+        recorded = self._recorded
+        if recorded.lane is not None and recorded.lane.index != lane.index:
+            raise RuntimeError(f"Event device {recorded.lane.index} does not match recording stream's {lane.index}")
+        recorded.lane = lane
+        recorded.marker = lane.mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let what is queued from now on in `stream`, the current one by default, wait for the event."""
+        (active().current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the event is over, or was never recorded."""
+        recorded = self._recorded
+        if recorded.lane is None or recorded.marker is None:
+            return True
+        recorded.lane.world.check(recorded.lane.index)
+        return recorded.marker.reached
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        recorded = self._recorded
+        if recorded.lane is not None and recorded.marker is not None:
+            recorded.lane.world.wait(recorded.marker, recorded.lane.index, "event")
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds from this event to `end`; both were made with `enable_timing=True` and are over."""
+        if not (self.enable_timing and end.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self.marker is None or end.marker is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self.marker.at is None or end.marker.at is None:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end.marker.at - self.marker.at) * 1e3
+
+
+class StreamContext:
+    """Make a stream current, and its device, until the context ends; None does nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._before: list[tuple[Stream, Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            world = active()
+            self._before.append((world.current_stream(), world.current_stream(self.stream.device)))
+            world.set_stream(self.stream)
+
+    def __exit__(self, *raised: object) -> None:
+        if self.stream is not None:
+            on_current, on_its = self._before.pop()
+            world = active()
+            world.set_stream(on_its)
+            world.set_stream(on_current)
+
+
+class DeviceContext:
+    """Make a device current until the context ends."""
+
+    def __init__(self, device: object) -> None:
+        self.idx = -1 if device is None or (isinstance(device, int) and device < 0) else active().index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = active().index()
+        active().set_index(self.idx)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        active().set_index(self.prev_idx)

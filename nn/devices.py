@@ -1,0 +1,188 @@
+"""Parameters on CUDA devices: what a net queues there, in which order, with no host that waits for it.
+
+Backward runs on streams of its own choice, and in threads of its own: autograd has one for each device. A bucket that
+is full is handed over by an event: its reduction waits for that alone, not for what backward queues behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from aiodist.collectives.on_device import DeviceWork
+from aiodist.handles import Progress
+from aiodist.streams import Events
+
+__all__ = ["Devices", "Ending", "cuda_devices", "placement"]
+
+
+def cuda_devices(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """Return the CUDA devices on which `tensors` lie, in the order in which they come first."""
+    return list(dict.fromkeys(t.device for t in tensors if t.is_cuda))
+
+
+def placement(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return which tensors lie on CUDA devices, by the order in which these come first: numbers differ by rank.
+
+    >>> placement([("weight", torch.ones(3))])
+    'all on the CPU'
+    """
+    places: dict[torch.device, list[str]] = {}
+    for name, t in named:
+        if t.is_cuda:
+            places.setdefault(t.device, []).append(name)
+    said = [f"on CUDA device {i} of the module: {', '.join(names)}" for i, names in enumerate(places.values())]
+    return "; ".join(said) or "all on the CPU"
+
+
+class Devices:
+    """The CUDA devices on which parameters of a net lie; it is false where all lie on the CPU.
+
+    `came`, `filled` belong to the thread in which a hook runs, `behind` and `time` to the loop, `follow` to the
+    thread that computes.
+    """
+
+    def __init__(self, progress: Progress, parameters: Iterable[Tensor]) -> None:
+        self._progress = progress
+        self._issuing = {device: torch.cuda.Stream(device=device) for device in cuda_devices(parameters)}
+        """By device: the stream from which reductions are issued; all it ever does is wait."""
+        self._events: Events | None = Events.of(progress) if self._issuing else None
+        self._gradients: dict[torch.device, list[torch.cuda.Stream]] = {device: [] for device in self._issuing}
+        """The streams on which gradients came."""
+        self._last: dict[torch.device, torch.cuda.Stream] = {}
+        """The streams on which the compute thread worked last."""
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._issuing)
+
+    def follow(self) -> None:
+        """Let what is queued here now come behind what the compute thread has queued, on whatever streams."""
+        for device in self._issuing:
+            current = torch.cuda.current_stream(device)
+            last = self._last.get(device)
+            if last is not None and last != current:
+                self._order(current, last)
+            self._last[device] = current
+
+    def came(self, device: torch.device) -> None:
+        """A gradient came on the current stream."""
+        current = torch.cuda.current_stream(device)
+        known = self._gradients[device]
+        if current not in known:
+            with self._lock:
+                known.append(current)
+
+    def gather(self, device: torch.device, gradients: Iterable[Tensor]) -> None:
+        """Let the current stream go on behind those on which `gradients` may have come; they are to be used on it."""
+        current = torch.cuda.current_stream(device)
+        others = [stream for stream in self._gradients[device] if stream != current]
+        for other in others:
+            self._order(current, other)
+        if others:
+            for gradient in gradients:
+                gradient.record_stream(current)
+
+    def filled(self, device: torch.device) -> torch.cuda.Event:
+        """Return an event that is over when what the current stream has queued is: a bucket is full then."""
+        assert self._events is not None
+        return self._events.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def behind(self, device: torch.device, event: torch.cuda.Event) -> Iterator[torch.cuda.Stream]:
+        """What is issued in this block begins when `event`, of `filled`, is over, whatever is queued behind that."""
+        assert self._events is not None
+        stream = self._issuing[device]
+        stream.wait_event(event)
+        self._events.give_back(stream.device_index, event)
+        with torch.cuda.stream(stream):
+            yield stream
+
+    def time(self, stream: torch.cuda.Stream, then: Callable[[float], None]) -> None:
+        """Call `then`, soon, with the time (seconds of `perf_counter`) when what `stream` has queued is over."""
+
+        def over(error: BaseException | None) -> None:
+            then(perf_counter())
+
+        events = self._events
+        assert events is not None
+        self._progress.start(lambda: _watch(events, stream, over))
+
+    def currents(self) -> list[torch.cuda.Stream]:
+        """Return the current stream of each device."""
+        return [torch.cuda.current_stream(device) for device in self._issuing]
+
+    def _order(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        assert self._events is not None
+        event = self._events.record(other)
+        stream.wait_event(event)
+        self._events.give_back(stream.device_index, event)
+
+
+def _watch(events: Events, stream: torch.cuda.Stream, over: Callable[[BaseException | None], None]) -> None:
+    try:
+        events.watch(stream, over)
+    except RuntimeError as error:  # the device is lost, which what is to be reduced on it tells
+        over(error)
+
+
+class Ending:
+    """What an operation does with CUDA tensors after its transfers: it is over when the devices have done it.
+
+    Made when the operation is issued; on the loop.
+    """
+
+    def __init__(self, progress: Progress, devices: Sequence[torch.device]) -> None:
+        self._progress = progress
+        self.works = [DeviceWork(progress, _stream(progress, device)) for device in devices]
+
+    def run(self, finish: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """Call `finish`, which queues what is left, and when the devices have done it `then(None)`, on the loop.
+
+        `then(error)` where `finish` raised or a device failed.
+        """
+        try:
+            with ExitStack() as streams:
+                for work in self.works:
+                    streams.enter_context(work.current())
+                    work.begin()
+                finish()
+        except Exception as error:  # noqa: BLE001  - told to `then`
+            self.drop()
+            then(error)
+            return
+        left = len(self.works)
+        failed: BaseException | None = None
+
+        def done(error: BaseException | None) -> None:
+            nonlocal left, failed
+            left -= 1
+            failed = failed or error
+            if not left:
+                self._progress.post(partial(then, failed))
+
+        def end() -> None:
+            for work in self.works:
+                work.end(done)
+
+        self._progress.start(end)
+
+    def drop(self) -> None:
+        """Nothing is left to be done."""
+        for work in self.works:
+            work.drop()
+
+
+def _stream(progress: Progress, device: torch.device) -> torch.cuda.Stream:
+    """Return the loop's stream for what is left to do on `device`, made at first use."""
+    key = (Ending, device)
+    found: torch.cuda.Stream | None = progress.belongings.get(key)
+    if found is None:
+        found = progress.belongings[key] = torch.cuda.Stream(device=device)
+    return found

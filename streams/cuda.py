@@ -1,0 +1,198 @@
+"""`CudaStream`: a CUDA stream whose work is a handle (S2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from aiodist.handles import Account, Handle, Origin, Progress, in_flight
+from aiodist.streams.events import Events
+from aiodist.streams.fence import Fence
+from aiodist.streams.staging import Staging
+
+__all__ = ["CudaStream", "check_not_capturing"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ROLES: Final = ("compute", "to-device", "to-host", "local", "global")
+
+
+class CudaStream:
+    """Ordered work on one CUDA device; whatever it is given is a handle, done when the device has done it.
+
+    ```python
+    copies = CudaStream.of("to-device")
+    x = await copies.copy(torch.empty_like(batch, device="cuda"), batch)
+    ```
+    `CudaStream.of(role)` is the same for each device of a loop: "compute", "to-device" and "to-host" for copies,
+    "local" and "global" for what ranks of one host, and of several, send one another. `CudaStream(stream)` is any
+    other. It belongs to the loop it was made on and is called from that loop's thread alone.
+
+    Attributes:
+        stream: the `torch.cuda.Stream`.
+        role: what it is for, or "user".
+
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, *, role: str = "user") -> None:
+        """Of `stream`; None is the current one. Raises `RuntimeError` where there is no CUDA device."""
+        check_cuda()
+        self.stream = torch.cuda.current_stream() if stream is None else stream
+        self.role = role
+        self._progress = Progress.current()
+        self._events = Events.of(self._progress)
+        self._account = Account(self._progress.loop)
+        self._seq = 0
+
+    @classmethod
+    def of(cls, role: str, device: torch.device | int | str | None = None) -> Self:
+        """Return the stream of that role on `device` (None: the current one), made at first use.
+
+        Raises ValueError for an unknown role, `RuntimeError` where there is no CUDA device.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role={role!r}: expected one of {', '.join(ROLES)}")
+        check_cuda()
+        index = index_of(device)
+        kept = Progress.current().belongings
+        found: Any = kept.get((cls, role, index))
+        if found is None:
+            found = kept[cls, role, index] = cls(torch.cuda.Stream(device=index), role=role)
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is on."""
+        return self.stream.device
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Return a handle of `fn(*args, **kwargs)`, done when the device has done all that it queued.
+
+        `fn` runs here and now, with this stream the current one, and should only queue work: what it raises is raised
+        by the call. It is not ordered behind what other streams do: see `wait`. Arguments and result are kept until
+        then. Raises `RuntimeError` while a CUDA graph is being captured. Costs 15 us.
+        """
+        self._check()
+        with torch.cuda.stream(self.stream):
+            value = fn(*args, **kwargs)
+        op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return self._until_over(op, value, (value, args, kwargs))
+
+    def record(self) -> Handle[None]:
+        """Return a handle that is done when all that was queued so far is."""
+        self._check()
+        return self._until_over("record", None, None)
+
+    def copy(self, into: Tensor, t: Tensor) -> Handle[Tensor]:
+        """Return `into`, with the elements of `t`, either of which lies on the device; of equal shape and dtype.
+
+        It begins after what the current stream has queued. From and to memory that is not pinned it goes in pinned
+        pieces: `t` may be reused when the handle is done. Raises ValueError where shapes or dtypes differ.
+        """
+        self._check()
+        if into.shape != t.shape or into.dtype is not t.dtype:
+            raise ValueError(
+                f"copy of {t.dtype} {list(t.shape)} into {into.dtype} {list(into.shape)}: expected the same"
+            )
+        handle: Handle[Tensor] = self._handle("copy", t.nbytes)
+        claims = [(into.data_ptr(), into.nbytes, True), (t.data_ptr(), t.nbytes, False)]
+        in_flight.acquire_all(claims, handle)
+        fence = handle.fence = Fence(self._progress, self.device)
+        handle.keep = (into, t)
+        self.wait()
+
+        def finish(error: BaseException | None) -> None:
+            for claim in claims:
+                in_flight.release(*claim)
+            fence.reached(None)
+            if error is None:
+                handle.resolve(into)
+            else:
+                handle.reject(error)
+
+        staging = Staging.of(self._progress)
+        self._progress.start(partial(staging.copy, into, t, self.stream, fence.reached, finish))
+        return handle
+
+    def wait(self, stream: torch.cuda.Stream | CudaStream | None = None) -> None:
+        """Let what is queued from now on begin after what `stream` (None: the current one) has queued so far."""
+        if isinstance(stream, CudaStream):
+            stream = stream.stream
+        other = torch.cuda.current_stream(self.device) if stream is None else stream
+        if other != self.stream:
+            self.stream.wait_stream(other)
+
+    def wait_handle(self, handle: Handle[Any], /) -> None:
+        """Let what is queued from now on begin after `handle`; see `Handle.wait_stream`.
+
+        An operation that ends on the host is waited for, in a thread other than the loop's; on the loop's it must be
+        over, else `RuntimeError` is raised.
+        """
+        if (fence := handle.fence) is not None:
+            fence.order(self, handle)
+        elif not handle.done():
+            if self._progress.owns_thread():
+                raise RuntimeError(f"{handle} ends on the host: await it before {self} goes on")
+            handle.block()
+
+    def _check(self) -> None:
+        handle_loop = Progress.current()
+        if handle_loop is not self._progress:
+            raise RuntimeError(f"{self} belongs to another event loop: call CudaStream.of on this one")
+        check_not_capturing()
+
+    def _handle(self, op: str, nbytes: int = 0) -> Handle[Any]:
+        handle: Handle[Any] = Handle(
+            self._progress, op, self._seq, nbytes, origin=Origin.here(3), account=self._account
+        )
+        self._seq += 1
+        return handle
+
+    def _until_over(self, op: str, value: T, keep: Any) -> Handle[T]:  # noqa: ANN401
+        handle: Handle[T] = self._handle(op)
+        handle.keep = keep
+        fence = handle.fence = Fence(self._progress, self.device)
+
+        def over(error: BaseException | None) -> None:
+            if error is None:
+                handle.resolve(value)
+            else:
+                handle.reject(error)
+
+        self._progress.start(lambda: fence.reached(self._events.watch(self.stream, over)))
+        return handle
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self.role!r} on {self.device}>"
+
+
+def check_cuda() -> None:
+    """Raise RuntimeError where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device here: torch.cuda.is_available() is False")
+
+
+def check_not_capturing() -> None:
+    """Raise RuntimeError while the current stream captures a CUDA graph: nothing in it can be waited for."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the current stream captures a CUDA graph: a graph holds no communication and no handle; issue it outside "
+            "of the capture"
+        )
+
+
+def index_of(device: torch.device | int | str | None) -> int:
+    """Return the number of a CUDA device; raise ValueError for another kind."""
+    if isinstance(device, int):
+        return device
+    if device is None:
+        return torch.cuda.current_device()
+    known = torch.device(device)
+    if known.type != "cuda":
+        raise ValueError(f"device {known}: expected a CUDA device")
+    return torch.cuda.current_device() if known.index is None else known.index

@@ -1,0 +1,108 @@
+"""CUDA events: reused, and asked whether they are over (S2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from aiodist.errors import BackendError
+from aiodist.handles import Progress
+
+__all__ = ["Events"]
+
+Then = Callable[[BaseException | None], None]
+
+_PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which whoever launches kernels needs
+_COMPUTING_PAUSE_SECONDS = 50e-6  # the same while a compute thread launches kernels
+
+
+class Events:
+    """All CUDA events that one loop waits for, and those that are free to record; get it with `Events.of(progress)`.
+
+    Events of one queue end in order, so each pass asks about the oldest of each queue alone. An event goes back to
+    the pool when it is over, and is never destroyed while the loop runs: that may wait for the device. No Python runs
+    in a callback of CUDA: it would want the GIL while CUDA holds its own lock.
+    """
+
+    rings = False
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._free: dict[int, list[torch.cuda.Event]] = {}
+        self._queues: dict[Hashable, deque[tuple[torch.cuda.Event, Then]]] = {}
+        self._count = 0
+        self._looked = 0.0
+        progress.add_poller(self)
+
+    @classmethod
+    def of(cls, progress: Progress) -> Events:
+        """Return those of a loop, made at first use."""
+        found: Any = progress.belongings.get(cls)
+        if found is None:
+            found = progress.belongings[cls] = cls(progress)
+        return found  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event that is over when all that was queued on `stream` is; from any thread."""
+        free = self._free.setdefault(stream.device_index, [])
+        try:
+            event = free.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def give_back(self, device: int, event: torch.cuda.Event) -> None:
+        """Let `event`, of `record`, be used again: nobody looks at it any more; from any thread."""
+        self._free.setdefault(device, []).append(event)
+
+    def watch(self, stream: torch.cuda.Stream, then: Then) -> torch.cuda.Event:
+        """Call `then(None)` when all that was queued on `stream` is over, or `then(error)` where the device failed.
+
+        With the transport lock held, now and then. Returns the event, which is reused once `then` was called.
+        """
+        event = self.record(stream)
+        queue = self._queues.setdefault((stream.device_index, stream.cuda_stream), deque())
+        queue.append((event, then))
+        self._count += 1
+        self._progress.working += 1
+        return event
+
+    def poll(self, until: float = 0.0) -> bool:
+        """See `Poller`; one pass, and not too soon after the last one."""
+        now = perf_counter()
+        if now - self._looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
+            return False
+        self._looked = now
+        ended = False
+        for key in list(self._queues):
+            queue = self._queues[key]
+            while queue and self._over(key, queue):
+                ended = True
+            if not queue:
+                self._queues.pop(key, None)
+        return ended
+
+    def _over(self, key: Any, queue: deque[tuple[torch.cuda.Event, Then]]) -> bool:  # noqa: ANN401
+        event, then = queue[0]
+        error = None
+        try:
+            if not event.query():
+                return False
+        except RuntimeError as raised:  # the device is lost: every event of it says so
+            error = BackendError(f"the CUDA device failed: {raised}")
+            error.__cause__ = raised
+        queue.popleft()
+        self._count -= 1
+        self._progress.working -= 1
+        if error is None:
+            self.give_back(key[0], event)
+        then(error)
+        return True

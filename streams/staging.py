@@ -1,0 +1,330 @@
+"""Copies between host and device, in pinned pieces where the host's memory is not pinned (S2).
+
+[Note: streams for copies alone] A loop has two streams on each device, one for each direction, on which nothing is
+queued but copies that can begin at once: whatever they depend on is known to be over. So no copy there waits for
+another operation, whose turn may come only when this one is over on some other rank, and a piece of pinned memory that
+is out comes back soon.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.errors import AiodistError, BackendError
+from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.streams.events import Events
+from aiodist.streams.pinned import PinnedPool
+
+__all__ = ["Copies", "Staging"]
+
+Done = Callable[[BaseException | None], None]
+Reached = Callable[[torch.cuda.Event], None]
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""(into, from) each, of equal dtype and number of elements."""
+
+_ON_THEIR_WAY = 3  # pieces of one copy: while the device copies one, the host fills or empties another
+_as_it_is = nullcontext()
+
+
+class Staging:
+    """What one loop copies between host and devices; get it with `Staging.of(progress)`.
+
+    Methods that copy are called with the transport lock held, from any thread, and raise nothing: errors reach
+    `finish`, which is called once, with the lock held too, when nothing touches the tensors any more. The caller
+    keeps the tensors until then.
+    """
+
+    def __init__(self, progress: Progress, pool: PinnedPool | None = None) -> None:
+        self.progress = progress
+        self.events = Events.of(progress)
+        self.pool = PinnedPool(warn=self._warn) if pool is None else pool
+        self._streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
+
+    @classmethod
+    def of(cls, progress: Progress) -> Staging:
+        """Return that of a loop, made at first use; from any thread."""
+        found: Any = progress.belongings.get(cls)
+        if found is None:
+            found = progress.belongings.setdefault(cls, cls(progress))
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much passes through pinned memory at a time; the same on all ranks."""
+        return self.pool.piece_bytes
+
+    def _warn(self, message: str) -> None:
+        # On the loop: where warnings are errors, they must not end a transfer.
+        self.progress.post(partial(warnings.warn, message, RuntimeWarning))
+
+    def to_host(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for copies to the host that can begin at once, and nothing else: see the note."""
+        return self._stream(device.index, upwards=False)
+
+    def to_device(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the same for copies to the device."""
+        return self._stream(device.index, upwards=True)
+
+    def _stream(self, index: int, *, upwards: bool) -> torch.cuda.Stream:
+        found = self._streams.get((upwards, index))
+        if found is None:
+            found = self._streams[upwards, index] = torch.cuda.Stream(device=index)
+        return found
+
+    def order(self, stream: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:
+        """Let what is queued on `stream` from now on begin after what `behind` has queued; may raise RuntimeError."""
+        if stream != behind:
+            event = self.events.record(behind)
+            stream.wait_event(event)
+            # What is waited for is what was recorded by now: the event may be recorded anew.
+            self.events.give_back(behind.device_index, event)
+
+    def copy(self, into: Tensor, t: Tensor, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
+        """Copy `t` into `into`, of equal shape and dtype, of which at least one lies on the device of `stream`.
+
+        As `copies`. Tensors may have any strides: what goes from one memory to another goes through a dense copy.
+        """
+        after: list[tuple[Tensor, Tensor]] = []
+        try:
+            into, t = into.detach(), t.detach()
+            if into.is_cpu is not t.is_cpu:
+                with torch.cuda.stream(stream):
+                    t = t.resolve_conj().resolve_neg().contiguous()
+                    if not into.is_contiguous() or into.is_conj() or into.is_neg():
+                        dense = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+                        if into.is_cpu:
+                            finish = partial(_spread, into, dense, finish)
+                        else:
+                            after.append((into, dense))
+                        into = dense
+        except Exception as error:  # noqa: BLE001  - see the class
+            finish(_told(error, stream))
+            return
+        _Transfer(self, [(into, t)], after, stream, reached, finish).start()
+
+    def copies(self, pairs: Copies, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
+        """Make these copies between the host and the device of `stream`, behind what that has queued; all contiguous.
+
+        From and to pinned memory they are queued on `stream`. Else they begin when it comes there, in pieces, and it
+        waits for those on their way to the device. `reached(event)` is called when all is queued, with what ends it;
+        what `stream` queues from then on finds it done.
+        """
+        _Transfer(self, pairs, (), stream, reached, finish).start()
+
+
+class _Transfer:
+    """The copies of one call."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        pairs: Copies,
+        after: Copies,
+        stream: torch.cuda.Stream,
+        reached: Reached,
+        finish: Done,
+    ) -> None:
+        """`after` are copies within the device, when the others are over."""
+        self._staging = staging
+        self._pairs = pairs
+        self._after = after
+        self._stream = self._via = stream
+        self._reached = reached
+        self._finish = finish
+        self._left = 0
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        try:
+            if not all(_is_direct(into, t) for into, t in self._pairs):
+                self._staging.events.watch(self._stream, self._pass)
+                return
+            with torch.cuda.stream(self._stream):
+                for into, t in self._pairs:
+                    _copy(into, t)
+        except Exception as error:  # noqa: BLE001  - see `Staging`
+            self._finish(_told(error, self._stream))
+        else:
+            self._all_queued()
+
+    def _pass(self, error: BaseException | None) -> None:
+        """All that was queued before is over: begin with the pieces."""
+        if error is not None:
+            self._finish(error)
+            return
+        staging, pairs = self._staging, [(_bytes(into), _bytes(t)) for into, t in self._pairs]
+        self._via = staging._stream(self._stream.device_index, upwards=pairs[0][1].is_cpu)
+        if sum(t.nbytes for _, t in pairs) >= LARGE_BYTES:
+            self._finish = staging.progress.counted(self._finish)  # the host copies for long: not on the loop
+        by = _Passage if staging.pool.has_pieces() else _Unpinned
+        self._left = len(pairs)
+        for into, t in pairs:
+            by(staging, into, t, self._via, self._one_passed).start()
+
+    def _one_passed(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+        self._left -= 1
+        if self._left == 0:
+            self._all_queued()
+
+    def _all_queued(self) -> None:
+        try:
+            if self._error is None and self._after:
+                with torch.cuda.stream(self._via):
+                    for into, t in self._after:
+                        _copy(into, t)
+            self._staging.order(self._stream, self._via)
+            event = self._staging.events.watch(self._via, self._over)
+        except Exception as error:  # noqa: BLE001
+            self._finish(_told(error, self._stream))
+        else:
+            self._reached(event)
+
+    def _over(self, error: BaseException | None) -> None:
+        self._pairs = self._after = ()
+        self._finish(self._error or error)
+
+
+class _Passage:
+    """One copy between a device and pageable memory, through pinned pieces; `via` is a stream for copies alone.
+
+    `done` when all is queued on the way to the device, when all is there on the way to the host.
+    """
+
+    def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
+        self._pool = staging.pool
+        self._events = staging.events
+        self._into, self._t = into, t
+        self._via = via
+        self._done = done
+        self._upwards = t.is_cpu
+        self._next = 0
+        self._out = 0
+        self._asked = self._ended = False
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._advance()
+
+    def _advance(self) -> None:
+        """Send pieces on their way, as many as there are and may be."""
+        while self._error is None and self._next < self._t.nbytes and self._out < _ON_THEIR_WAY and not self._asked:
+            piece = self._pool.piece(self._given)
+            if piece is None:
+                self._asked = True
+            else:
+                self._send(piece)
+        all_queued = self._error is None and self._next == self._t.nbytes
+        if not self._ended and not self._asked and (self._out == 0 or (self._upwards and all_queued)):
+            self._ended = True
+            self._done(self._error)
+
+    def _given(self, piece: Tensor) -> None:
+        self._asked = False
+        if self._error is None:
+            self._send(piece)
+        else:
+            self._pool.give_piece(piece)
+        self._advance()
+
+    def _send(self, piece: Tensor) -> None:
+        begin = self._next
+        end = self._next = min(begin + piece.numel(), self._t.nbytes)
+        pinned = piece[: end - begin]
+        try:
+            if self._upwards:
+                _copy(pinned, self._t[begin:end])
+            with torch.cuda.stream(self._via):
+                if self._upwards:
+                    _copy(self._into[begin:end], pinned)
+                else:
+                    _copy(pinned, self._t[begin:end])
+            self._events.watch(self._via, partial(self._passed, piece, begin, end))
+        except Exception as error:  # noqa: BLE001
+            self._error = self._error or _told(error, self._via)
+            self._pool.give_piece(piece)
+        else:
+            self._out += 1
+
+    def _passed(self, piece: Tensor, begin: int, end: int, error: BaseException | None) -> None:
+        self._out -= 1
+        self._error = self._error or error
+        if not self._upwards and self._error is None:
+            _copy(self._into[begin:end], piece[: end - begin])
+        self._pool.give_piece(piece)
+        self._advance()
+
+
+class _Unpinned:
+    """The same where no memory can be pinned: the host waits for each copy, which has nothing to wait for."""
+
+    def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
+        self._events = staging.events
+        self._into, self._t = into, t
+        self._piece_bytes = staging.piece_bytes
+        self._via = via
+        self._done = done
+        self._next = 0
+
+    def start(self) -> None:
+        self._step(None)
+
+    def _step(self, error: BaseException | None) -> None:
+        if error is not None or self._next == self._t.nbytes:
+            self._done(error)
+            return
+        begin = self._next
+        end = self._next = min(begin + self._piece_bytes, self._t.nbytes)
+        try:
+            with torch.cuda.stream(self._via):
+                _copy(self._into[begin:end], self._t[begin:end], non_blocking=False)
+            self._events.watch(self._via, self._step)  # it is over, but others shall have their turn
+        except Exception as raised:  # noqa: BLE001
+            self._done(_told(raised, self._via))
+
+
+def _is_direct(into: Tensor, t: Tensor) -> bool:
+    """Return True where the device copies by itself."""
+    if into.is_cpu:
+        return not into.nbytes or into.is_pinned()
+    return not t.is_cpu or not t.nbytes or t.is_pinned()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().view(-1).view(torch.uint8)
+
+
+def _writable(t: Tensor) -> AbstractContextManager[object]:
+    return torch.inference_mode() if t.is_inference() else _as_it_is
+
+
+def _copy(into: Tensor, t: Tensor, *, non_blocking: bool = True) -> None:
+    if t.numel():  # else there is nothing to queue
+        with _writable(into):
+            into.detach().copy_(t.detach(), non_blocking=non_blocking)
+
+
+def _spread(into: Tensor, dense: Tensor, finish: Done, error: BaseException | None) -> None:
+    """Give the elements of a dense copy their places."""
+    if error is None:
+        try:
+            _copy(into, dense)
+        except Exception as raised:  # noqa: BLE001
+            error = raised
+    finish(error)
+
+
+def _told(error: Exception, stream: torch.cuda.Stream) -> Exception:
+    """Return `error` as one of ours."""
+    if isinstance(error, AiodistError) or not isinstance(error, RuntimeError):
+        return error
+    told = BackendError(f"a copy on {stream.device} failed: {error}")
+    told.__cause__ = error
+    return told

@@ -1,0 +1,397 @@
+"""A communicator's life: opened at its first use, given up when it fails, released and made again (S3)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from aiodist.backends.nccl import NcclGroup
+from aiodist.backends.nccl import group as module
+from aiodist.errors import BackendError, CommunicatorAborted
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ReduceOp
+
+
+def full(w, rank, value=1.0, numel=16):
+    return w.put(torch.full((numel,), value), rank)
+
+
+def summed(t):
+    return lambda n, done: n.allreduce(t, ReduceOp.SUM, done)
+
+
+async def check(w, name="world", group=None):
+    """All ranks reduce, with results."""
+    ts = [full(w, rank, rank + 1.0) for rank in range(w.size)]
+    await w.succeed([w.call(rank, summed(ts[rank]), name=name, group=group and group[rank]) for rank in range(w.size)])
+    assert all(t.cpu().eq(sum(range(1, w.size + 1))).all() for t in ts)
+
+
+async def ended(w, group, *, drained):
+    return await asyncio.wait_for(w.start(lambda done: w.owned[group.rank].destroy(group, done, drained=drained)), 20)
+
+
+# --- opening -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_s3_it_is_opened_once_by_the_first_call_and_calls_wait_for_it(world, size):
+    w = world(size)
+    assert "init" not in w.nccl.calls
+    ts = [[full(w, rank, 10.0 * k + rank) for rank in range(size)] for k in range(5)]
+    await w.succeed([w.call(rank, summed(ts[k][rank])) for k in range(5) for rank in range(size)])
+    assert w.nccl.calls.count("init") == size
+    assert sorted(w.posts["world"].uses) == ([] if size == 1 else list(range(size)))  # the id was told once
+    for k in range(5):
+        assert all(t.cpu().eq(sum(10.0 * k + rank for rank in range(size))).all() for t in ts[k])
+    assert {comm.device_id for comm in w.nccl.communicators} == set(range(size))
+
+
+async def test_s3_the_same_ranks_and_device_share_a_communicator(world):
+    w = world(2)
+    device = w.device(0)
+    first = w.owned[0].of("a", (0, 1), 0, device)
+    assert w.owned[0].of("a", [0, 1], 0, device) is first
+    others = [
+        w.owned[0].of("b", (0, 1), 0, device),
+        w.owned[0].of("a", (0, 1), 0, w.device(1)),
+        w.owned[0].of("a", (0, 2), 0, device),
+    ]
+    assert len({id(group) for group in (first, *others)}) == 4
+    assert set(w.owned[0]) == {first, *others}
+    with pytest.raises(ValueError, match="index"):
+        NcclGroup(first.library, "x", (0,), 0, torch.device("cuda"))
+
+
+async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world):
+    w = world(3)
+    w.nccl.unique_id_error = 2
+    errors = await w.done([w.call(rank, summed(full(w, rank))) for rank in range(3)])
+    assert all(isinstance(error, BackendError) for error in errors)
+    assert all("rank 0 could not begin: NCCL: a unique id: unhandled system error" in str(error) for error in errors)
+    assert len({id(error) for error in errors}) == 3  # each operation writes its own place into its error
+
+
+async def test_s3_ranks_that_share_a_device_are_refused_with_nccls_text(world):
+    w = world(2, multi_rank=False)
+    w.device = lambda rank: torch.device("cuda", 0)
+    w.streams = [torch.cuda.Stream(device=0) for _ in range(2)]
+    calls = [w.call(rank, summed(full(w, rank))) for rank in (0, 1) for _ in range(2)]
+    errors = await w.done(calls)
+    assert all(error.code == 5 for error in errors)
+    assert all("connecting 2 ranks: invalid usage (the fake's last words)" in str(error) for error in errors)
+    later = await w.done([w.call(0, summed(full(w, 0)))])
+    assert str(later[0]) == str(errors[0])
+
+
+async def test_s3_an_init_that_raises_fails_the_calls(world):
+    w = world(1)
+
+    def refuse(*args):
+        raise RuntimeError("no such device")
+
+    w.nccl.Communicator.init = refuse
+    errors = await w.done([w.call(0, summed(full(w, 0))) for _ in range(2)])
+    assert all("connecting 1 ranks: no such device" in str(error) for error in errors)
+
+
+async def test_s3_opening_can_be_given_up_while_a_rank_is_missing(world, until):
+    w = world(3)
+    calls = [w.call(rank, summed(full(w, rank))) for rank in (1, 2)]
+    await until(lambda: len(w.posts["world"].uses) == 2)  # rank 0 never comes
+    with transport_lock:
+        for rank in (1, 2):
+            w.group(rank).abort(CommunicatorAborted("rank 0 is lost"))
+    errors = await w.done(calls)
+    assert [str(error) for error in errors] == ["rank 0 is lost"] * 2
+    assert "init" not in w.nccl.calls
+
+
+async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world, until):
+    w = world(2)
+    w.posts["world"] = post = _Post(2)
+    call = w.call(0, summed(full(w, 0)))  # rank 1 got the id and hangs before it connects
+    await until(lambda: "init" in w.nccl.calls)
+    assert post.uses == [0]
+    with transport_lock:
+        w.group(0).abort(CommunicatorAborted("rank 1 is lost"))
+    assert str((await w.done([call]))[0]) == "rank 1 is lost"
+    await until(lambda: not w.comm(0).is_valid)
+
+
+class _Post:
+    """Gives rank 0 its own id back and waits for nobody."""
+
+    def __init__(self, size):
+        self.uses = []
+
+    def exchange(self, rank, mine, then):
+        self.uses.append(rank)
+        then(mine, None)
+
+
+# --- failures ----------------------------------------------------------------------------------------------
+
+
+async def test_s3_a_call_that_fails_ends_the_group(world):
+    w = world(2)
+    await check(w)
+    w.nccl.refuse["allreduce"] = 3
+    first, second = await w.done([w.call(0, summed(full(w, 0))) for _ in range(2)])
+    assert isinstance(first, BackendError)
+    assert (first.code, str(first)) == (3, "NCCL: allreduce: internal error (3)")
+    assert str(second) == str(first)
+    assert str(w.group(0).poll_error()) == str(first)
+    # The other rank has launched and waits on the device, until it is given up as well.
+    await w.done([w.call(1, summed(full(w, 1)))])
+    assert not w.streams[1].query()
+    with transport_lock:
+        assert w.group(1).poll_error() is None
+        w.group(1).abort(BackendError("rank 0 failed"))
+    w.streams[1].synchronize()
+
+
+async def test_s3_an_error_that_comes_up_later_is_found_by_polling(world, until):
+    w = world(2)
+    await check(w)
+    w.nccl.hang(1)
+    for rank in range(2):
+        await w.done([w.call(rank, summed(full(w, rank)))])
+    with transport_lock:
+        assert w.group(0).poll_error() is None
+    w.comm(0).error = 6
+    with transport_lock:
+        error = w.group(0).poll_error()
+    assert isinstance(error, BackendError)
+    assert error.code == 6
+    assert str(error) == (
+        "NCCL: an earlier call failed: remote process exited or there was a network error (the fake's last words)"
+    )
+    w.streams[0].synchronize()  # aborted: its kernel does not wait any more
+    assert not w.comm(0).is_valid
+
+
+async def test_s3_an_error_while_nccl_launches_belongs_to_the_call(world, until):
+    w = world(1, dawdle=0)
+    await check(w)
+    w.comm(0).launch = lambda works, stream: setattr(w.comm(0), "_pending", lambda: False)
+    call = w.call(0, summed(full(w, 0)))
+    behind = w.call(0, summed(full(w, 0)))
+    await until(lambda: len(w.owned[0]) > 0)
+    assert not call.done()
+    w.comm(0).error = 2
+    first, second = await w.done([call, behind])
+    assert (first.code, second.code) == (2, 2)
+    assert "allreduce: unhandled system error" in str(first)
+
+
+async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world):
+    w = world(2)
+    await check(w)
+    w.nccl.hang(1)
+    t = full(w, 0)
+    turns = [w.group(0).turns.take() for _ in range(2)]
+    enqueued = w.call(0, summed(t), turn=turns[0])
+    waits = w.call(0, summed(full(w, 0)), turn=turns[1])
+    assert (await w.done([enqueued])) == [None]
+    assert not waits.done()
+    assert not w.streams[0].query()
+    with transport_lock:
+        w.group(0).abort(CommunicatorAborted("given up"))
+        w.group(0).abort(CommunicatorAborted("again"))
+    assert str((await w.done([waits]))[0]) == "given up"  # whose turn never came
+    w.streams[0].synchronize()
+    assert str((await w.done([w.call(0, summed(t))]))[0]) == "given up"
+    assert str(w.group(0).poll_error()) == "given up"
+
+
+async def test_s3_an_abort_that_hangs_holds_up_nobody(world):
+    w = world(1)
+    await check(w)
+    let_go = threading.Event()
+    comm = w.comm(0)
+    abort = comm.abort
+    comm.abort = lambda: (let_go.wait(10), abort())
+    with transport_lock:
+        w.group(0).abort(CommunicatorAborted("given up"))
+    assert str((await w.done([w.call(0, summed(full(w, 0)))]))[0]) == "given up"
+    let_go.set()
+
+
+# --- its end -----------------------------------------------------------------------------------------------
+
+
+async def test_s3_a_released_group_is_made_again(world):
+    w = world(2)
+    for round in range(3):
+        await check(w)
+        old = [w.group(rank) for rank in range(2)]
+        assert await asyncio.gather(*(ended(w, group, drained=True) for group in old)) == [None, None]
+        assert all(w.group(rank) is not old[rank] for rank in range(2))
+        assert w.nccl.calls.count("destroy") == 2 * (round + 1)
+        error = (await w.done([w.call(0, summed(full(w, 0)), group=old[0])]))[0]
+        assert "destroyed" in str(error)
+        w.posts.clear()
+    assert "abort" not in w.nccl.calls
+
+
+async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(world, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
+    w = world(2)
+    await check(w)
+    assert await ended(w, w.group(0), drained=True) is None
+    assert w.nccl.calls[-2:] == ["finalize", "abort"]
+    # One whose abort does not come back either.
+    let_go = threading.Event()
+    comm = w.comm(1)
+    abort = comm.abort
+    comm.abort = lambda: (let_go.wait(10), abort())
+    assert await ended(w, w.group(1), drained=False) is None
+    let_go.set()
+
+
+async def test_s3_closing_all_releases_every_communicator(world):
+    w = world(2)
+    await check(w, "a")
+    await check(w, "b")
+    w.group(0, "never opened")
+    await w.close(drained=True)
+    await w.close(drained=True)
+    assert not any(comm.is_valid for comm in w.nccl.communicators)
+    assert w.nccl.calls.count("destroy") == 4
+    assert not any(len(owned) for owned in w.owned)
+    assert not any(list(owned) for owned in w.owned)
+
+
+async def test_s3_closing_while_it_is_opened_fails_what_waits(world, until):
+    w = world(2)
+    w.posts["world"] = _Post(2)
+    call = w.call(0, summed(full(w, 0)))
+    await until(lambda: "init" in w.nccl.calls)
+    await w.close(drained=False)
+    assert "destroyed" in str((await w.done([call]))[0])
+    await until(lambda: not w.comm(0).is_valid)
+
+
+# --- split and shrink --------------------------------------------------------------------------------------
+
+
+async def test_s3_split_makes_groups_of_some_ranks_in_their_order(world):
+    w = world(5, dawdle=5)
+    await check(w)
+    sets = {0: [4, 0], 4: [4, 0], 1: [1, 2], 2: [1, 2], 3: None}
+    children = {}
+
+    def split(rank):
+        def call(done):
+            children[rank] = w.owned[rank].split(w.group(rank), "part", sets[rank])
+            done(None)
+
+        return w.start(call)
+
+    await w.done([split(rank) for rank in range(5)])
+    assert children[3] is None
+    assert (children[4].rank, children[0].rank, children[0].ranks) == (0, 1, (4, 0))
+    ts = {rank: full(w, rank, 2.0**rank) for rank in (0, 1, 2, 4)}
+    # Issued at once: they wait until the split is over.
+    await w.succeed([w.call(rank, summed(ts[rank]), group=children[rank]) for rank in ts])
+    assert [ts[rank].cpu()[0].item() for rank in (0, 4, 1, 2)] == [17.0, 17.0, 6.0, 6.0]
+    await check(w)  # the parent goes on
+    assert w.nccl.calls.count("init") == 5
+    roots = [full(w, rank, 1.0 + rank) for rank in (0, 4)]
+    await w.succeed(
+        [
+            w.call(rank, lambda n, done, t=t: n.broadcast(t, 0, done), group=children[rank])
+            for rank, t in zip((0, 4), roots, strict=True)
+        ]
+    )
+    assert [t.cpu()[0].item() for t in roots] == [5.0, 5.0]
+
+
+async def test_s3_a_split_that_fails_fails_the_child(world):
+    w = world(1)
+    await check(w)
+    w.nccl.refuse["split"] = 5
+    children = []
+    await w.done([w.start(lambda done: done(children.append(w.owned[0].split(w.group(0), "part", [0]))))])
+    errors = await w.done([w.call(0, summed(full(w, 0)), group=group) for group in (children[0], w.group(0))])
+    assert [error.code for error in errors] == [5, 5]
+    assert "splitting: invalid usage" in str(errors[0])
+
+
+async def test_s3_shrink_goes_on_without_the_lost(world):
+    w = world(4)
+    await check(w)
+    w.nccl.hang(2)
+    ts = [full(w, rank) for rank in range(4)]
+    await w.done([w.call(rank, summed(ts[rank])) for rank in range(4)])  # hangs on the device
+    left = (0, 1, 3)
+    children = {}
+
+    def shrink(rank):
+        def call(done):
+            children[rank] = w.owned[rank].shrink(w.group(rank), "left", [2])
+            done(None)
+
+        return w.start(call)
+
+    await w.done([shrink(rank) for rank in left])
+    ts = {rank: full(w, rank, 10.0**rank) for rank in left}
+    assert set(await w.done([w.call(rank, summed(ts[rank]), group=children[rank]) for rank in left])) == {None}
+    for rank in left:
+        w.streams[rank].synchronize()
+        assert ts[rank].cpu()[0].item() == 1011.0
+        assert children[rank].ranks == left
+    old = await w.done([w.call(0, summed(full(w, 0)))])
+    assert "shrunk" in str(old[0])
+
+
+async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world):
+    w = world(2)
+    children = []
+    await w.done([w.start(lambda done: done(children.append(w.owned[0].shrink(w.group(0), "left", [1]))))])
+    error = (await w.done([w.call(0, summed(full(w, 0)), group=children[0])]))[0]
+    assert "nothing to shrink" in str(error)
+
+
+# --- order -------------------------------------------------------------------------------------------------
+
+
+async def test_s3_a_done_that_issues_more_keeps_the_order(world):
+    """A thousand calls wait for the opening; each makes another when it is enqueued: no recursion, none lost."""
+    w = world(1)
+    t = full(w, 0, 1.0, 1)
+    order = []
+
+    def call(number):
+        def start(n, done):
+            def next_one(error):
+                order.append(number)
+                if number < 1000:
+                    n.broadcast(t, 0, lambda error: (order.append(number + 1000), done(error)))
+                else:
+                    done(error)
+
+            n.broadcast(t, 0, next_one)
+
+        return start
+
+    await w.succeed([w.call(0, call(number)) for number in range(1000)])
+    assert order == list(range(2000))
+
+
+async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(world, monkeypatch):
+    monkeypatch.setattr(module, "_SPIN_SECONDS", 10.0)
+    w = world(1, dawdle=5, seed=2)
+    await check(w)
+    enqueued = []
+
+    def call(n, done):
+        n.broadcast(w.kept[0], 0, enqueued.append)
+        assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
+        done(None)
+
+    await w.succeed([w.call(0, call) for _ in range(5)])

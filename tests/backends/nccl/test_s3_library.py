@@ -1,0 +1,209 @@
+"""What is used of nccl4py is there, what is missing is said, and errors keep NCCL's text (S3)."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from aiodist.backends import nccl
+from aiodist.backends.base import DTYPES
+from aiodist.backends.nccl import Library, library, missing, refuses, supports
+from aiodist.errors import BackendError, BackendUnavailable
+from aiodist.testing.fake_nccl import FakeCommunicator, FakeConfig, FakeNccl, NCCLError, NcclInvalid
+from aiodist.types import ReduceOp
+
+Install = Callable[[object], None]
+
+EXPECTED_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "get_unique_id": (),
+    "get_version": (),
+    "get_error_string": (5,),
+    "group": (),
+}
+"""The functions that `Library` calls, with the arguments that it gives."""
+EXPECTED_METHODS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
+    "init": ((2, 0, "id", "config"), {}),
+    "split": (("self", 1, 0, "config"), {}),
+    "shrink": (("self", [1], "config", "flag"), {}),
+    "get_async_error": (("self",), {}),
+    "get_last_error": (("self",), {}),
+    "finalize": (("self",), {}),
+    "destroy": (("self",), {}),
+    "abort": (("self",), {}),
+    "allreduce": (("self", "send", "recv", "op"), {"stream": 7}),
+    "broadcast": (("self", "send", "recv", 0), {"stream": 7}),
+    "reduce": (("self", "send", "recv", "op", 0), {"stream": 7}),
+    "allgather": (("self", "send", "recv"), {"stream": 7}),
+    "reduce_scatter": (("self", "send", "recv", "op"), {"stream": 7}),
+    "send": (("self", "send", 1), {"stream": 7}),
+    "recv": (("self", "recv", 1), {"stream": 7}),
+}
+
+
+@pytest.fixture(params=["fake", "nccl4py"])
+def core(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The fake has the interface that nccl4py has."""
+    if request.param == "fake":
+        fake = FakeNccl()
+        return SimpleNamespace(module=fake, communicator=_fake_communicator())
+    module = pytest.importorskip("nccl.core")
+    return SimpleNamespace(module=module, communicator=module.Communicator)
+
+
+def _fake_communicator() -> SimpleNamespace:
+    return SimpleNamespace(init=FakeNccl().Communicator.init, **dict(vars(FakeCommunicator)))
+
+
+@pytest.mark.parametrize("name", EXPECTED_SIGNATURES)
+def test_s3_every_function_that_is_called_takes_these_arguments(core: SimpleNamespace, name: str) -> None:
+    inspect.signature(getattr(core.module, name)).bind(*EXPECTED_SIGNATURES[name])
+
+
+@pytest.mark.parametrize("name", EXPECTED_METHODS)
+def test_s3_every_method_that_is_called_takes_these_arguments(core: SimpleNamespace, name: str) -> None:
+    args, kwargs = EXPECTED_METHODS[name]
+    inspect.signature(getattr(core.communicator, name)).bind(*args, **kwargs)
+
+
+def test_s3_the_names_that_are_used_are_there(core: SimpleNamespace) -> None:
+    module = core.module
+    inspect.signature(module.NCCLConfig).bind(blocking=False, comm_name="x")
+    inspect.signature(module.UniqueId.from_bytes).bind(b"")
+    assert [int(op) for op in (module.SUM, module.PROD, module.MAX, module.MIN)] == [0, 1, 2, 3]
+    assert int(module.CommShrinkFlag.ABORT) == 1
+    assert hasattr(core.communicator, "is_valid") or core.module.__class__ is FakeNccl
+
+
+def test_s3_nccl4py_itself_does_what_the_code_relies_on() -> None:
+    module = pytest.importorskip("nccl.core")
+    bindings = pytest.importorskip("nccl.bindings.nccl")
+    assert bindings.check_status(library.IN_PROGRESS) is None  # a call that goes on is no error
+    with pytest.raises(bindings.NCCLError) as raised:
+        bindings.check_status(5)
+    assert raised.value.status == 5
+    assert int(bindings.Result.Success) == library.SUCCESS
+    assert int(bindings.Result.InProgress) == library.IN_PROGRESS
+    unique_id = bytes(range(library.ID_BYTES))
+    assert bytes(module.UniqueId.from_bytes(unique_id)) == unique_id
+    assert not module.Communicator().is_valid
+    config = module.NCCLConfig(blocking=False, comm_name="world")
+    assert config._to_lowpp().blocking == 0
+
+
+# --- what is missing ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Pretend that there is a device, and return what puts a module in the place of nccl4py."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def install(core: object) -> None:
+        package = ModuleType("nccl")
+        package.__spec__ = ModuleSpec("nccl", None)
+        monkeypatch.setitem(sys.modules, "nccl", package)
+        monkeypatch.setitem(sys.modules, "nccl.core", core)  # type: ignore[arg-type]
+
+    return install
+
+
+def test_s3_without_a_device_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    assert "torch sees none" in (missing() or "")
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        nccl.load()
+
+
+def test_s3_without_nccl4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, installed: Install) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for built_for, extra in (("12.8", "cuda12"), ("13.0", "cuda13"), (None, "cuda12")):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        assert missing() == f"nccl4py is not installed: pip install 'aiodist[{extra}]'"
+
+
+def test_s3_a_library_that_is_missing_broken_or_old_is_named(
+    monkeypatch: pytest.MonkeyPatch, installed: Install
+) -> None:
+    fake = FakeNccl()
+    installed(fake)
+    assert missing() is None
+    assert nccl.version() == "2.32.3"
+    fake.release = (2, 22, 9)
+    assert "NCCL is 2.22.9, 2.23 or later is needed" in (missing() or "")
+    monkeypatch.setattr(fake, "get_version", lambda: SimpleNamespace(libnccl=None))
+    assert "found no libnccl.so.2" in (missing() or "")
+    monkeypatch.setitem(sys.modules, "nccl.core", None)  # importing it raises
+    assert "cannot be imported" in (missing() or "")
+
+
+def test_s3_ranks_that_share_a_device_are_refused_by_some() -> None:
+    apart = [("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]
+    together = [("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-1")]
+    for version in ((2, 23, 0), (2, 32, 3)):
+        assert refuses(apart, version, shared=False) is None
+    assert "ranks 1 and 2 share device GPU-1 of b" in (refuses(together, (2, 29, 7), shared=True) or "")
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in (refuses(together, (2, 30, 1), shared=False) or "")
+    assert refuses(together, (2, 30, 1), shared=True) is None
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+def test_s3_errors_keep_the_code_and_the_text() -> None:
+    ours = Library(FakeNccl())
+    theirs = NCCLError(2)
+    error = ours.error(theirs, "allreduce")
+    assert isinstance(error, BackendError)
+    assert (error.code, error.__cause__) == (2, theirs)
+    assert str(error) == "NCCL: allreduce: unhandled system error (2)"
+    assert ours.error(NcclInvalid("Dtype mismatch"), "reduce").code is None
+    comm = SimpleNamespace(is_valid=True, get_last_error=lambda: "socket closed by peer\n")
+    assert str(ours.failure(comm, 6, "allreduce")).endswith("a network error (socket closed by peer)")
+
+
+def test_s3_a_communicator_that_is_never_complete_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fake = FakeNccl()
+    ours = Library(fake)
+    give_up = threading.Event()
+    give_up.set()
+    with pytest.raises(BackendError, match="connecting 2 ranks: given up"):
+        ours.connect(2, 0, ours.unique_id(), "world", give_up)
+    assert fake.calls == ["init", "abort"]
+    alone = ours.connect(1, 0, ours.unique_id(), "alone", threading.Event())
+    other = fake.Communicator.init(2, 0, fake.get_unique_id(), FakeConfig(blocking=False))
+    other._pending = None
+    ours.close(other, 0.01)  # its peer never comes
+    ours.close(alone, 1.0)
+    assert not other.is_valid
+    assert not alone.is_valid
+    assert fake.calls[2:] == ["init", "init", "finalize", "abort", "finalize", "destroy"]
+    assert not fake.violations
+
+
+# --- what is supported -------------------------------------------------------------------------------------
+
+
+def test_s3_what_nccl_cannot_do_right_is_not_offered() -> None:
+    reductions = {"allreduce", "reduce", "reduce_scatter"}
+    assert all(supports(name, kind, None) for name in ("broadcast", "allgather", "alltoall") for kind in DTYPES)
+    assert not any(supports("scan", kind, op) for kind in DTYPES for op in ReduceOp)
+    for name in reductions:
+        for half in (torch.float16, torch.bfloat16):  # rounded at each hop otherwise
+            assert [op for op in ReduceOp if supports(name, half, op)] == [ReduceOp.MIN, ReduceOp.MAX]
+        taken = [op for op in ReduceOp if supports(name, torch.float32, op)]
+        assert taken == [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX]
+        assert [op for op in ReduceOp if supports(name, torch.complex64, op)] == [ReduceOp.SUM, ReduceOp.MEAN]
+        taken = [op for op in ReduceOp if supports(name, torch.bool, op)]
+        assert taken == [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR]
+        assert not any(supports(name, torch.int16, op) for op in ReduceOp)
+        assert not supports(name, torch.int64, ReduceOp.BXOR)

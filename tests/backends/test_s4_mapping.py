@@ -1,0 +1,336 @@
+"""S4: whose memory is mapped where: never a stale mapping, whatever is freed, resized or made again at one address."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist.backends.cuda_ipc import Mappings, TorchMapper, Visit
+from aiodist.backends.cuda_ipc import mapping as mapping_module
+from aiodist.errors import BackendError, MismatchError
+from aiodist.testing.simulated_mapper import SimulatedMapper
+
+CPU = torch.device("cpu")
+
+
+class Pair:
+    """Rank 0 lends, rank 1 borrows."""
+
+    def __init__(self, most: int = 64) -> None:
+        self.mapper = SimulatedMapper()
+        self.lender = Mappings(self.mapper, most)
+        self.borrower = Mappings(self.mapper, most)
+
+    def say(self, t: Tensor) -> tuple[Visit, bytes]:
+        visit = Visit(self.lender, t)
+        return visit, visit.announce(1)
+
+    def hear(self, said: bytes, like: Tensor) -> tuple[Visit, Tensor]:
+        visit = Visit(self.borrower, torch.empty(0, dtype=like.dtype))
+        visit.hear(0, said, like.numel())
+        seen = visit.tensor(0)
+        visit.let_go()
+        return visit, seen
+
+    def visit(self, t: Tensor) -> Tensor:
+        """Return a copy of what rank 1 sees of `t`, after a whole visit."""
+        lending, said = self.say(t)
+        borrowing, seen = self.hear(said, t)
+        copied = seen.clone()
+        del seen
+        lending.end()
+        borrowing.end()
+        return copied
+
+
+def test_s4_another_tensor_at_the_same_address_is_another() -> None:
+    pair = Pair()
+    memory = bytearray(64)  # all that is made of it lies at one address
+    for round_, (n, kind) in enumerate([(8, torch.float64), (4, torch.float64), (16, torch.int32), (64, torch.uint8)]):
+        t = torch.frombuffer(memory, dtype=kind, count=n)
+        t.fill_(round_ + 1)
+        assert torch.equal(pair.visit(t), t)
+        assert pair.mapper.exported == round_ + 1, "an old description was taken for a new tensor"
+        address = t.data_ptr()
+        del t
+    assert torch.frombuffer(memory, dtype=torch.uint8).data_ptr() == address
+    assert pair.lender.lent == pair.borrower.borrowed == 1
+
+
+def test_s4_views_of_one_storage_share_a_mapping() -> None:
+    pair = Pair()
+    t = torch.arange(100, dtype=torch.float32)
+    for part in (t, t[10:20], t[99:], t.view(torch.int32)[5:], t.view(10, 10)[3]):
+        assert torch.equal(pair.visit(part), part)
+    assert pair.mapper.exported == 1
+
+
+def test_s4_a_resized_storage_is_described_anew() -> None:
+    pair = Pair()
+    t = torch.ones(1000)
+    pair.visit(t)
+    t.untyped_storage().resize_(0)
+    t.untyped_storage().resize_(400_000)
+    t.set_(t.untyped_storage(), 0, (100_000,))  # type: ignore[call-overload]
+    t.fill_(3)
+    assert torch.equal(pair.visit(t), t)
+    assert pair.mapper.exported == 2
+    assert pair.borrower.borrowed == 1
+
+
+def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
+    pair = Pair()
+    kept, dying = torch.ones(3), torch.ones(4)
+    pair.visit(kept)
+    pair.visit(dying)
+    assert len(pair.mapper.opened) == 2
+    del dying
+    gc.collect()
+    assert len(pair.mapper.opened) == 2  # nobody has been told yet
+    pair.visit(kept)
+    assert len(pair.mapper.opened) == 1
+    assert pair.lender.lent == 1
+
+
+def test_s4_the_least_recently_used_goes_first_and_none_that_is_in_use() -> None:
+    pair = Pair(most=3)
+    ts = [torch.full((4,), float(i)) for i in range(5)]
+    busy, said = pair.say(ts[0])
+    for t in ts[1:3]:
+        pair.visit(t)
+    pair.visit(ts[1])  # so ts[2] has not been used for longest, but for ts[0], which is in use
+    pair.visit(ts[3])
+    assert pair.lender.lent == 3
+    exported = pair.mapper.exported
+    pair.visit(ts[1])
+    assert pair.mapper.exported == exported, "what was used just before has been forgotten"
+    pair.visit(ts[2])
+    assert pair.mapper.exported == exported + 1, "what was not used for longest was kept"
+    visit, seen = pair.hear(said, ts[0])
+    assert torch.equal(seen, ts[0])
+    busy.end()
+    visit.end()
+
+
+def test_s4_more_than_the_limit_are_lent_while_all_are_in_use() -> None:
+    pair = Pair(most=2)
+    ts = [torch.full((4,), float(i)) for i in range(5)]
+    said = [pair.say(t) for t in ts]
+    heard = [pair.hear(words, t) for (_, words), t in zip(said, ts, strict=True)]
+    for (_, seen), t in zip(heard, ts, strict=True):
+        assert torch.equal(seen, t)
+    assert pair.lender.lent == 5
+    for visit, _ in [*said, *heard]:
+        visit.end()
+    pair.visit(ts[0])
+    assert pair.lender.lent == pair.borrower.borrowed == 2
+
+
+def test_s4_two_visits_in_flight_are_understood_in_either_order() -> None:
+    pair = Pair()
+    t = torch.arange(5)
+    one, first = pair.say(t)
+    other, second = pair.say(t)
+    visit, seen = pair.hear(second, t)  # the first announcement has not come
+    assert torch.equal(seen, t)
+    late, seen = pair.hear(first, t)
+    assert torch.equal(seen, t)
+    assert pair.mapper.exported == 1
+    for each in (one, other, visit, late):
+        each.end()
+    _, short = pair.say(t)
+    assert len(short) < len(first), "the description travels though it is known"
+
+
+def test_s4_a_failed_visit_keeps_what_it_used() -> None:
+    pair = Pair(most=1)
+    t = torch.ones(3)
+    visit, said = pair.say(t)
+    del t, visit  # it never ends
+    gc.collect()
+    for i in range(5):
+        pair.visit(torch.full((2,), float(i)))
+    with pytest.raises(BackendError, match="gone"):
+        pair.hear(said, torch.ones(3))
+
+
+def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
+    pair = Pair()
+    t = torch.ones(3)
+    visit, said = pair.say(t)
+    for like in (torch.ones(4), torch.ones(3).double()):
+        hearing = Visit(pair.borrower, like)
+        with pytest.raises(MismatchError, match="rank 0 brings 3 float32, expected were"):
+            hearing.hear(0, said, like.numel())
+        hearing.end()
+    visit.end()
+    assert torch.equal(pair.visit(t), t)
+
+
+def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
+    pair = Pair()
+    t = torch.ones(3)
+    visit, said = pair.say(t)
+    hearing = Visit(pair.borrower, t)
+    hearing.hear(0, said, 3)
+    hearing.end()
+    visit.end()
+    description = pair.lender.lend(t).descriptions[1]
+    del t
+    other = torch.ones(2)
+    pair.lender._lent.popitem()[1].visits = 0
+    pair.borrower.drop(0, [1])
+    with pytest.raises(AssertionError, match="once"):
+        pair.mapper.open(description, CPU)
+    pair.visit(other)
+
+
+async def test_s4_closing_lets_go_of_everything() -> None:
+    pair = Pair()
+    ts = [torch.ones(i + 1) for i in range(4)]
+    for t in ts:
+        pair.visit(t)
+    assert len(pair.mapper.opened) == 4
+    await pair.borrower.aclose()
+    assert not pair.mapper.opened
+    await pair.lender.aclose()
+    visit = Visit(pair.lender, ts[0])
+    refused = visit.announce(1)
+    with pytest.raises(BackendError, match="closed"):
+        Visit(Mappings(pair.mapper), ts[0]).hear(0, refused, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_s4_any_order_of_visits_deaths_and_messages(seed: int) -> None:
+    """Tensors of any size at few addresses, messages of visits in flight in any order: what is seen is right."""
+    chance = random.Random(seed)
+    pair = Pair(most=chance.choice([1, 2, 5]))
+    places = [bytearray(64) for _ in range(3)]
+    living: dict[int, Tensor] = {}
+    under_way: list[tuple[Visit, bytes, Tensor]] = []
+    for step in range(200):
+        place = chance.randrange(3)
+        match chance.randrange(5):
+            case 0 | 1:
+                if not any(t.data_ptr() == _address(places[place]) for _, _, t in under_way):
+                    living.pop(place, None)
+                    living[place] = torch.frombuffer(places[place], dtype=torch.uint8, count=chance.randint(1, 64))
+                    living[place].fill_(step)
+            case 2 | 3:
+                if place in living:
+                    t = living[place]
+                    start = chance.randrange(t.numel())
+                    under_way.append((*pair.say(t[start:]), t[start:]))
+            case 4:
+                if under_way:
+                    lending, said, t = under_way.pop(chance.randrange(len(under_way)))
+                    borrowing, seen = pair.hear(said, t)
+                    assert torch.equal(seen, t), (seed, step)
+                    del seen
+                    borrowing.end()
+                    lending.end()
+    assert len(pair.mapper.opened) == pair.borrower.borrowed
+
+
+def _address(memory: bytearray) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+# --- torch's sharing, with what only a CUDA build has replaced -----------------------------------------------------
+
+
+class Shared:
+    """What torch's storage sharing was asked."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        self.released: list[tuple[Any, ...]] = []
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
+    seen = Shared()
+
+    class Storage(torch.UntypedStorage):
+        @staticmethod
+        def _release_ipc_counter(*args: Any) -> None:
+            seen.released.append(args)
+
+        @staticmethod
+        def _new_shared_cuda(*args: Any) -> torch.UntypedStorage:
+            seen.made.append(args)
+            return torch.arange(args[2], dtype=torch.uint8).untyped_storage()
+
+        @staticmethod
+        def _new_with_weak_ptr(cdata: int) -> Any:
+            return plain._new_with_weak_ptr(cdata)
+
+    class Lent:
+        """A tensor whose storage can be shared."""
+
+        device = torch.device("cuda:1")
+
+        def __init__(self, t: Tensor) -> None:
+            self._storage = t.untyped_storage()
+
+        def untyped_storage(self) -> Any:
+            return self
+
+        @property
+        def _cdata(self) -> int:
+            return self._storage._cdata  # type: ignore[no-any-return]
+
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            return 1, b"handle", 40, 512, b"/torch_counters", 7, b"event", True
+
+    plain = torch.UntypedStorage
+    monkeypatch.setattr(torch, "UntypedStorage", Storage)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("_", (), {"uuid": f"GPU-{index}"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    seen.lent = Lent  # type: ignore[attr-defined]
+    return seen
+
+
+def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = torch.zeros(10)
+    description = TorchMapper().export(shared.lent(t))
+    assert len(description) < 400  # so that a frame has room for it
+    monkeypatch.setattr(mapping_module, "_process", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: False)
+    monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"idle on {device}")
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or pytest.MonkeyPatch.context())
+    with pytest.raises(BackendError, match="no access to the memory of cuda:1"):
+        TorchMapper().open(description, torch.device("cuda:0"))
+    mapped = TorchMapper().open(description, torch.device("cuda:1"))
+    # The counter is this mapping's; the event is not waited for: ranks synchronise on the host.
+    assert shared.made == [(1, b"handle", 40, 512, b"/torch_counters", 7, b"event", False)]
+    assert torch.equal(mapped.memory(), torch.arange(40, dtype=torch.uint8))
+    mapped.close()
+    assert entered == ["idle on cuda:1"]
+    with pytest.raises(BackendError, match="let go of"):
+        mapped.memory()
+    assert not shared.released
+
+
+def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Any) -> None:
+    t = torch.arange(4, dtype=torch.uint8)
+    mapped = TorchMapper().open(TorchMapper().export(shared.lent(t)), CPU)
+    assert mapped.memory().data_ptr() == t.data_ptr()
+    assert shared.released == [(b"/torch_counters", 7)]
+    assert not shared.made
+    del t
+    gc.collect()
+    with pytest.raises(BackendError, match="gone"):
+        mapped.memory()
+
+
+def test_s4_memory_that_cannot_be_shared_is_refused_with_the_remedy() -> None:
+    with pytest.raises(BackendError, match='cannot be lent.*impl="staged"'):
+        TorchMapper().export(torch.ones(3))

@@ -1,0 +1,120 @@
+"""N15: where the tensors of an item are found, and what becomes of the containers around them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from aiodist.data.nesting import rebuilt
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    name: str = "n"
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Any
+    made: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.made.append("once")
+
+
+class Batch(dict[str, Any]):
+    """A mapping that holds more than its items."""
+
+    note = ""
+
+
+class Fixed(tuple[Any, ...]):
+    __slots__ = ()
+
+
+def plus_one(x: Any) -> Any:
+    return x + 1
+
+
+def values(kind: type) -> Any:
+    return kind([torch.tensor(1), "text", [torch.tensor(2)]])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, UserList, Fixed])
+def test_n15_sequences_keep_their_type(kind: type) -> None:
+    before = values(kind)
+    after = rebuilt(before, plus_one)
+    assert type(after) is kind
+    assert list(after) == [2, "text", [3]]
+    assert list(before) == [1, "text", [2]]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, MappingProxyType, Batch])
+def test_n15_mappings_keep_their_type(kind: Any) -> None:
+    before = kind({"a": torch.tensor(1), "b": {"c": (torch.tensor(2), 7)}})
+    if kind is Batch:
+        before.note = "kept"
+    after = rebuilt(before, plus_one)
+    assert type(after) is kind
+    assert dict(after) == {"a": 2, "b": {"c": (3, 7)}}
+    assert before["a"] == 1
+    assert getattr(after, "note", "kept") == "kept"
+
+
+def test_n15_what_a_default_dictionary_makes_is_kept() -> None:
+    after = rebuilt(defaultdict(list, {"a": torch.tensor(1)}), plus_one)
+    assert (after["a"], after["b"]) == (2, [])
+
+
+def test_n15_named_tuples_and_dataclasses() -> None:
+    other = namedtuple("other", "u")  # noqa: PYI024  - the old way to write it
+    assert rebuilt(Pair(torch.tensor(1), other(torch.tensor(2))), plus_one) == Pair(2, other(3))
+    frozen, slotted = Frozen(torch.tensor(1)), Slotted([torch.tensor(1)])
+    assert rebuilt((frozen, slotted), plus_one) == (Frozen(2), Slotted([2]))
+    assert (frozen.x, slotted.x) == (1, [1])
+    assert rebuilt(slotted, plus_one).made == ["once"]  # it was not made anew
+
+
+def test_n15_what_holds_no_tensor_is_itself() -> None:
+    for value in (
+        [1, "a", (2.5, None)],
+        {"a": [bytes(3), bytearray(2)], "b": range(1 << 60)},
+        Frozen("x"),
+        Pair(1, [2]),
+        np.zeros(3),
+        memoryview(bytes(3)),
+        {torch.tensor(1)},  # as the DataLoader: a set is not looked into
+        torch.Tensor,
+        object(),
+    ):
+        assert rebuilt(value, plus_one) is value
+
+
+def test_n15_what_moves_itself_is_changed_as_a_whole() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    seen: list[Any] = []
+    rebuilt([packed, torch.tensor(3)], seen.append)
+    assert seen[0] is packed
+    assert len(seen) == 2
+
+
+class Stubborn(list[Any]):
+    def __copy__(self) -> Stubborn:
+        raise TypeError("no copies")
+
+
+def test_n15_a_container_that_cannot_be_copied_becomes_a_plain_one() -> None:
+    assert rebuilt(Stubborn([torch.tensor(1)]), plus_one) == [2]

@@ -1,0 +1,334 @@
+"""S2: copies between host and device give every byte, wait for nothing on the host, and end where memory is short."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import DTYPES
+from aiodist.errors import BackendError
+from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.streams import CudaStream, PinnedPool, Staging
+from aiodist.testing.cuda import SimulatedCuda
+
+PIECE = 4096
+SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 3)  # bytes
+
+
+def small(pieces: int = 2) -> Staging:
+    """Have this loop stage in pieces of 4 KiB, of which there are few."""
+    progress = Progress.current()
+    staging = Staging(progress, PinnedPool(4 * pieces * PIECE, PIECE, warn=Staging.of(progress)._warn))
+    progress.belongings[Staging] = staging
+    return staging
+
+
+def fresh(numel: int, kind: torch.dtype = torch.uint8) -> Tensor:
+    """Return random bits; no NaN, which equals nothing."""
+    if kind is torch.bool:
+        return torch.rand(numel) < 0.5
+    if kind.is_floating_point or kind.is_complex:
+        return torch.randn(numel, dtype=torch.float64).to(kind)
+    return torch.randint(0, 256, (numel * kind.itemsize,), dtype=torch.uint8).view(kind)
+
+
+def copied(staging: Staging, into: Tensor, t: Tensor, stream: torch.cuda.Stream) -> asyncio.Future[list[str]]:
+    """Issue the copy; the result is what was told, in order."""
+    told: list[str] = []
+    over: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+
+    def finish(error: BaseException | None) -> None:
+        told.append("over")
+        tell = over.set_exception if error is not None else lambda _: over.set_result(told)
+        staging.progress.post(lambda: tell(error))  # type: ignore[operator]
+
+    staging.progress.start(lambda: staging.copy(into, t, stream, lambda _: told.append("queued"), finish))
+    return over
+
+
+async def until_over(over: asyncio.Future[list[str]]) -> list[str]:
+    async with asyncio.timeout(20):
+        return await over
+
+
+async def there_and_back(staging: Staging, t: Tensor, pin: tuple[bool, bool]) -> Tensor:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        on_device = torch.empty_like(t, device="cuda")
+    host = torch.empty_like(t, pin_memory=pin[0]).copy_(t)
+    assert await until_over(copied(staging, on_device, host, stream)) == ["queued", "over"]
+    host.zero_()
+    back = torch.empty_like(t, pin_memory=pin[1])
+    assert await until_over(copied(staging, back, on_device, stream)) == ["queued", "over"]
+    return back
+
+
+@pytest.mark.parametrize("pin", list(product((False, True), repeat=2)))
+async def test_s2_copies_of_every_size_and_kind(simulated_cuda: SimulatedCuda, pin: tuple[bool, bool]) -> None:
+    simulated_cuda.delay = 5e-5
+    staging = small()
+    for nbytes in SIZES:
+        t = fresh(nbytes)
+        assert torch.equal(await there_and_back(staging, t, pin), t), nbytes
+    for kind in DTYPES:
+        t = fresh(PIECE // 3, kind)
+        assert torch.equal(await there_and_back(staging, t, pin), t), kind
+    assert staging.pool.lent == 0
+    assert staging.pool.pinned_bytes <= staging.pool.limit_bytes
+    assert not simulated_cuda.synchronisations, "the host never waits for the device"
+
+
+def strided(shape: tuple[int, int], device: str) -> list[Tensor]:
+    """Return tensors of a shape, none of which lies in memory as it is numbered."""
+    rows, columns = shape
+    return [
+        torch.zeros(columns, rows, device=device).t(),
+        torch.zeros(rows, 2 * columns, device=device)[:, ::2],
+        torch.zeros(3 * rows, columns, device=device)[1::3],
+    ]
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_copies_between_tensors_of_any_strides() -> None:
+    staging, stream, shape = small(), torch.cuda.Stream(), (37, 41)
+    torch.cuda.synchronize()
+    for source, target in product(("cpu", "cuda"), repeat=2):
+        for t, into in product(strided(shape, source), strided(shape, target)):
+            if source == target == "cpu":
+                continue
+            wanted = torch.randn(shape)
+            t.copy_(wanted)
+            torch.cuda.synchronize()
+            await until_over(copied(staging, into, t, stream))
+            assert torch.equal(into.cpu(), wanted)
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_copies_of_conjugates_numbers_parameters_and_inference_tensors() -> None:
+    staging, stream = small(), torch.cuda.Stream()
+    z = torch.randn(100, dtype=torch.complex64)
+    on_device = torch.zeros(100, dtype=torch.complex64, device="cuda")
+    torch.cuda.synchronize()
+    await until_over(copied(staging, on_device, z.conj(), stream))
+    back = torch.zeros(100, dtype=torch.complex64)
+    await until_over(copied(staging, back.conj(), on_device, stream))
+    assert torch.equal(back, z)
+    number, parameter = torch.tensor(0.0), torch.nn.Parameter(torch.zeros(()))
+    await until_over(copied(staging, parameter, torch.tensor(3.0, device="cuda"), stream))
+    assert parameter.item() == 3
+    assert parameter.requires_grad
+    await until_over(copied(staging, number, parameter.to("cuda"), stream))
+    assert number.item() == 3
+    with torch.inference_mode():
+        made = torch.zeros(3 * PIECE)
+    source = torch.randn(3 * PIECE)
+    on_device = source.to("cuda")
+    torch.cuda.synchronize()
+    await until_over(copied(staging, made, on_device, stream))
+    assert torch.equal(made, source)
+
+
+@pytest.mark.parametrize("pin", [False, True])
+async def test_s2_a_copy_begins_behind_what_its_stream_has_queued(
+    simulated_cuda: SimulatedCuda, until: Callable[..., object], pin: bool
+) -> None:
+    staging, stream, other = small(), torch.cuda.Stream(), torch.cuda.Stream()
+    t = torch.empty(3 * PIECE, dtype=torch.uint8, pin_memory=pin)
+    into = torch.empty(3 * PIECE, dtype=torch.uint8, pin_memory=pin)
+    with torch.cuda.stream(stream), simulated_cuda.paused(stream):
+        on_device = torch.full((3 * PIECE,), 7, dtype=torch.uint8, device="cuda")
+        over = copied(staging, into, on_device, stream)
+        # Another copy, and another loop's worth of turns: nothing of the held one has happened.
+        await until_over(copied(staging, t, torch.ones_like(t, device="cuda"), other))
+        assert not over.done()
+    await until_over(over)
+    assert into.eq(7).all()
+
+
+@pytest.mark.parametrize("pin", [False, True])
+async def test_s2_what_a_stream_queues_behind_a_copy_finds_it_done(simulated_cuda: SimulatedCuda, pin: bool) -> None:
+    staging, stream = small(), torch.cuda.Stream()
+    simulated_cuda.delay = 2e-3
+    t = fresh(9 * PIECE)
+    if pin:
+        t = t.pin_memory()
+    with torch.cuda.stream(stream):
+        on_device = torch.empty_like(t, device="cuda")
+    seen: list[Tensor] = []
+    over = asyncio.get_running_loop().create_future()
+
+    def queued(event: torch.cuda.Event) -> None:
+        with torch.cuda.stream(stream):
+            seen.append(on_device.clone())
+            torch.cuda.current_stream().wait_event(event)
+            seen.append(on_device.clone())
+
+    def finish(error: BaseException | None) -> None:
+        staging.progress.post(lambda: over.set_result(error))
+
+    staging.progress.start(lambda: staging.copy(on_device, t, stream, queued, finish))
+    async with asyncio.timeout(20):
+        assert await over is None
+    torch.cuda.synchronize()
+    assert len(seen) == 2
+    assert all(torch.equal(one.cpu(), t) for one in seen)
+
+
+async def test_s2_a_held_stream_keeps_no_other_copy_waiting(simulated_cuda: SimulatedCuda) -> None:
+    staging, held, other = small(pieces=1), torch.cuda.Stream(), torch.cuda.Stream()
+    ts = [fresh(2 * PIECE) for _ in range(8)]
+    on_device = [torch.empty_like(t, device="cuda") for t in ts]
+    torch.cuda.synchronize()
+    with simulated_cuda.paused(held):
+        waiting = [copied(staging, into, t, held) for into, t in zip(on_device[:4], ts[:4], strict=True)]
+        # All pass through the one piece of pinned memory that there is.
+        for into, t in zip(on_device[4:], ts[4:], strict=True):
+            await until_over(copied(staging, into, t, other))
+        assert not any(one.done() for one in waiting)
+    for one in waiting:
+        await until_over(one)
+    torch.cuda.synchronize()
+    assert all(torch.equal(into.cpu(), t) for into, t in zip(on_device, ts, strict=True))
+    assert staging.pool.pinned_bytes == PIECE
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_s2_a_thousand_small_copies_in_flight_on_three_streams(simulated_cuda: SimulatedCuda) -> None:
+    simulated_cuda.delay = 2e-5
+    staging = small(pieces=4)
+    streams = [CudaStream(torch.cuda.Stream()) for _ in range(3)]
+    ts = [fresh(1 + i % 97, torch.int32) for i in range(1000)]
+    on_device = [torch.empty_like(t, device="cuda") for t in ts]
+    async with asyncio.timeout(30):
+        handles = [streams[i % 3].copy(on_device[i], t) for i, t in enumerate(ts)]
+        await asyncio.gather(*handles)
+        back = [torch.full_like(t, -1) for t in ts]
+        await asyncio.gather(*[streams[i % 3].copy(back[i], t) for i, t in enumerate(on_device)])
+    assert all(torch.equal(one, t) for one, t in zip(back, ts, strict=True))
+    assert staging.pool.lent == 0
+    assert staging.pool.pinned_bytes <= 4 * PIECE
+    assert not simulated_cuda.synchronisations
+
+
+async def test_s2_where_pinning_fails_copies_are_right_after_one_warning(simulated_cuda: SimulatedCuda) -> None:
+    simulated_cuda.pinning_fails = True
+    staging, stream = small(), torch.cuda.Stream()
+    with pytest.warns(RuntimeWarning, match="cannot be pinned") as seen:
+        for nbytes in SIZES:
+            t = fresh(nbytes)
+            assert torch.equal(await there_and_back(staging, t, (False, False)), t)
+        await asyncio.sleep(0)
+    assert len(seen) == 1
+    simulated_cuda.pinning_fails = False
+    # The host waits for each copy, so none begins before all is over that it would wait for.
+    t, into = fresh(2 * PIECE), torch.empty(2 * PIECE, dtype=torch.uint8)
+    with torch.cuda.stream(stream), simulated_cuda.paused(stream):
+        on_device = torch.empty_like(t, device="cuda")
+        held = [copied(staging, on_device, t, stream), copied(staging, into, on_device, stream)]
+        before = simulated_cuda.synchronisations.total()
+        other = torch.empty_like(t)
+        await until_over(copied(staging, other, torch.full_like(t, 5, device="cuda"), torch.cuda.Stream()))
+        assert simulated_cuda.synchronisations.total() - before == 2, "one for each piece of the other"
+    for one in held:
+        await until_over(one)
+
+
+async def test_s2_a_warning_that_is_an_error_ends_no_copy(
+    simulated_cuda: SimulatedCuda, reports: list[dict[str, object]]
+) -> None:
+    simulated_cuda.pinning_fails = True
+    staging = small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        t = fresh(3 * PIECE)
+        assert torch.equal(await there_and_back(staging, t, (False, False)), t)
+    assert [type(report["exception"]) for report in reports] == [RuntimeWarning]
+
+
+@pytest.mark.parametrize("pin", [False, True])
+async def test_s2_a_device_that_fails_is_told_and_gives_the_memory_back(
+    simulated_cuda: SimulatedCuda, pin: bool
+) -> None:
+    staging, stream = small(), torch.cuda.Stream()
+    t = torch.zeros(6 * PIECE, dtype=torch.uint8, pin_memory=pin)
+    into = torch.empty_like(t, device="cuda")
+    torch.cuda.synchronize()
+    with simulated_cuda.paused(stream):
+        waiting = [copied(staging, into, t, stream), copied(staging, t, into, stream)]
+        simulated_cuda.fail(0, "an illegal memory access was encountered")
+    for one in waiting:
+        with pytest.raises(BackendError, match="illegal memory access"):
+            await until_over(one)
+    with pytest.raises(BackendError, match="illegal memory access"):
+        await until_over(copied(staging, into, t, stream))
+    assert staging.pool.lent == 0
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_what_cannot_be_copied_is_an_error_of_the_copy() -> None:
+    staging, stream = small(), torch.cuda.Stream()
+    with pytest.raises(BackendError, match="a copy on cuda:0 failed"):
+        await until_over(copied(staging, torch.zeros(4, device="cuda"), torch.zeros(5, device="cuda"), stream))
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (5,))
+    with pytest.raises((BackendError, NotImplementedError)):
+        await until_over(copied(staging, torch.zeros(5, device="cuda"), sparse, stream))
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_a_long_copy_is_left_to_the_progress_thread() -> None:
+    staging, stream = Staging.of(Progress.current()), torch.cuda.Stream()
+    t = fresh(LARGE_BYTES)
+    with torch.cuda.stream(stream):
+        on_device = torch.empty_like(t, device="cuda")
+    over = copied(staging, on_device, t, stream)
+    async with asyncio.timeout(20):
+        while not staging.progress.large:  # noqa: ASYNC110
+            assert not over.done()
+            await asyncio.sleep(0)
+    await until_over(over)
+    assert staging.progress.large == 0
+    torch.cuda.synchronize()
+    assert torch.equal(on_device.cpu(), t)
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_two_devices_have_streams_of_their_own() -> None:
+    staging = small()
+    for index in (0, 1):
+        device = torch.device("cuda", index)
+        assert staging.to_host(device) is staging.to_host(device)
+        assert staging.to_host(device).device == staging.to_device(device).device == device
+    t = fresh(3 * PIECE)
+    first, second = [torch.empty_like(t, device=f"cuda:{index}") for index in (0, 1)]
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    await until_over(copied(staging, first, t, torch.cuda.Stream(device=0)))
+    await until_over(copied(staging, second, first, torch.cuda.Stream(device=0)))
+    torch.cuda.synchronize(1)
+    back = torch.empty_like(t)
+    await until_over(copied(staging, back, second, torch.cuda.Stream(device=1)))
+    assert torch.equal(back, t)
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_nothing_keeps_the_tensors_when_a_copy_is_over() -> None:
+    staging, stream = small(), torch.cuda.Stream()
+    freed: list[bool] = []
+
+    class Watched:
+        def __del__(self) -> None:
+            freed.append(True)
+
+    t = fresh(3 * PIECE)
+    t.watched = Watched()  # type: ignore[attr-defined]
+    on_device = torch.empty_like(t, device="cuda")
+    torch.cuda.synchronize()
+    await until_over(copied(staging, on_device, t, stream))
+    del t
+    assert freed
