@@ -82,29 +82,32 @@ class Accelerator:
             stream = self._streams[name, device] = torch.cuda.Stream(device=device)
         if tag is None or name not in self._members:
             return DeviceWork(self._progress, stream)
-        self._take_turn(name, device, tag)
-        return DeviceWork(self._progress, stream, partial(self._give_back, name, device, tag))
+        turn = self._take_turn(name, device, tag)
+        return DeviceWork(self._progress, stream, partial(self._give_back, name, device, tag, turn))
 
-    def _take_turn(self, name: str, device: torch.device, tag: int) -> None:
+    def _take_turn(self, name: str, device: torch.device, tag: int) -> nccl.Turn:
         assert self._groups is not None
         used = self._used.setdefault(name, [])
         if device not in used:
             used.append(device)
         ranks, rank = self._members[name]
         group = self._groups.of(f"{name} #{used.index(device)}", ranks, rank, device)
-        self._turns.setdefault((name, tag), {})[device] = (group, group.turns.take())
+        turn = group.turns.take()
+        self._turns.setdefault((name, tag), {})[device] = (group, turn)
         if not self._looking:
             self._looking = True
             self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        return turn
 
     def _turn_of(self, name: str, tag: int, t: Tensor) -> tuple[nccl.NcclGroup, nccl.Turn]:
         return self._turns[name, tag % LANE_TAGS][t.device]
 
-    def _give_back(self, name: str, device: torch.device, tag: int) -> None:
-        turns = self._turns[name, tag]
-        _, turn = turns.pop(device)
-        if not turns:
-            del self._turns[name, tag]
+    def _give_back(self, name: str, device: torch.device, tag: int, turn: nccl.Turn) -> None:
+        turns = self._turns.get((name, tag), {})
+        if (taken := turns.get(device)) is not None and taken[1] is turn:  # else another operation has its tag by now
+            del turns[device]
+            if not turns:
+                del self._turns[name, tag]
         turn.give_back()
 
     # --- implementations ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from aiodist.collectives.metadata import overlaps
 from aiodist.types import ANY
 
 __all__ = [
+    "check_across",
     "check_apart",
     "check_list",
     "check_out",
@@ -49,6 +50,23 @@ def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:
     if count is not None and len(ts) != count:
         raise ValueError(f"{name} has {len(ts)} tensors: expected {count}, one for each rank")
     return [check_tensor(t, f"{name}[{i}]") for i, t in enumerate(ts)]
+
+
+def check_across(ts: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `ts` are alike, and all on the CPU or each on a CUDA device of its own."""
+    if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
+        seen = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.numel()}]" for t in ts)
+        raise ValueError(f"across=True over {seen}: expected the same dtype and number of elements")
+    devices = [t.device for t in ts]
+    if all(device.type == "cpu" for device in devices):
+        return
+    listed = ", ".join(map(str, devices))
+    if any(device.type == "cpu" for device in devices):
+        raise ValueError(f"across=True over tensors on {listed}: expected all on the CPU, or all on CUDA devices")
+    if len(devices) > (there := torch.cuda.device_count()):
+        raise ValueError(f"across=True over {len(devices)} tensors on {listed}: expected at most one for each of {there}")
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"across=True over tensors on {listed}: expected each on a CUDA device of its own")
 
 
 def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = False) -> int:

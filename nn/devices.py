@@ -143,10 +143,13 @@ class Ending:
         self.works = [DeviceWork(progress, _stream(progress, device)) for device in devices]
 
     def run(self, finish: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        """Call `finish`, which queues what is left, and when the devices have done it `then(None)`, on the loop.
+        """Have the loop call `finish`, which queues what is left, and when the devices have done it `then(None)`.
 
         `then(error)` where `finish` raised or a device failed.
         """
+        self._progress.post(partial(self._run, finish, then))  # who calls may hold the transport lock
+
+    def _run(self, finish: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
         try:
             with ExitStack() as streams:
                 for work in self.works:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from aiodist.communicator import Communicator
 from aiodist.nn.synchronize import synchronize_parameters
@@ -41,7 +41,19 @@ async def share_longest(coll: Communicator, steps: int, module: nn.Module, optim
         )
     root = made.index(max(made))
     await synchronize_parameters(module, coll, root=root, buffers=False)
-    states = await coll.broadcast_object([optimizer.state_dict() for optimizer in optimizers], root=root)
+    mine = [_on_host(optimizer.state_dict()) for optimizer in optimizers if coll.rank == root]
+    states = await coll.broadcast_object(mine, root=root)
     if coll.rank != root:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _on_host(state: Any) -> Any:  # noqa: ANN401
+    """Return the state with its tensors on the CPU: each rank has devices of its own, to which loading takes them."""
+    if isinstance(state, Tensor):
+        return state.cpu() if state.is_cuda else state
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_on_host(value) for value in state)
+    return state

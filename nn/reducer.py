@@ -214,7 +214,9 @@ class Reducer:
         self._due.clear()
         for bucket in self._buckets:
             bucket.open()
-        self.last = self._current = Reduction(self._paths, self._buckets, self, active=active, behind=self.last if self.devices else None)
+        self.last = self._current = Reduction(
+            self._paths, self._buckets, self, active=active, behind=self.last if self.devices else None
+        )
         self.last.prompt = not self.joining
         return self.last
 

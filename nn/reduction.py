@@ -319,7 +319,7 @@ class Reduction:
             handle.add_waiter(self._arrival(partial(self._marked, marks)))
 
     def _arrival(self, then: Callable[[BaseException | None], None]) -> _Arrival:
-        return _Arrival(self.paths.progress, self._late, then)
+        return _Arrival(self.paths, self._late, then)
 
     def _late(self, error: OperationTimeout) -> None:
         """Tell it once, as any deadline: the next await waits on."""
@@ -469,15 +469,16 @@ class Reduction:
 class _Arrival:
     """Waits for a handle on behalf of a pass."""
 
-    __slots__ = ("_late", "_progress", "_then")
+    __slots__ = ("_late", "_on_devices", "_progress", "_then")
 
     def __init__(
         self,
-        progress: Progress,
+        paths: Paths,
         late: Callable[[OperationTimeout], None],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        self._progress = progress
+        self._progress = paths.progress
+        self._on_devices = bool(paths.devices)
         self._late = late
         self._then = then
 
@@ -485,8 +486,9 @@ class _Arrival:
         if late is not None and not handle.done():  # it goes on, and so do its buffers
             self._late(late)
             handle.add_waiter(self)
-        elif asyncio.current_task() is None:
+        elif asyncio.current_task() is None and not self._on_devices:
             self._then(handle.outcome_error())
         else:
             # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
+            # Whoever polls devices holds the transport lock.
             self._progress.post(partial(self._then, handle.outcome_error()))

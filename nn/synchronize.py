@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from aiodist.arguments import check_rank
 from aiodist.claims import Claim, reading, writing
+from aiodist.collectives.on_device import attach
 from aiodist.communicator import Communicator
 from aiodist.errors import MismatchError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, in_flight
+from aiodist.nn.devices import Ending, cuda_devices
 from aiodist.nn.layout import (
     Parcel,
     agree,
@@ -28,6 +30,7 @@ from aiodist.nn.layout import (
     is_dense,
     named_state,
 )
+from aiodist.streams import Modes
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["assert_synchronized", "synchronize_buffers", "synchronize_gradients", "synchronize_parameters"]
 
 _CHUNK = 1 << 18  # elements that are widened to float64 at a time
+_DEVICE_CHUNK = 1 << 24  # the same on a CUDA device
 
 
 # --- parameters and buffers ------------------------------------------------------------------------------------------
@@ -234,7 +238,8 @@ def _issue(
 
     Raises, with none of them made, where memory is in flight already: what is copied belongs to the handle as well.
     """
-    outer = _Combined(Progress.current(), op, origin=Origin.here())
+    progress = Progress.current()
+    outer = _Combined(progress, op, origin=Origin.here())
     held: list[Claim] = []
     try:
         _acquire([c for parcel in parcels for c in _claims(parcel, parcel.targets)], held, outer)
@@ -244,12 +249,15 @@ def _issue(
         finally:
             _release(whole)  # the operations have claims of their own on these
         handles = [call() for call in calls]
+        ending = Ending(progress, cuda_devices(t for parcel in parcels for t in parcel.flat))
     except BaseException:
         _release(held)
         raise
     outer.seq, outer.nbytes = handles[0].seq, sum(handle.nbytes for handle in handles)
     outer.keep, outer._account = handles, handles[0]._account
-    finisher = _Finisher(outer, held, finish, len(handles))
+    if ending.works:
+        attach(outer, ending.works, handles)
+    finisher = _Finisher(outer, held, finish, len(handles), ending)
     for handle in handles:
         if handle.done():
             finisher.wake(handle, None)
@@ -286,11 +294,14 @@ def _release(claims: Iterable[Claim]) -> None:
 class _Finisher:
     """Waits for the operations of a `_Combined`, then ends it; on the loop."""
 
-    def __init__(self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int) -> None:
+    def __init__(
+        self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int, ending: Ending
+    ) -> None:
         self._outer = outer
         self._held = held
         self._finish = finish
         self._left = left
+        self._ending = ending
         self._error: BaseException | None = None
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
@@ -302,12 +313,20 @@ class _Finisher:
         self._left -= 1
         if self._left:
             return
-        _release(self._held)
+        if self._error is None and self._ending.works:
+            self._ending.run(self._finish, self._ended)
+            return
+        self._ending.drop()
         try:
             if self._error is None:
                 self._finish()
         except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
             self._error = error
+        self._ended(self._error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._error = error
+        _release(self._held)
         if self._error is None:
             self._outer.resolve(None)
         else:
@@ -335,8 +354,9 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
     entries = list(_entries("", x))
     check_memory([(name, t) for name, t in entries if isinstance(t, Tensor)])
     await agree([_kind(name, value) for name, value in entries] + [f"rtol {rtol}"], coll)
-    if sum(x.numel() * x.element_size() for _, x in entries if isinstance(x, Tensor)) >= LARGE_BYTES:
-        mine = await asyncio.to_thread(_figures, entries)
+    tensors = [x for _, x in entries if isinstance(x, Tensor)]
+    if sum(x.numel() * x.element_size() for x in tensors) >= LARGE_BYTES or any(x.is_cuda for x in tensors):
+        mine = await asyncio.to_thread(_figures_as, Modes.capture(), entries)
     else:
         mine = _figures(entries)
     table = torch.stack(await coll.allgather(mine))  # (size, entries, 2)
@@ -371,6 +391,12 @@ def _kind(name: str, value: Tensor | Number | None) -> str:
     return f"{name} {'None' if value is None else 'number'}"
 
 
+def _figures_as(modes: Modes, entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
+    """As `_figures`, behind what the streams of `modes` have queued."""
+    with modes.applied():
+        return _figures(entries)
+
+
 def _figures(entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
     """Return mean and variance of the magnitudes of each entry."""
     rows = [_mean_and_variance(x) if isinstance(x, Tensor) else (_magnitude(x), 0.0) for _, x in entries]
@@ -382,28 +408,34 @@ def _magnitude(x: Number | None) -> float:
 
 
 def _mean_and_variance(t: Tensor) -> tuple[float, float]:
-    """Return mean and variance of the absolute values, in float64, a chunk at a time.
+    """Return mean and variance of the absolute values, in float64, a chunk at a time; a device is waited for once.
 
     Chunks are joined by the rule of Chan, Golub and LeVeque (1983), https://doi.org/10.1080/00031305.1983.10483115,
     which loses nothing where the variance is small beside the mean.
     """
+    t = t.detach()
     if t.layout is not torch.strided:
-        t = t.detach().to_dense()
+        t = t.to_dense()
     flat = flat_view(t)
     if flat is None:
-        flat = t.detach().reshape(-1)
+        flat = t.reshape(-1)
     if not flat.numel():
         return 0.0, 0.0
+    chunks = flat.split(_DEVICE_CHUNK if t.is_cuda else _CHUNK)
+    figures = [torch.stack(torch.var_mean(_widened(part).abs(), correction=0)) for part in chunks]
     count, total, mean, spread = 0, 0.0, 0.0, 0.0
-    for part in flat.split(_CHUNK):
-        wide = part.to(torch.complex128 if part.is_complex() else torch.float64).abs()
-        variance, center = (figure.item() for figure in torch.var_mean(wide, correction=0))
-        new, away = wide.numel(), center - mean
+    for part, (variance, center) in zip(chunks, torch.stack(figures).tolist(), strict=True):
+        new = part.numel()
+        away = center - mean
         spread += variance * new + away * away * new * count / (count + new)
         mean += away * new / (count + new)
         count += new
         total += center * new
     return total / count, spread / count
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def _agreeing(table: Tensor, rtol: float) -> Tensor:

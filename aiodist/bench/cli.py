@@ -34,6 +34,10 @@ def main(args: list[str]) -> int:
             from aiodist.bench import ps_convergence
 
             ps_convergence.app(args=args[1:], prog_name="aiodist bench ps-convergence")
+        elif args[:1] == ["gpu"]:
+            from aiodist.bench import gpu
+
+            gpu.app(args=args[1:], prog_name="aiodist bench gpu")
         else:
             app(args=args, prog_name="aiodist bench")
     except AiodistError as error:
@@ -45,8 +49,8 @@ def main(args: list[str]) -> int:
 
 
 _OP_HELP = (
-    f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates, ps-convergence trains: each has options of "
-    "its own (aiodist bench scale --help)."
+    f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates, ps-convergence trains, gpu measures all that "
+    "is to be reached on a CUDA device: each has options of its own (aiodist bench scale --help)."
 )
 _MPI = ("mpi4py", "mpi")
 _TRAIN = registry.BENCHMARKS["train"]

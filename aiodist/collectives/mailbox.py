@@ -60,6 +60,11 @@ class Wanted:
     work: DeviceWork | None = None
     """What it does on a device, where `into` lies on one, or the message may."""
 
+    def drop(self) -> None:
+        """Nothing of it will be done on a device."""
+        if self.work is not None:
+            self.work.drop()
+
 
 @dataclass(eq=False)
 class _Unexpected:
@@ -145,6 +150,7 @@ class Mailbox:
         if wanted not in self._wanted:
             return False
         self._wanted.remove(wanted)
+        wanted.drop()
         return True
 
     def _listen(self) -> None:
@@ -159,6 +165,7 @@ class Mailbox:
         if error is not None:
             wanted, self._wanted = self._wanted, []
             for receive in wanted:
+                receive.drop()
                 receive.finish(None, error)
             return
         data = frame.numpy().data
@@ -183,10 +190,10 @@ class Mailbox:
         into = wanted.into if refusal is None else None
         on_device = refusal is None and (meta.on_device if into is None else not into.is_cpu)
         work = wanted.work if on_device else None
-        if wanted.work is not None and work is None:
-            wanted.work.drop()
 
         def finish(error: BaseException | None) -> None:
+            if work is None:
+                wanted.drop()
             if error is not None or refusal is not None:
                 wanted.finish(None, error or refusal)
             else:
@@ -218,24 +225,42 @@ class Mailbox:
             self._transport.irecv(flat, message.source, message.payload, done)
 
     def _take_to_device(self, message: _Unexpected, flat: Tensor, work: DeviceWork, done: Done) -> None:
+        courier = self.courier
+        assert courier is not None
+
         def there(error: BaseException | None) -> None:
             work.end(lambda lost: done(error or lost))
 
+        def take(transport: Transport) -> None:
+            courier.recv(transport, flat, message.source, message.payload, there)
+
         def on_host(error: BaseException | None) -> None:
-            if error is None:
-                with work.current():
-                    copy(flat, host)
-            there(error)
+            if error is not None:
+                there(error)
+                return
+            with work.current():
+                take(_AtHand(host))
 
         if message.data is not None:
-            copy(flat, message.data)
-            there(None)
+            take(_AtHand(message.data))
         elif message.form == _IN_PIECES:
-            assert self.courier is not None
-            self.courier.recv(self._transport, flat, message.source, message.payload, there)
+            take(self._transport)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
             self._transport.irecv(host, message.source, message.payload, on_host)
+
+
+class _AtHand(Transport):
+    """Gives a courier, piece after piece, a message that has come in one: the host must not wait for the device."""
+
+    def __init__(self, data: Tensor) -> None:
+        self._left = data
+
+    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """Fill `t` with what comes next."""
+        copy(t, self._left[: t.numel()])
+        self._left = self._left[t.numel() :]
+        done(None)
 
 
 class _All:

@@ -68,8 +68,8 @@ class Nccl:
 
     def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
         group, turn = self._turn_of(ep.tag, t)
-        if not group.opened:
-            group.open(partial(self._exchange, ep))
+        if not group.opened:  # in its turn: all ranks have the id carried by the messages of the same operation
+            turn.run(partial(group.open, partial(self._exchange, ep)))
         return NcclNative(group, turn)
 
     def _exchange(

@@ -61,6 +61,9 @@ class DeviceWork:
 
     def drop(self) -> None:
         """Nothing of it will be done; from any thread."""
+        if self._behind is not None:
+            self._events.give_back(self.stream.device_index, self._behind)
+            self._behind = None
         self.fence.reached(None)
         self._progress.start(self._on_queued)
 

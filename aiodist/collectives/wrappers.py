@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
+from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
+from aiodist.errors import MismatchError
 from aiodist.types import ReduceOp
 
-__all__ = ["copied_to_all", "interleaved", "local_first", "mapped", "nothing", "returning"]
+__all__ = ["alike_lists", "copied_to_all", "interleaved", "local_first", "mapped", "nothing", "returning"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -41,7 +44,7 @@ def interleaved(program: Program[list[list[Tensor]]]) -> Program[list[Tensor]]:
     return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
 
 
-def copied_to_all(program: Program[Any], ts: list[Tensor]) -> Program[list[Tensor]]:
+def copied_to_all(program: Program[Any], ts: Sequence[Tensor]) -> Program[Sequence[Tensor]]:
     """Copy the first tensor, which `program` fills, into the others."""
     yield from program
     for t in ts[1:]:
@@ -49,15 +52,36 @@ def copied_to_all(program: Program[Any], ts: list[Tensor]) -> Program[list[Tenso
     return ts
 
 
-def local_first(ts: Sequence[Tensor], op: ReduceOp, reduce: Callable[[Tensor], Program[Any]]) -> Program[Tensor]:
+def local_first(
+    ts: Sequence[Tensor], op: ReduceOp, reduce: Callable[[Tensor], Program[Any]], *, keep: bool = False
+) -> Program[Tensor]:
     """Combine the list on this rank, then have `reduce` combine the ranks; the first tensor holds the total.
 
-    `reduce` reduces a flat wire tensor in place with the operator that `wire_op(op)` names.
+    `reduce` reduces a flat wire tensor in place with the operator that `wire_op(op)` names. With `keep` the tensors
+    are only read. What lies on other devices is copied to the first one's, tensor after tensor.
     """
     total = to_wire(ts[0])
+    if keep and total.data_ptr() == ts[0].data_ptr():
+        total = total.clone()
     for t in ts[1:]:
-        combine(total, to_wire(t), wire_op(op))
+        combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
     ranks = yield from reduce(total)
     if ranks:
         from_wire(total, ts[0], op, ranks * len(ts))
     return ts[0]
+
+
+def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> Program[T]:
+    """Run what `then` makes once all ranks are known to give lists of one length, else raise MismatchError.
+
+    Nothing else would tell: what the ranks send one another is of one size, however many tensors each adds up.
+    """
+    if p.ep.size == 1:
+        return (yield from then(p))
+    given = torch.tensor([len(ts), not ts[0].is_cpu])
+    of_all = torch.empty(2 * p.ep.size, dtype=given.dtype)
+    yield from p.allgather(given, of_all, [2] * p.ep.size)
+    lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
+    if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
+        raise MismatchError(f"ranks give different numbers of tensors: rank 0: {lists[0]}, rank {other}: {lists[other]}")
+    return (yield from then(p.afterwards()))

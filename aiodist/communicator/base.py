@@ -213,18 +213,23 @@ class Base:
         outs: Sequence[Tensor | None] = (),
     ) -> Handle[Any]:
         nbytes = sum(t.nbytes for t in ts)
-        work = None
-        if where := {t.device for t in (*ts, *outs) if t is not None and not t.is_cpu}:
-            work = self._work_on(where, tag_of(self.seq))
+        # In their order, which ranks have in common where they have devices of their own.
+        where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
+        work = self._work_on(where, tag_of(self.seq)) if where else []
+        if work:
             program = on_devices(program, work)
         # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
         old = [out.untyped_storage() for out in outs if out is not None]
-        handle: Handle[Any] = self._issuer.collective(
-            what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, queues=work is not None
-        )
+        try:
+            handle: Handle[Any] = self._issuer.collective(
+                what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, queues=bool(work)
+            )
+        except BaseException:
+            program.close()  # now, whoever keeps the error: its turn among the device's operations is the next one's
+            raise
         if old and not handle.done():
             handle.keep = old
-        if work is not None:
+        if work:
             attach(handle, work, (ts, outs, old))
         return handle
 
@@ -233,6 +238,7 @@ class Base:
 
         ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
+        self._issuer.check_usable()
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
@@ -298,7 +304,7 @@ def check_single(t: object, name: str) -> None:
 def check_alike(ts: list[Tensor]) -> list[Tensor]:
     """Return `ts`; raise ValueError unless they have the same dtype and number of elements."""
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
-        raise ValueError(f"across=True over {described(ts)}: expected the same dtype and number of elements")
+        raise ValueError(f"ts are {described(ts)}: expected the same dtype and number of elements")
     return ts
 
 
@@ -328,15 +334,16 @@ def size_of(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def fingerprint_of(
-    kind: str, ts: Sequence[Tensor], op: str | None, root: int | None = None, impl: str = "auto"
+    kind: str, ts: Sequence[Tensor], op: str | None, root: int | None = None, impl: str = "auto", *, across: bool = False
 ) -> Fingerprint:
     """Return what all ranks must agree on in a call on `ts`."""
-    known = how(None if op is None else ReduceOp(op).value, impl)
+    known = how(None if op is None else ReduceOp(op).value, impl, across=across)
     if len(ts) == 1:
         return Fingerprint(kind, kind_of(ts[0]), ts[0].numel(), known, root)
     return Fingerprint(kind, described(ts), sum(t.numel() for t in ts), known, root)
 
 
-def how(op: str | None, impl: str) -> str | None:
+def how(op: str | None, impl: str, *, across: bool = False) -> str | None:
     """Return the operator and the implementation that the caller chose as words."""
-    return op if impl == "auto" else f"{op or ''} by {impl}".strip()
+    words = [op or "", "across" if across else "", "" if impl == "auto" else f"by {impl}"]
+    return " ".join(filter(None, words)) or None

@@ -11,7 +11,7 @@ from aiodist.arguments import check_list, check_out, check_rank, check_tag, chec
 from aiodist.claims import reading, writing
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.on_device import DeviceWork, on_devices
+from aiodist.collectives.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.program import Program
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.handles import Handle, gather
@@ -54,6 +54,8 @@ class Messages(Base):
             "recv", 0 if into is None else into.nbytes, [] if into is None else writing(into), timeout
         )
         self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work))
+        if work is not None:
+            attach(handle, [work], into)
         return handle
 
     def _work_for(self, into: Tensor | None) -> DeviceWork | None:
@@ -80,7 +82,7 @@ class Messages(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
-        work = self._work_for(t if into is None else into)
+        work = self._work_for(t if into is None and t.is_cuda else into)
         sending = self._sending([t])
         handle, finish = self._issuer.message("sendrecv", t.nbytes, claims, timeout)
         mailbox = self._issuer.mailbox
@@ -92,6 +94,8 @@ class Messages(Base):
             return box[0]
 
         self._issuer.run(on_devices(program(), sending), finish, t.nbytes)
+        if works := sending if work is None else [*sending, work]:
+            attach(handle, works, (t, into))
         return handle
 
     def _sending(self, ts: list[Tensor]) -> list[DeviceWork]:
@@ -108,6 +112,8 @@ class Messages(Base):
             yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
 
         self._issuer.run(on_devices(program(), work), finish, nbytes)
+        if work:
+            attach(handle, work, ts)
         return handle
 
 

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist.arguments import check_apart, check_list, check_out, check_rank, check_tensor
+from aiodist.arguments import check_across, check_apart, check_list, check_out, check_rank, check_tensor
 from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
-from aiodist.collectives.program import lockstep
-from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program, lockstep
+from aiodist.collectives.wrappers import alike_lists, copied_to_all, interleaved, mapped, nothing, returning
 from aiodist.communicator.base import (
     Base,
     check_alike,
@@ -40,24 +41,37 @@ class Movement(Base):
     ) -> Handle[Data]:
         """Return root's elements, in place: `t` keeps its shape, only the number of elements counts.
 
-        A list is one operation; with `across=True` root's first tensor goes into every tensor of every list. A
-        Python number gives root's number.
+        A list is one operation; with `across=True` root's first tensor goes into every tensor of every list, which are
+        as in `allreduce`. A Python number gives root's number.
         """
         root = check_rank(root, self.size)
+        if across:
+            return self._broadcast_across(t, root, timeout, impl)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        parts = check_alike(ts)[:1] if across else ts
         program = joined(
-            [operations.broadcast(self._primitives(impl, together=len(parts) > 1), x, root) for x in parts], lifted
+            [operations.broadcast(self._primitives(impl, together=len(ts) > 1), x, root) for x in ts], lifted
         )
-        if across:
-            program = copied_to_all(program, ts)
-        elif isinstance(t, list):
+        if isinstance(t, list):
             program = returning(program, t)
-        claims = reading(*ts) if self.rank == root and not across else writing(*ts)
+        claims = reading(*ts) if self.rank == root else writing(*ts)
         return self._issue(
             fingerprint_of("broadcast", ts, None, root, impl), mapped(program, convert), claims, ts, timeout
         )
+
+    def _broadcast_across(self, t: object, root: int, timeout: float | None, impl: str) -> Handle[Any]:
+        ts = check_list(t, None, "t")
+        what = fingerprint_of("broadcast", ts, None, root, impl, across=True)
+        if not ts:
+            return self._issue(what, returning(nothing(), t), [], ts, timeout)
+        check_across(ts)
+
+        def broadcast(p: Primitives) -> Program[Any]:
+            return copied_to_all(operations.broadcast(p, ts[0], root), ts)
+
+        program = returning(alike_lists(self._primitives(impl), ts, broadcast), t)
+        claims = [*reading(ts[0]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
+        return self._issue(what, program, claims, ts, timeout)
 
     def allgather(
         self,
@@ -72,24 +86,32 @@ class Movement(Base):
 
         Sizes may differ between ranks, dtypes may not. `out` grows when it is too small and owns its memory, and
         `t` may be this rank's own block of it. A list of tensors gives a list of such results; with `across=True`
-        one flat list in the order rank * len + i.
+        one flat list in the order rank * len + i, of tensors as in `allreduce`.
         """
+        if across:
+            return self._allgather_across(t, out, timeout, impl)
         ts = tensors_of(t)
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
         programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
-        program = joined(programs, t)
-        if across:
-            program = interleaved(program)
-        return self._issue(
-            Fingerprint("allgather", kinds_of(ts), op=how(None, impl)),
-            program,
-            claims_of(ts, out),
-            ts,
-            timeout,
-            outs=(out,),
-        )
+        what = Fingerprint("allgather", kinds_of(ts), op=how(None, impl))
+        return self._issue(what, joined(programs, t), claims_of(ts, out), ts, timeout, outs=(out,))
+
+    def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
+        ts = check_list(t, None, "t")
+        if out is not None:
+            check_single(t, "out")
+        what = Fingerprint("allgather", kinds_of(ts), op=how(None, impl, across=True))
+        if not ts:
+            return self._issue(what, returning(nothing(), []), [], ts, timeout)
+        check_across(ts)
+
+        def allgather(p: Primitives) -> Program[Any]:
+            return interleaved(lockstep([operations.allgather(p, x, None) for x in ts]))
+
+        program = alike_lists(self._primitives(impl, together=len(ts) > 1), ts, allgather)
+        return self._issue(what, program, reading(*ts), ts, timeout)
 
     def gather(
         self,

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from aiodist.arguments import check_list, check_out, check_rank, check_sizes
+from aiodist.arguments import check_across, check_list, check_out, check_rank, check_sizes
 from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.implementations import Wanted
+from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
-from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, nothing, returning
+from aiodist.collectives.wrappers import alike_lists, copied_to_all, local_first, mapped, nothing, returning
 from aiodist.communicator.base import (
     Base,
-    check_alike,
     check_single,
     dtype_name,
     fingerprint_of,
@@ -57,7 +57,8 @@ class Reductions(Base):
 
         Every rank gives a tensor of the same dtype and number of elements; with `out` the input is left alone and
         `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
-        reduces over the list too, and every tensor of it becomes the total. A Python number gives a number.
+        reduces over the list too, and every tensor of it becomes the total: they are alike, and on the CPU or each on a
+        CUDA device of its own. A Python number gives a number.
 
         `mean` of integers raises TypeError; 16-bit floats are summed in float32 and rounded once. Cost: the native
         library's, or 2(p-1) messages of the tensor's size through rank 0 (`impl="direct"`).
@@ -120,11 +121,11 @@ class Reductions(Base):
         root = check_rank(root, self.size)
         mine = self.rank == root
         lifted, convert = lift(t, op)
-        ts = tensors_of(lifted)
+        ts = check_list(t, None, "t") if across else tensors_of(lifted)
         kinds = [check_op(op, x.dtype) for x in ts]
-        what = fingerprint_of("reduce", ts, op, root, impl)
+        what = fingerprint_of("reduce", ts, op, root, impl, across=across)
         if across:
-            return self._reduce_across(what, check_alike(ts), kinds, root, timeout, impl)
+            return self._reduce_across(what, ts, kinds, root, timeout, impl)
         if out is not None and mine:
             check_single(lifted, "out")
             check_out(out, ts[0], numel=ts[0].numel())
@@ -150,16 +151,19 @@ class Reductions(Base):
     ) -> Handle[Any]:
         if not ts:
             return self._issue(what, nothing(), [], ts, timeout)
-        p = self._primitives(impl)
+        check_across(ts)
+        mine = self.rank == root
 
-        def over_ranks(total: Tensor) -> Program[int]:
-            yield from p.reduce(total, wire_op(kinds[0]), root)
-            return self.size if self.rank == root else 0
+        def reduce(p: Primitives) -> Program[Any]:
+            def over_ranks(total: Tensor) -> Program[int]:
+                yield from p.reduce(total, wire_op(kinds[0]), root)
+                return self.size if mine else 0
 
-        program: Program[Any] = local_first(ts, kinds[0], over_ranks)
-        if self.rank != root:
-            program = returning(program, None)
-        return self._issue(what, program, writing(*ts), ts, timeout)
+            return local_first(ts, kinds[0], over_ranks, keep=not mine)
+
+        program = alike_lists(self._primitives(impl), ts, reduce)
+        claims = [*writing(ts[0]), *reading(*ts[1:])] if mine else reading(*ts)
+        return self._issue(what, program if mine else returning(program, None), claims, ts, timeout)
 
     def reduce_scatter(
         self,
@@ -237,18 +241,21 @@ class Reductions(Base):
         )
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
-        ts = check_alike(check_list(t, None, "t"))
-        what = fingerprint_of("allreduce", ts, op, impl=impl)
+        ts = check_list(t, None, "t")
+        what = fingerprint_of("allreduce", ts, op, impl=impl, across=True)
         if not ts:
-            return self._issue(what, returning(nothing(), ts), [], ts, timeout)
+            return self._issue(what, returning(nothing(), t), [], ts, timeout)
+        check_across(ts)
         kind = check_op(op, ts[0].dtype)
-        p = self._primitives(impl)
 
-        def over_ranks(total: Tensor) -> Program[int]:
-            yield from p.allreduce(total, wire_op(kind))
-            return self.size
+        def allreduce(p: Primitives) -> Program[Any]:
+            def over_ranks(total: Tensor) -> Program[int]:
+                yield from p.allreduce(total, wire_op(kind))
+                return self.size
 
-        program = copied_to_all(local_first(ts, kind, over_ranks), ts)
+            return copied_to_all(local_first(ts, kind, over_ranks), ts)
+
+        program = returning(alike_lists(self._primitives(impl), ts, allreduce), t)
         return self._issue(what, program, writing(*ts), ts, timeout)
 
 

@@ -59,6 +59,12 @@ class Item:
         self.settled = False
         """The pass knows what became of it."""
 
+    def drop(self) -> None:
+        """On the loop: it was taken, or never will be. Gives its bytes back, and lets go of what knows of it."""
+        self.settled = True
+        self.permit.release()
+        del self.permit  # which knows of the item: its tensors would live until the garbage collector comes
+
     def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
         """On the loop: it is ready."""
         if late is None:

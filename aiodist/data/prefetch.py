@@ -317,7 +317,7 @@ class Prefetched(Generic[T]):
             self._reader.stop()  # what comes before it was read already
             item.permit.release()
             while self._items and self._items[-1].seq > item.seq:
-                self._items.pop().permit.release()
+                self._items.pop().drop()
 
     def _expect(self, nbytes: int) -> None:
         """Have those that are not ready count as much; the last first, as an earlier one that is granted lets it go."""
@@ -341,7 +341,7 @@ class Prefetched(Generic[T]):
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
-        self._items.popleft().permit.release()
+        self._items.popleft().drop()
         self._fill()
         taken = self._taken
         self._taken = Statistics(
@@ -372,7 +372,7 @@ class Prefetched(Generic[T]):
                 await self._device.aclose()
             while self._items:
                 item = self._items.popleft()
-                item.permit.release()
+                item.drop()
                 if not item.handle.done():  # a task that is not the one that left may wait for it
                     item.handle.resolve(Made(Outcome.END))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -83,6 +85,22 @@ def test_s4_a_resized_storage_is_described_anew() -> None:
     assert pair.borrower.borrowed == 1
 
 
+def test_s4_a_storage_that_is_resized_while_a_visit_uses_it_goes_with_the_visit() -> None:
+    pair = Pair()
+    t = torch.ones(1000)
+    late, said = pair.say(t)  # on its way
+    pair.visit(t)
+    t.untyped_storage().resize_(400_000)
+    t.fill_(2)
+    pair.visit(t)
+    assert pair.borrower.borrowed == 2
+    visit, _ = pair.hear(said, t)  # what it names has not been let go of
+    visit.end()
+    late.end()
+    pair.visit(t)
+    assert pair.borrower.borrowed == len(pair.mapper.opened) == 1
+
+
 def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     pair = Pair()
     kept, dying = torch.ones(3), torch.ones(4)
@@ -95,6 +113,19 @@ def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     pair.visit(kept)
     assert len(pair.mapper.opened) == 1
     assert pair.lender.lent == 1
+
+
+def test_s4_what_is_dead_for_the_others_stays_while_my_visit_uses_it() -> None:
+    pair = Pair()
+    t, other = torch.ones(3), torch.ones(4)
+    lending, said = pair.say(t)
+    visit, seen = pair.hear(said, t)
+    lending.end()
+    del t, lending, seen
+    pair.visit(other)
+    assert len(pair.mapper.opened) == 2
+    visit.end()
+    assert len(pair.mapper.opened) == 1
 
 
 def test_s4_the_least_recently_used_goes_first_and_none_that_is_in_use() -> None:
@@ -244,6 +275,25 @@ def _address(memory: bytearray) -> int:
 # --- torch's sharing, with what only a CUDA build has replaced -----------------------------------------------------
 
 
+class Lent:
+    """A tensor whose storage can be shared."""
+
+    device = torch.device("cuda:1")
+
+    def __init__(self, t: Tensor) -> None:
+        self._storage = t.untyped_storage()
+
+    def untyped_storage(self) -> Any:
+        return self
+
+    @property
+    def _cdata(self) -> int:
+        return int(self._storage._cdata)
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        return 1, b"handle", 40, 512, b"/torch_counters", 7, b"event", True
+
+
 class Shared:
     """What torch's storage sharing was asked."""
 
@@ -251,12 +301,17 @@ class Shared:
         self.made: list[tuple[Any, ...]] = []
         self.released: list[tuple[Any, ...]] = []
 
+    @staticmethod
+    def described(t: Tensor) -> bytes:
+        lent: Any = Lent(t)
+        return TorchMapper().export(lent)
+
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
     seen = Shared()
 
-    class Storage(torch.UntypedStorage):
+    class Storage:
         @staticmethod
         def _release_ipc_counter(*args: Any) -> None:
             seen.released.append(args)
@@ -270,42 +325,29 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
         def _new_with_weak_ptr(cdata: int) -> Any:
             return plain._new_with_weak_ptr(cdata)
 
-    class Lent:
-        """A tensor whose storage can be shared."""
-
-        device = torch.device("cuda:1")
-
-        def __init__(self, t: Tensor) -> None:
-            self._storage = t.untyped_storage()
-
-        def untyped_storage(self) -> Any:
-            return self
-
-        @property
-        def _cdata(self) -> int:
-            return self._storage._cdata  # type: ignore[no-any-return]
-
-        def _share_cuda_(self) -> tuple[Any, ...]:
-            return 1, b"handle", 40, 512, b"/torch_counters", 7, b"event", True
-
     plain = torch.UntypedStorage
     monkeypatch.setattr(torch, "UntypedStorage", Storage)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("_", (), {"uuid": f"GPU-{index}"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    seen.lent = Lent  # type: ignore[attr-defined]
     return seen
 
 
-def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     t = torch.zeros(10)
-    description = TorchMapper().export(shared.lent(t))
+    description = shared.described(t)
     assert len(description) < 400  # so that a frame has room for it
     monkeypatch.setattr(mapping_module, "_process", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: False)
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"idle on {device}")
     entered: list[object] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or pytest.MonkeyPatch.context())
+
+    @contextmanager
+    def entering(stream: object) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", entering)
     with pytest.raises(BackendError, match="no access to the memory of cuda:1"):
         TorchMapper().open(description, torch.device("cuda:0"))
     mapped = TorchMapper().open(description, torch.device("cuda:1"))
@@ -319,9 +361,9 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Any, monke
     assert not shared.released
 
 
-def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Any) -> None:
+def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Shared) -> None:
     t = torch.arange(4, dtype=torch.uint8)
-    mapped = TorchMapper().open(TorchMapper().export(shared.lent(t)), CPU)
+    mapped = TorchMapper().open(shared.described(t), CPU)
     assert mapped.memory().data_ptr() == t.data_ptr()
     assert shared.released == [(b"/torch_counters", 7)]
     assert not shared.made
@@ -332,5 +374,5 @@ def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Any) -> Non
 
 
 def test_s4_memory_that_cannot_be_shared_is_refused_with_the_remedy() -> None:
-    with pytest.raises(BackendError, match='cannot be lent.*impl="staged"'):
+    with pytest.raises(BackendError, match=r"cannot be lent.*staged"):
         TorchMapper().export(torch.ones(3))

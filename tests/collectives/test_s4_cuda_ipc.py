@@ -1,8 +1,9 @@
-"""S4: collectives by CUDA IPC among ranks of one process, on a simulated device where what is not waited for is poison."""
+"""S4: collectives by CUDA IPC among ranks of one process, on a simulated device: what is not waited for is poison."""
 
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
-from aiodist.backends.cuda_ipc import Mappings
+from aiodist.backends.cuda_ipc import Mapped, Mappings
 from aiodist.backends.inplace import divide
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.cuda_ipc import CudaIpc
@@ -42,12 +43,19 @@ class MortalTransport(LocalTransport):
     def __init__(self, hub: LocalHub, rank: int, size: int) -> None:
         super().__init__(hub, rank, size)
         self._waiting: dict[int, list[Done]] = {}
+        self._lost: set[int] = set()
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        super().isend(t, dst, tag, self._once(dst, done))
+        if dst in self._lost:
+            done(BackendError(f"rank {dst} has left"))
+        else:
+            super().isend(t, dst, tag, self._once(dst, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        super().irecv(t, src, tag, self._once(src, done))
+        if src in self._lost:
+            done(BackendError(f"rank {src} has left"))
+        else:
+            super().irecv(t, src, tag, self._once(src, done))
 
     def _once(self, rank: int, done: Done) -> Done:
         waiting = self._waiting.setdefault(rank, [])
@@ -61,6 +69,7 @@ class MortalTransport(LocalTransport):
         return over
 
     def lose(self, rank: int) -> None:
+        self._lost.add(rank)
         with transport_lock:
             for over in list(self._waiting.get(rank, ())):
                 over(BackendError(f"rank {rank} has left"))
@@ -121,7 +130,10 @@ class Ranks:
 
         work = DeviceWork(self.progress, self.streams[rank])
         program = on_devices(make(self.impls[rank], Endpoint(self.transports[rank], tag_of(seq))), [work])
-        finish = partial(loop.call_soon_threadsafe, tell)
+
+        def finish(result: object, error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(partial(tell, result, error))
+
         self.progress.start(partial(run, program, finish))
         return future
 
@@ -190,6 +202,18 @@ KINDS: dict[ReduceOp, tuple[torch.dtype, ...]] = {
 }
 
 
+TWO: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: operator.add,
+    ReduceOp.MEAN: operator.add,
+    ReduceOp.PROD: operator.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
+}
+
+
 def reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Return what a loop over the ranks says, computed in a wider type and rounded once."""
     kind = parts[0].dtype
@@ -198,22 +222,7 @@ def reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
         wide = kind
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
-        t = part.to(wide)
-        match op:
-            case ReduceOp.SUM | ReduceOp.MEAN:
-                total = total + t
-            case ReduceOp.PROD:
-                total = total * t
-            case ReduceOp.MIN:
-                total = torch.minimum(total, t)
-            case ReduceOp.MAX:
-                total = torch.maximum(total, t)
-            case ReduceOp.BAND:
-                total = total & t
-            case ReduceOp.BOR:
-                total = total | t
-            case ReduceOp.BXOR:
-                total = total ^ t
+        total = TWO[op](total, part.to(wide))
     if op is ReduceOp.MEAN:
         divide(total, len(parts))
     return total.to(kind)
@@ -274,7 +283,9 @@ async def test_s4_reduce_and_broadcast_with_every_root(size: int) -> None:
     for root, n, kind in product(range(size), (0, 1, 300, 1000), (torch.float64, torch.bfloat16)):
         parts = brought(size, n, kind, root)
         ts = on_device(parts)
-        await ranks.perform([partial(lambda t, root, impl, ep: impl.reduce(ep, t, ReduceOp.SUM, root), t, root) for t in ts])
+        await ranks.perform(
+            [partial(lambda t, root, impl, ep: impl.reduce(ep, t, ReduceOp.SUM, root), t, root) for t in ts]
+        )
         for rank, t in enumerate(ts):
             expected = reduced(parts, ReduceOp.SUM) if rank == root else parts[rank]
             assert torch.equal(t.cpu(), expected), (root, n, rank)
@@ -286,7 +297,12 @@ async def test_s4_reduce_and_broadcast_with_every_root(size: int) -> None:
 
 
 def counts_of(size: int) -> list[list[int]]:
-    return [[0] * size, [1] * size, [7 * rank for rank in range(size)], [300 if rank == 0 else 0 for rank in range(size)]]
+    return [
+        [0] * size,
+        [1] * size,
+        [7 * rank for rank in range(size)],
+        [300 if rank == 0 else 0 for rank in range(size)],
+    ]
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -380,15 +396,32 @@ async def test_s4_inputs_that_are_still_being_computed(simulated_cuda: Simulated
     await ranks.close()
 
 
-async def test_s4_nobody_is_through_before_all_have_done_their_part(simulated_cuda: SimulatedCuda) -> None:
+@pytest.mark.parametrize("at", ["announcement", "work"])
+async def test_s4_nobody_is_through_before_all_have_done_their_part(
+    at: str, simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank's device stops before it is ready, or when it is about to work; the others' have all the time."""
     ranks = Ranks(3)
     parts = brought(3, 500)
     ts = on_device(parts)
     torch.cuda.synchronize()
-    with simulated_cuda.paused(ranks.streams[2]):
-        futures = ranks.issue(summing(ts))
-        await asyncio.sleep(0.02)
-        assert not any(future.done() for future in futures)
+    late, mapper = ranks.streams[2], ranks.mappers[2]
+    opened = mapper.open
+
+    def stop_and_open(description: bytes, device: torch.device) -> Mapped:
+        if len(mapper.opened) == 0:
+            late.hold()  # type: ignore[attr-defined]
+        return opened(description, device)
+
+    if at == "announcement":
+        late.hold()  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr(mapper, "open", stop_and_open)
+    futures = ranks.issue(summing(ts))
+    await asyncio.sleep(0.03)
+    assert not any(future.done() for future in futures)
+    assert len(mapper.opened) == (0 if at == "announcement" else 2)
+    late.release()  # type: ignore[attr-defined]
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
     assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
     await ranks.close()

@@ -23,7 +23,7 @@ from aiodist.handles.progress import transport_lock
 from aiodist.streams import CudaStream, Staging
 from aiodist.testing import SimulatedCuda, run_ranks
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_factories=["uvloop"])]
+pytestmark = pytest.mark.timeout(60)
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 N = 1000
@@ -78,7 +78,6 @@ async def firsts(items: Prefetched[Tensor]) -> list[float]:
     ids=str,
 )
 @pytest.mark.parametrize("source", [tensors, async_tensors])
-@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 async def test_n15_every_item_is_on_the_device_in_order(
     source: Callable[[int], Any], options: dict[str, Any], simulated_cuda: SimulatedCuda
 ) -> None:
@@ -89,6 +88,7 @@ async def test_n15_every_item_is_on_the_device_in_order(
     assert Scheduler.current().in_flight == 0
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])  # a process takes seconds to start
 async def test_n15_processes_make_what_goes_to_the_device(simulated_cuda: SimulatedCuda) -> None:
     opened = prefetch(tensors(4), transform=times_ten, kind="process", device="cuda")
     async with asyncio.timeout(50), opened as items:
@@ -122,6 +122,15 @@ async def test_n15_pinned_memory_is_copied_straight(simulated_cuda: SimulatedCud
     assert simulated_cuda.launches["copy_h2d"] == 2
 
 
+async def test_n15_pinned_memory_is_copied_straight_beside_other_memory(simulated_cuda: SimulatedCuda) -> None:
+    item = (torch.randn(N, 1000).pin_memory(), torch.arange(N))
+    async with asyncio.timeout(30), prefetch([item], device="cuda") as items:
+        batch, labels = await anext(items)
+        assert torch.equal(batch.cpu(), item[0])
+        assert torch.equal(labels.cpu(), item[1])
+    assert simulated_cuda.launches["copy_h2d"] == 2  # 4 MB would be two pieces
+
+
 async def test_n15_where_nothing_can_be_pinned_it_is_slower(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.pinning_fails = True
     with pytest.warns(RuntimeWarning, match="cannot be pinned"):
@@ -137,7 +146,7 @@ class Sample:
 
 async def test_n15_nested_items(simulated_cuda: SimulatedCuda) -> None:
     x, y, there = torch.randn(30), torch.arange(5), torch.ones(3, device="cuda:1")
-    item = {"pair": (x, [y, x]), "sample": Sample(y, "a"), "label": 3, "there": there}
+    item: dict[str, Any] = {"pair": (x, [y, x]), "sample": Sample(y, "a"), "label": 3, "there": there}
     async with asyncio.timeout(30), prefetch([item], device="cuda") as items:
         found = await anext(items)
         assert items.statistics().nbytes == 120 + 40 + 12
@@ -148,7 +157,7 @@ async def test_n15_nested_items(simulated_cuda: SimulatedCuda) -> None:
     assert found["sample"].x is second
     assert (found["sample"].name, found["label"]) == ("a", 3)
     assert found["there"] is there
-    assert not item["sample"].x.is_cuda  # type: ignore[union-attr]
+    assert not item["sample"].x.is_cuda
 
 
 async def test_n15_a_data_loader_and_the_other_device(simulated_cuda: SimulatedCuda) -> None:
@@ -174,16 +183,306 @@ async def test_n15_the_current_device_is_meant_where_no_number_is_given(simulate
 
 async def test_n15_the_reader_goes_on_while_copies_wait(simulated_cuda: SimulatedCuda, until: Until) -> None:
     read: list[int] = []
-    async with asyncio.timeout(30), prefetch(tensors(9, read), depth=4, device="cuda") as items:
-        assert float((await anext(items))[0]) == 0.0
+    opened = prefetch(tensors(9, read, numel=1 << 20), depth=4, device="cuda")
+    async with asyncio.timeout(30):
         with simulated_cuda.paused(copy_stream()):
-            await until(lambda: len(read) >= 5)
-            await until(lambda: items._items[0].handle.done())  # it may have been copied before the pause
-            for _ in range(3):
-                if items._items[0].handle.done():
-                    await anext(items)
+            items = await opened.__aenter__()
             waiting = asyncio.create_task(anext(items))
-            await until(lambda: len(read) >= 6)
+            await until(lambda: len(read) == 4)  # 16 MiB, all the pinned pieces there are
             assert not waiting.done()
-        assert float((await waiting)[0]) == read[0] + 4 if False else True
-        await firsts(items)
+        assert float((await waiting)[0]) == 0.0
+        assert await firsts(items) == list(range(1, 9))
+        await opened.__aexit__(None, None, None)
+    assert items.statistics().copying > 0
+
+
+async def test_n15_the_next_item_is_copied_while_this_one_is_computed_on(simulated_cuda: SimulatedCuda) -> None:
+    async with asyncio.timeout(30), prefetch(tensors(4), depth=2, device="cuda") as items:
+        first = await anext(items)
+        with simulated_cuda.paused(torch.cuda.current_stream()):
+            doubled = first * 2
+            others = [await anext(items) for _ in range(3)]  # on the device, though it has not computed
+        assert [float(t[0]) for t in (doubled, *others)] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("numel", [N, 2 << 20])
+async def test_n15_items_are_copied_while_the_consumer_holds_the_loop(
+    numel: int, simulated_cuda: SimulatedCuda
+) -> None:
+    async with asyncio.timeout(30), prefetch(tensors(3, numel=numel), depth=1, device="cuda") as items:
+        await anext(items)
+        following = items._items[0].handle
+        give_up = time.monotonic() + 10
+        while not following.done() and time.monotonic() < give_up:  # the loop does not run
+            time.sleep(1e-3)  # noqa: ASYNC251  - this is what holds it
+        assert following.done()
+
+
+async def test_n15_reading_does_not_wait_for_the_transport_lock(simulated_cuda: SimulatedCuda, until: Until) -> None:
+    read: list[int] = []
+    opened = prefetch(tensors(9, read), depth=4, device="cuda")
+    async with asyncio.timeout(30):
+        with transport_lock:  # as the progress thread in a large transfer
+            items = await opened.__aenter__()
+            await until(lambda: len(read) == 4)
+        assert await firsts(items) == list(range(9))
+        await opened.__aexit__(None, None, None)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+async def test_n15_memory_is_not_used_anew_before_the_consumer_has_computed(simulated_cuda: SimulatedCuda) -> None:
+    """The fixture tells of work that used memory which had been freed."""
+    side: Any = torch.cuda.Stream()
+    sums = []
+    async with asyncio.timeout(30), prefetch(tensors(6), depth=1, device="cuda") as items:
+        with simulated_cuda.paused(side), torch.cuda.stream(side):
+            async for t in items:
+                sums.append(t.sum())
+                del t  # the copy stream is far ahead, and may have the memory as soon as it is free
+            await CudaStream.of("to-device").record()
+        side.synchronize()
+    assert [float(t) for t in sums] == [1000.0 * i for i in range(6)]
+
+
+async def test_n15_room_is_made_on_the_copy_stream(simulated_cuda: SimulatedCuda) -> None:
+    """On any other stream the allocator gives memory away that work queued there has yet to read."""
+    async with asyncio.timeout(30), prefetch(tensors(1), device="cuda") as items:
+        block = simulated_cuda.memory.block(await anext(items))
+        assert block is not None
+        assert block.lane is copy_stream().lane
+        assert torch.cuda.current_stream().lane in block.users  # type: ignore[attr-defined]
+
+
+async def test_n15_nothing_is_left_on_the_device(simulated_cuda: SimulatedCuda, until: Until) -> None:
+    async with asyncio.timeout(30), prefetch(tensors(9), depth=3, device="cuda") as items:
+        await anext(items)
+        await until(lambda: Scheduler.current().in_flight == 3 * 4 * N)
+    assert Scheduler.current().in_flight == 0
+    assert lent() == 0
+    await until(lambda: simulated_cuda.allocated() == 0)  # no garbage collector is needed
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_n15_leaving_waits_for_the_copies_under_way(
+    cancelled: bool, simulated_cuda: SimulatedCuda, until: Until
+) -> None:
+    read: list[int] = []
+    entered = asyncio.Event()
+
+    async def leave() -> None:
+        async with prefetch(tensors(9, read), depth=3, device="cuda"):
+            await until(lambda: len(read) == 3)
+            entered.set()
+            if cancelled:
+                await asyncio.Event().wait()
+
+    async with asyncio.timeout(30):
+        with simulated_cuda.paused(copy_stream()):
+            leaving = asyncio.create_task(leave())
+            await entered.wait()
+            if cancelled:
+                leaving.cancel()
+            await until(lambda: not [t for t in threading.enumerate() if t.name == "aiodist-prefetch"])
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not leaving.done()
+        await asyncio.wait([leaving])
+    assert leaving.cancelled() is cancelled
+    assert lent() == 0
+    await until(lambda: simulated_cuda.allocated() == 0)
+
+
+async def test_n15_a_wait_that_is_cancelled_loses_no_item(simulated_cuda: SimulatedCuda) -> None:
+    opened = prefetch(tensors(3), device="cuda")
+    async with asyncio.timeout(30):
+        with simulated_cuda.paused(copy_stream()):
+            items = await opened.__aenter__()
+            waiting = asyncio.create_task(anext(items))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert await firsts(items) == [0.0, 1.0, 2.0]
+        await opened.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("where", ["source", "transform"])
+async def test_n15_an_error_comes_after_the_items_before_it(where: str, simulated_cuda: SimulatedCuda) -> None:
+    def failing(t: Tensor) -> Tensor:
+        if float(t[0]) == 2.0:
+            raise LookupError("item 2")
+        return t
+
+    options: Any = {"transform": failing, "workers": 3} if where == "transform" else {}
+    source = tensors(9) if where == "transform" else map(failing, tensors(9))
+    opened = prefetch(source, device="cuda", depth=4, **options)
+    async with asyncio.timeout(30):
+        with simulated_cuda.paused(copy_stream()):  # what comes before it arrives last
+            items = await opened.__aenter__()
+            waiting = asyncio.create_task(anext(items))
+            await asyncio.sleep(0)
+        assert float((await waiting)[0]) == 0.0
+        assert float((await anext(items))[0]) == 1.0
+        with pytest.raises(LookupError, match="item 2"):
+            await anext(items)
+        assert await firsts(items) == []
+        await opened.__aexit__(None, None, None)
+    assert Scheduler.current().in_flight == 0
+
+
+async def test_n15_a_copy_that_fails_ends_the_stream(simulated_cuda: SimulatedCuda) -> None:
+    def source() -> Iterator[Any]:
+        yield torch.ones(3)
+        yield {"x": torch.ones(3), "y": _Unmovable()}
+        raise AssertionError("nothing is read after the error was seen")
+
+    async with asyncio.timeout(30), prefetch(source(), depth=1, device="cuda") as items:
+        assert (await anext(items)).tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(LookupError, match="cannot be pinned"):
+            await anext(items)
+        assert await firsts(items) == []
+    assert Scheduler.current().in_flight == 0
+
+
+class _Unmovable:
+    def pin_memory(self) -> None:
+        raise LookupError("cannot be pinned")
+
+    def to(self, device: object, *, non_blocking: bool) -> None:
+        raise AssertionError("never")
+
+
+async def test_n15_a_device_that_is_lost_is_an_error_of_the_item(simulated_cuda: SimulatedCuda) -> None:
+    opened = prefetch(tensors(5), depth=2, device="cuda")
+    async with asyncio.timeout(30):
+        with simulated_cuda.paused(copy_stream()):
+            items = await opened.__aenter__()
+            waiting = asyncio.create_task(anext(items))
+            await asyncio.sleep(0)
+            simulated_cuda.fail(0, "an illegal memory access was encountered")
+        with pytest.raises((BackendError, RuntimeError), match="illegal memory access"):
+            await waiting
+        assert await firsts(items) == []
+        await opened.__aexit__(None, None, None)
+
+
+# --- what torch moves itself ------------------------------------------------------------------------------------
+
+
+class Graph:
+    """Moves itself, as the batches of graph libraries do."""
+
+    def __init__(self, x: Tensor, how: tuple[Any, ...] = ()) -> None:
+        self.x = x
+        self.how = how
+
+    def pin_memory(self) -> Graph:
+        return Graph(self.x.pin_memory(), (*self.how, threading.current_thread().name))
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Graph:
+        stream = torch.cuda.current_stream()
+        return Graph(self.x.to(device, non_blocking=non_blocking), (*self.how, self.x.is_pinned(), stream))
+
+
+async def test_n15_what_moves_itself_does_so_when_it_is_taken(simulated_cuda: SimulatedCuda) -> None:
+    side: Any = torch.cuda.Stream()
+    graph = Graph(torch.ones(5))
+    source: list[Any] = [[graph, torch.arange(3)]]
+    async with asyncio.timeout(30), prefetch(source, device="cuda") as items:
+        with torch.cuda.stream(side):
+            moved, numbers = await anext(items)
+            assert moved.how == ("aiodist-prefetch", True, side)
+            assert (moved.x + 1).tolist() == [2.0] * 5
+            assert numbers.tolist() == [0, 1, 2]
+    assert graph.x.device.type == "cpu"
+
+
+async def test_n15_tensors_that_only_torch_can_move(simulated_cuda: SimulatedCuda) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    async with asyncio.timeout(30), prefetch([(weight, packed)], device="cuda") as items:
+        there, sequence = await anext(items)
+        assert there.is_cuda
+        (there * 3).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [3.0] * 3  # the way to the device is a part of the graph
+        assert sequence.data.is_cuda
+        assert sequence.data.tolist() == [1.0] * 3
+
+
+class _Immovable(Graph):
+    def pin_memory(self) -> Graph:
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Graph:
+        raise LookupError("stays")
+
+
+async def test_n15_what_cannot_move_ends_the_stream(simulated_cuda: SimulatedCuda) -> None:
+    source: Iterator[Any] = iter([torch.ones(2), _Immovable(torch.ones(3)), torch.ones(2), torch.ones(2)])
+    async with asyncio.timeout(30), prefetch(source, depth=3, device="cuda") as items:
+        await anext(items)
+        with pytest.raises(LookupError, match="stays"):
+            await anext(items)
+        assert await firsts(items) == []
+        assert items.statistics().items == 1
+    assert Scheduler.current().in_flight == 0
+
+
+# --- beside others ----------------------------------------------------------------------------------------------
+
+
+def test_n15_every_rank_prefetches_and_reduces(simulated_cuda: SimulatedCuda) -> None:
+    async def main() -> list[float]:
+        async with aiodist.init() as coll:
+            mine = (t + coll.rank for t in tensors(4, numel=1 << 20))  # 4 MiB: large
+            async with prefetch(mine, device="cuda") as items:
+                return [await coll.allreduce(float(t[-1])) async for t in items]
+
+    assert run_ranks(2, main) == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+async def test_n15_copying_counts_as_work_that_may_be_hidden(simulated_cuda: SimulatedCuda) -> None:
+    simulated_cuda.delay = 0.02
+    async with asyncio.timeout(30), prefetch(tensors(4), depth=4, device="cuda") as items:
+        await items._items[3].handle  # all are there when the first is asked for
+        assert await firsts(items) == [0.0, 1.0, 2.0, 3.0]
+        found = items.statistics()
+    assert found.copying > 4 * 1e-4
+    assert found.hidden > 0.5
+    assert found.waited < found.copying
+
+
+# --- where there is no device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+async def test_n15_the_cpu_is_no_device_to_go_to(device: Any) -> None:
+    source = list(tensors(2))
+    async with asyncio.timeout(30), prefetch(source, device=device) as items:
+        for t in source:
+            assert await anext(items) is t
+        assert items.statistics().copying == 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+async def test_n15_without_cuda_the_block_says_what_to_do(device: Any) -> None:
+    opened = prefetch(tensors(2), device=device)
+    with pytest.raises(RuntimeError, match="leave `device` away"):
+        await opened.__aenter__()
+
+
+async def test_n15_a_device_that_is_not_there(simulated_cuda: SimulatedCuda) -> None:
+    with pytest.raises(RuntimeError, match="there are 2 CUDA devices"):
+        await prefetch(tensors(2), device="cuda:2").__aenter__()
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", torch.device("xpu"), -1, 1.5])
+def test_n15_devices_of_other_kinds_are_refused(device: Any) -> None:
+    with pytest.raises(ValueError, match="expected a CUDA device, the CPU, or None"):
+        prefetch(tensors(2), device=device)

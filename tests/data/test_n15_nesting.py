@@ -49,12 +49,12 @@ def plus_one(x: Any) -> Any:
     return x + 1
 
 
-def values(kind: type) -> Any:
+def values(kind: Any) -> Any:
     return kind([torch.tensor(1), "text", [torch.tensor(2)]])
 
 
 @pytest.mark.parametrize("kind", [list, tuple, deque, UserList, Fixed])
-def test_n15_sequences_keep_their_type(kind: type) -> None:
+def test_n15_sequences_keep_their_type(kind: Any) -> None:
     before = values(kind)
     after = rebuilt(before, plus_one)
     assert type(after) is kind
@@ -80,7 +80,7 @@ def test_n15_what_a_default_dictionary_makes_is_kept() -> None:
 
 
 def test_n15_named_tuples_and_dataclasses() -> None:
-    other = namedtuple("other", "u")  # noqa: PYI024  - the old way to write it
+    other = namedtuple("other", "u")
     assert rebuilt(Pair(torch.tensor(1), other(torch.tensor(2))), plus_one) == Pair(2, other(3))
     frozen, slotted = Frozen(torch.tensor(1)), Slotted([torch.tensor(1)])
     assert rebuilt((frozen, slotted), plus_one) == (Frozen(2), Slotted([2]))

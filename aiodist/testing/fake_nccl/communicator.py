@@ -66,7 +66,8 @@ class FakeCommunicator:
         self._gone = threading.Event()
         self._pending: Callable[[], bool] | None = None
         self._begun = 0
-        self._sent: dict[tuple[int, int], int] = {}
+        self._sent: dict[tuple[str, int, int], int] = {}
+        """How many messages of each pair began here."""
         self._using: int | None = None
         nccl.communicators.append(self)
         if config is None or config.blocking is not False:
@@ -74,6 +75,10 @@ class FakeCommunicator:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.nranks}, {self.name!r}>"
+
+    def fail_later(self, code: int = 6) -> None:
+        """From now on say that something failed after its call, by default the network."""
+        self.error = code
 
     # --- life
 
@@ -297,8 +302,8 @@ class FakeCommunicator:
             self._check(send, recv, stream)
             signature = (pair, buffer.numel() * buffer.element_size())
             made = self._clique.messages.setdefault(pair, [])
-            number = self._sent.get(pair, 0)
-            self._sent[pair] = number + 1
+            number = self._sent.get((name, *pair), 0)
+            self._sent[name, *pair] = number + 1
             if number == len(made):
                 made.append(Work(signature, kernels.message(*pair), 2))
             self._matches(made[number], signature)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aiodist.testing.fake_nccl.communicator import Clique, FakeCommunicator
-from aiodist.testing.fake_nccl.interface import TEXTS, FakeConfig, FakeId, NCCLError, ShrinkFlag
+from aiodist.testing.fake_nccl.interface import INVALID_ARGUMENT, TEXTS, FakeConfig, FakeId, NCCLError, ShrinkFlag
 from aiodist.testing.fake_nccl.kernels import RedOp, Work
 
 __all__ = ["FakeNccl"]
@@ -117,6 +117,8 @@ class _Class:
     ) -> FakeCommunicator:
         assert isinstance(unique_id, FakeId)
         self._nccl.calls.append("init")
+        if not 0 <= rank < nranks:
+            raise NCCLError(INVALID_ARGUMENT)
         device = torch.cuda.current_device()
         comm = FakeCommunicator(self._nccl, bytes(unique_id), nranks, rank, device, config)
         comm.join()

@@ -8,6 +8,7 @@ from typing import Final
 
 __all__ = [
     "INTERNAL_ERROR",
+    "INVALID_ARGUMENT",
     "INVALID_USAGE",
     "IN_PROGRESS",
     "SUCCESS",
@@ -21,6 +22,7 @@ __all__ = [
 
 SUCCESS: Final = 0
 INTERNAL_ERROR: Final = 3
+INVALID_ARGUMENT: Final = 4
 INVALID_USAGE: Final = 5
 IN_PROGRESS: Final = 7
 TEXTS: Final = {

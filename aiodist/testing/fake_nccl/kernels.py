@@ -55,13 +55,18 @@ class Work:
         self._move = move
         self._ranks = ranks
         self._parts: dict[int, Part] = {}
+        self._came = 0
         self._lock = threading.Lock()
 
     def arrive(self, rank: int, part: Part) -> None:
         """Say that `rank` is at it."""
         with self._lock:
+            other = self._parts.get(rank)
+            if other is not None:  # it sends to itself
+                part = Part(*(b if a is None else a for a, b in ((part.send, other.send), (part.recv, other.recv))))
             self._parts[rank] = part
-            if len(self._parts) == self._ranks:
+            self._came += 1
+            if self._came == self._ranks:
                 self._move(self._parts)
                 self.over.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -44,13 +45,13 @@ class Post:
 class World:
     """`size` ranks, rank r on device r; `nccl` is the fake that they share."""
 
-    def __init__(self, size: int, **options: int) -> None:
+    def __init__(self, size: int, **options: Any) -> None:
         self.size = size
         self.nccl = FakeNccl(**options)
         self.progress = Progress.current()
         self.owned = [NcclGroups(Library(self.nccl), self.progress) for _ in range(size)]
         self.streams = [torch.cuda.Stream(device=rank % DEVICES) for rank in range(size)]
-        self.posts: dict[str, Post] = {}
+        self.posts: dict[str, Any] = {}
         self.futures: list[asyncio.Future[Failure]] = []
         self.kept: list[torch.Tensor] = []
 
@@ -128,7 +129,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
     made: list[World] = []
     monkeypatch.setattr(group, "_SPIN_SECONDS", 0.0)  # whatever is not launched at once is left to the poller
 
-    def make(size: int, **options: int) -> World:
+    def make(size: int, **options: Any) -> World:
         made.append(World(size, **options))
         return made[-1]
 

@@ -4,33 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor
 
-from aiodist.backends.nccl import NcclGroup
+from aiodist.backends.base import Done
+from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.backends.nccl import group as module
 from aiodist.errors import BackendError, CommunicatorAborted
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
+if TYPE_CHECKING:
+    from tests.backends.nccl.conftest import Failure, World
 
-def full(w, rank, value=1.0, numel=16):
+    Make = Callable[..., World]
+    Until = Callable[[Callable[[], object]], Awaitable[None]]
+    Step = Callable[[NcclNative, Done], None]
+    Then = Callable[[bytes | None, BaseException | None], None]
+
+
+def full(w: World, rank: int, value: float = 1.0, numel: int = 16) -> Tensor:
     return w.put(torch.full((numel,), value), rank)
 
 
-def summed(t):
+def summed(t: Tensor) -> Step:
     return lambda n, done: n.allreduce(t, ReduceOp.SUM, done)
 
 
-async def check(w, name="world", group=None):
+def _broadcast(t: Tensor, n: NcclNative, done: Done) -> None:
+    n.broadcast(t, 0, done)
+
+
+def code_of(error: Failure) -> int | None:
+    assert isinstance(error, BackendError)
+    return error.code
+
+
+async def check(w: World, name: str = "world") -> None:
     """All ranks reduce, with results."""
     ts = [full(w, rank, rank + 1.0) for rank in range(w.size)]
-    await w.succeed([w.call(rank, summed(ts[rank]), name=name, group=group and group[rank]) for rank in range(w.size)])
+    await w.succeed([w.call(rank, summed(ts[rank]), name=name) for rank in range(w.size)])
     assert all(t.cpu().eq(sum(range(1, w.size + 1))).all() for t in ts)
 
 
-async def ended(w, group, *, drained):
+async def ended(w: World, group: NcclGroup, *, drained: bool) -> Failure:
     return await asyncio.wait_for(w.start(lambda done: w.owned[group.rank].destroy(group, done, drained=drained)), 20)
 
 
@@ -38,7 +60,7 @@ async def ended(w, group, *, drained):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-async def test_s3_it_is_opened_once_by_the_first_call_and_calls_wait_for_it(world, size):
+async def test_s3_it_is_opened_once_by_the_first_call_and_calls_wait_for_it(world: Make, size: int) -> None:
     w = world(size)
     assert "init" not in w.nccl.calls
     ts = [[full(w, rank, 10.0 * k + rank) for rank in range(size)] for k in range(5)]
@@ -50,7 +72,7 @@ async def test_s3_it_is_opened_once_by_the_first_call_and_calls_wait_for_it(worl
     assert {comm.device_id for comm in w.nccl.communicators} == set(range(size))
 
 
-async def test_s3_the_same_ranks_and_device_share_a_communicator(world):
+async def test_s3_the_same_ranks_and_device_share_a_communicator(world: Make) -> None:
     w = world(2)
     device = w.device(0)
     first = w.owned[0].of("a", (0, 1), 0, device)
@@ -66,7 +88,7 @@ async def test_s3_the_same_ranks_and_device_share_a_communicator(world):
         NcclGroup(first.library, "x", (0,), 0, torch.device("cuda"))
 
 
-async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world):
+async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world: Make) -> None:
     w = world(3)
     w.nccl.unique_id_error = 2
     errors = await w.done([w.call(rank, summed(full(w, rank))) for rank in range(3)])
@@ -75,30 +97,32 @@ async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world):
     assert len({id(error) for error in errors}) == 3  # each operation writes its own place into its error
 
 
-async def test_s3_ranks_that_share_a_device_are_refused_with_nccls_text(world):
+async def test_s3_ranks_that_share_a_device_are_refused_with_nccls_text(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = world(2, multi_rank=False)
-    w.device = lambda rank: torch.device("cuda", 0)
+    monkeypatch.setattr(w, "device", lambda rank: torch.device("cuda", 0))
     w.streams = [torch.cuda.Stream(device=0) for _ in range(2)]
     calls = [w.call(rank, summed(full(w, rank))) for rank in (0, 1) for _ in range(2)]
     errors = await w.done(calls)
-    assert all(error.code == 5 for error in errors)
+    assert all(code_of(error) == 5 for error in errors)
     assert all("connecting 2 ranks: invalid usage (the fake's last words)" in str(error) for error in errors)
     later = await w.done([w.call(0, summed(full(w, 0)))])
     assert str(later[0]) == str(errors[0])
 
 
-async def test_s3_an_init_that_raises_fails_the_calls(world):
+async def test_s3_an_init_that_raises_fails_the_calls(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(1)
 
-    def refuse(*args):
+    def refuse(*args: object) -> None:
         raise RuntimeError("no such device")
 
-    w.nccl.Communicator.init = refuse
+    monkeypatch.setattr(w.nccl.Communicator, "init", refuse)
     errors = await w.done([w.call(0, summed(full(w, 0))) for _ in range(2)])
     assert all("connecting 1 ranks: no such device" in str(error) for error in errors)
 
 
-async def test_s3_opening_can_be_given_up_while_a_rank_is_missing(world, until):
+async def test_s3_opening_can_be_given_up_while_a_rank_is_missing(world: Make, until: Until) -> None:
     w = world(3)
     calls = [w.call(rank, summed(full(w, rank))) for rank in (1, 2)]
     await until(lambda: len(w.posts["world"].uses) == 2)  # rank 0 never comes
@@ -110,7 +134,7 @@ async def test_s3_opening_can_be_given_up_while_a_rank_is_missing(world, until):
     assert "init" not in w.nccl.calls
 
 
-async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world, until):
+async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world: Make, until: Until) -> None:
     w = world(2)
     w.posts["world"] = post = _Post(2)
     call = w.call(0, summed(full(w, 0)))  # rank 1 got the id and hangs before it connects
@@ -125,10 +149,10 @@ async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world, u
 class _Post:
     """Gives rank 0 its own id back and waits for nobody."""
 
-    def __init__(self, size):
-        self.uses = []
+    def __init__(self, size: int) -> None:
+        self.uses: list[int] = []
 
-    def exchange(self, rank, mine, then):
+    def exchange(self, rank: int, mine: bytes | None, then: Then) -> None:
         self.uses.append(rank)
         then(mine, None)
 
@@ -136,7 +160,7 @@ class _Post:
 # --- failures ----------------------------------------------------------------------------------------------
 
 
-async def test_s3_a_call_that_fails_ends_the_group(world):
+async def test_s3_a_call_that_fails_ends_the_group(world: Make) -> None:
     w = world(2)
     await check(w)
     w.nccl.refuse["allreduce"] = 3
@@ -154,7 +178,7 @@ async def test_s3_a_call_that_fails_ends_the_group(world):
     w.streams[1].synchronize()
 
 
-async def test_s3_an_error_that_comes_up_later_is_found_by_polling(world, until):
+async def test_s3_an_error_that_comes_up_later_is_found_by_polling(world: Make, until: Until) -> None:
     w = world(2)
     await check(w)
     w.nccl.hang(1)
@@ -162,7 +186,7 @@ async def test_s3_an_error_that_comes_up_later_is_found_by_polling(world, until)
         await w.done([w.call(rank, summed(full(w, rank)))])
     with transport_lock:
         assert w.group(0).poll_error() is None
-    w.comm(0).error = 6
+    w.comm(0).fail_later()
     with transport_lock:
         error = w.group(0).poll_error()
     assert isinstance(error, BackendError)
@@ -174,21 +198,23 @@ async def test_s3_an_error_that_comes_up_later_is_found_by_polling(world, until)
     assert not w.comm(0).is_valid
 
 
-async def test_s3_an_error_while_nccl_launches_belongs_to_the_call(world, until):
+async def test_s3_an_error_while_nccl_launches_belongs_to_the_call(
+    world: Make, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = world(1, dawdle=0)
     await check(w)
-    w.comm(0).launch = lambda works, stream: setattr(w.comm(0), "_pending", lambda: False)
+    monkeypatch.setattr(w.comm(0), "launch", lambda works, stream: setattr(w.comm(0), "_pending", lambda: False))
     call = w.call(0, summed(full(w, 0)))
     behind = w.call(0, summed(full(w, 0)))
     await until(lambda: len(w.owned[0]) > 0)
     assert not call.done()
-    w.comm(0).error = 2
+    w.comm(0).fail_later(2)
     first, second = await w.done([call, behind])
-    assert (first.code, second.code) == (2, 2)
+    assert (code_of(first), code_of(second)) == (2, 2)
     assert "allreduce: unhandled system error" in str(first)
 
 
-async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world):
+async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world: Make) -> None:
     w = world(2)
     await check(w)
     w.nccl.hang(1)
@@ -208,13 +234,13 @@ async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world
     assert str(w.group(0).poll_error()) == "given up"
 
 
-async def test_s3_an_abort_that_hangs_holds_up_nobody(world):
+async def test_s3_an_abort_that_hangs_holds_up_nobody(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(1)
     await check(w)
     let_go = threading.Event()
     comm = w.comm(0)
     abort = comm.abort
-    comm.abort = lambda: (let_go.wait(10), abort())
+    monkeypatch.setattr(comm, "abort", lambda: (let_go.wait(10), abort()))
     with transport_lock:
         w.group(0).abort(CommunicatorAborted("given up"))
     assert str((await w.done([w.call(0, summed(full(w, 0)))]))[0]) == "given up"
@@ -224,7 +250,7 @@ async def test_s3_an_abort_that_hangs_holds_up_nobody(world):
 # --- its end -----------------------------------------------------------------------------------------------
 
 
-async def test_s3_a_released_group_is_made_again(world):
+async def test_s3_a_released_group_is_made_again(world: Make) -> None:
     w = world(2)
     for round in range(3):
         await check(w)
@@ -238,7 +264,9 @@ async def test_s3_a_released_group_is_made_again(world):
     assert "abort" not in w.nccl.calls
 
 
-async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(world, monkeypatch):
+async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     w = world(2)
     await check(w)
@@ -248,12 +276,12 @@ async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(world, monke
     let_go = threading.Event()
     comm = w.comm(1)
     abort = comm.abort
-    comm.abort = lambda: (let_go.wait(10), abort())
+    monkeypatch.setattr(comm, "abort", lambda: (let_go.wait(10), abort()))
     assert await ended(w, w.group(1), drained=False) is None
     let_go.set()
 
 
-async def test_s3_closing_all_releases_every_communicator(world):
+async def test_s3_closing_all_releases_every_communicator(world: Make) -> None:
     w = world(2)
     await check(w, "a")
     await check(w, "b")
@@ -266,7 +294,7 @@ async def test_s3_closing_all_releases_every_communicator(world):
     assert not any(list(owned) for owned in w.owned)
 
 
-async def test_s3_closing_while_it_is_opened_fails_what_waits(world, until):
+async def test_s3_closing_while_it_is_opened_fails_what_waits(world: Make, until: Until) -> None:
     w = world(2)
     w.posts["world"] = _Post(2)
     call = w.call(0, summed(full(w, 0)))
@@ -279,22 +307,25 @@ async def test_s3_closing_while_it_is_opened_fails_what_waits(world, until):
 # --- split and shrink --------------------------------------------------------------------------------------
 
 
-async def test_s3_split_makes_groups_of_some_ranks_in_their_order(world):
+async def test_s3_split_makes_groups_of_some_ranks_in_their_order(world: Make) -> None:
     w = world(5, dawdle=5)
     await check(w)
     sets = {0: [4, 0], 4: [4, 0], 1: [1, 2], 2: [1, 2], 3: None}
-    children = {}
+    children: dict[int, NcclGroup | None] = {}
 
-    def split(rank):
-        def call(done):
+    def split(rank: int) -> asyncio.Future[Failure]:
+        def call(done: Done) -> None:
             children[rank] = w.owned[rank].split(w.group(rank), "part", sets[rank])
             done(None)
 
         return w.start(call)
 
     await w.done([split(rank) for rank in range(5)])
+    first, second = children[4], children[0]
+    assert first is not None
+    assert second is not None
     assert children[3] is None
-    assert (children[4].rank, children[0].rank, children[0].ranks) == (0, 1, (4, 0))
+    assert (first.rank, second.rank, second.ranks) == (0, 1, (4, 0))
     ts = {rank: full(w, rank, 2.0**rank) for rank in (0, 1, 2, 4)}
     # Issued at once: they wait until the split is over.
     await w.succeed([w.call(rank, summed(ts[rank]), group=children[rank]) for rank in ts])
@@ -302,78 +333,78 @@ async def test_s3_split_makes_groups_of_some_ranks_in_their_order(world):
     await check(w)  # the parent goes on
     assert w.nccl.calls.count("init") == 5
     roots = [full(w, rank, 1.0 + rank) for rank in (0, 4)]
-    await w.succeed(
-        [
-            w.call(rank, lambda n, done, t=t: n.broadcast(t, 0, done), group=children[rank])
-            for rank, t in zip((0, 4), roots, strict=True)
-        ]
-    )
+    moves = [partial(_broadcast, t) for t in roots]
+    await w.succeed([w.call(rank, move, group=children[rank]) for rank, move in zip((0, 4), moves, strict=True)])
     assert [t.cpu()[0].item() for t in roots] == [5.0, 5.0]
 
 
-async def test_s3_a_split_that_fails_fails_the_child(world):
+async def test_s3_a_split_that_fails_fails_the_child(world: Make) -> None:
     w = world(1)
     await check(w)
     w.nccl.refuse["split"] = 5
-    children = []
-    await w.done([w.start(lambda done: done(children.append(w.owned[0].split(w.group(0), "part", [0]))))])
-    errors = await w.done([w.call(0, summed(full(w, 0)), group=group) for group in (children[0], w.group(0))])
-    assert [error.code for error in errors] == [5, 5]
+    with transport_lock:
+        child = w.owned[0].split(w.group(0), "part", [0])
+    errors = await w.done([w.call(0, summed(full(w, 0)), group=group) for group in (child, w.group(0))])
+    assert [code_of(error) for error in errors] == [5, 5]
     assert "splitting: invalid usage" in str(errors[0])
 
 
-async def test_s3_shrink_goes_on_without_the_lost(world):
+async def test_s3_shrink_goes_on_without_the_lost(world: Make) -> None:
     w = world(4)
     await check(w)
     w.nccl.hang(2)
     ts = [full(w, rank) for rank in range(4)]
     await w.done([w.call(rank, summed(ts[rank])) for rank in range(4)])  # hangs on the device
     left = (0, 1, 3)
-    children = {}
+    children: dict[int, NcclGroup] = {}
 
-    def shrink(rank):
-        def call(done):
+    def shrink(rank: int) -> asyncio.Future[Failure]:
+        def call(done: Done) -> None:
             children[rank] = w.owned[rank].shrink(w.group(rank), "left", [2])
             done(None)
 
         return w.start(call)
 
     await w.done([shrink(rank) for rank in left])
-    ts = {rank: full(w, rank, 10.0**rank) for rank in left}
-    assert set(await w.done([w.call(rank, summed(ts[rank]), group=children[rank]) for rank in left])) == {None}
+    again = {rank: full(w, rank, 10.0**rank) for rank in left}
+    assert set(await w.done([w.call(rank, summed(again[rank]), group=children[rank]) for rank in left])) == {None}
     for rank in left:
         w.streams[rank].synchronize()
-        assert ts[rank].cpu()[0].item() == 1011.0
+        assert again[rank].cpu()[0].item() == 1011.0
         assert children[rank].ranks == left
     old = await w.done([w.call(0, summed(full(w, 0)))])
     assert "shrunk" in str(old[0])
 
 
-async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world):
+async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make) -> None:
     w = world(2)
-    children = []
-    await w.done([w.start(lambda done: done(children.append(w.owned[0].shrink(w.group(0), "left", [1]))))])
-    error = (await w.done([w.call(0, summed(full(w, 0)), group=children[0])]))[0]
+    with transport_lock:
+        child = w.owned[0].shrink(w.group(0), "left", [1])
+    error = (await w.done([w.call(0, summed(full(w, 0)), group=child)]))[0]
     assert "nothing to shrink" in str(error)
 
 
 # --- order -------------------------------------------------------------------------------------------------
 
 
-async def test_s3_a_done_that_issues_more_keeps_the_order(world):
+async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
     """A thousand calls wait for the opening; each makes another when it is enqueued: no recursion, none lost."""
     w = world(1)
     t = full(w, 0, 1.0, 1)
-    order = []
+    order: list[int] = []
 
-    def call(number):
-        def start(n, done):
-            def next_one(error):
+    def call(number: int) -> Step:
+        def start(n: NcclNative, done: Done) -> None:
+            def next_one(error: Failure) -> None:
                 order.append(number)
                 if number < 1000:
-                    n.broadcast(t, 0, lambda error: (order.append(number + 1000), done(error)))
+                    n.broadcast(t, 0, last)
                 else:
                     done(error)
+
+            def last(error: Failure) -> None:
+                order.append(number + 1000)
+                done(error)
 
             n.broadcast(t, 0, next_one)
 
@@ -383,13 +414,13 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world):
     assert order == list(range(2000))
 
 
-async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(world, monkeypatch):
+async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SPIN_SECONDS", 10.0)
     w = world(1, dawdle=5, seed=2)
     await check(w)
-    enqueued = []
+    enqueued: list[Failure] = []
 
-    def call(n, done):
+    def call(n: NcclNative, done: Done) -> None:
         n.broadcast(w.kept[0], 0, enqueued.append)
         assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
         done(None)

@@ -110,7 +110,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
         package = ModuleType("nccl")
         package.__spec__ = ModuleSpec("nccl", None)
         monkeypatch.setitem(sys.modules, "nccl", package)
-        monkeypatch.setitem(sys.modules, "nccl.core", core)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "nccl.core", core)
 
     return install
 

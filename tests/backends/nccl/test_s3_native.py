@@ -53,6 +53,11 @@ def reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
     return total / len(parts) if op is ReduceOp.MEAN else total
 
 
+def step(name: str, *args: object) -> Step:
+    """Return what calls that method."""
+    return lambda n, done: getattr(n, name)(*args, done)
+
+
 def check(t: Tensor, expected: Tensor) -> None:
     """Compare a tensor of a device with what is known in more digits."""
     host = t.cpu()
@@ -74,8 +79,8 @@ async def test_s3_reductions_of_every_kind(world: Make, size: int, dawdle: int) 
         expected = reduced(given, op)
         for rank in range(size):
             everywhere, at_root = (w.put(given[rank], rank) for _ in range(2))
-            futures.append(w.call(rank, lambda n, done, t=everywhere, op=op: n.allreduce(t, op, done)))
-            futures.append(w.call(rank, lambda n, done, t=at_root, op=op, r=root: n.reduce(t, op, r, done)))
+            futures.append(w.call(rank, step("allreduce", everywhere, op)))
+            futures.append(w.call(rank, step("reduce", at_root, op, root)))
             checks.append((everywhere, expected))
             checks.append((at_root, expected if rank == root else given[rank]))
     await w.succeed(futures)
@@ -95,9 +100,7 @@ async def test_s3_reduce_scatter_with_equal_and_unequal_counts(world: Make, size
         for rank in range(size):
             t = w.put(given[rank], rank)
             out = torch.empty(counts[rank], dtype=kind, device=w.device(rank))
-            futures.append(
-                w.call(rank, lambda n, done, t=t, out=out, c=counts, op=op: n.reduce_scatter(t, out, c, op, done))
-            )
+            futures.append(w.call(rank, step("reduce_scatter", t, out, counts, op)))
             checks += [(out, blocks[rank]), (t, given[rank])]  # what is given is only read
     await w.succeed(futures)
     for t, wanted in checks:
@@ -122,8 +125,8 @@ async def test_s3_broadcast_and_allgather_move_every_kind(world: Make, size: int
                 own = out[begin : begin + counts[rank]]
                 own.copy_(block)
                 block = own
-            futures.append(w.call(rank, lambda n, done, t=t, root=root: n.broadcast(t, root, done)))
-            futures.append(w.call(rank, lambda n, done, t=block, out=out, c=counts: n.allgather(t, out, c, done)))
+            futures.append(w.call(rank, step("broadcast", t, root)))
+            futures.append(w.call(rank, step("allgather", block, out, counts)))
             checks += [(t, given[root]), (out, torch.cat(blocks))]
     await w.succeed(futures)
     for t, wanted in checks:
@@ -138,7 +141,7 @@ async def test_s3_alltoall_with_any_counts(world: Make, size: int) -> None:
     futures = []
     for rank in range(size):
         given = [w.put(part, rank) for part in parts[rank]]
-        futures.append(w.call(rank, lambda n, done, g=given, o=outs[rank]: n.alltoall(g, o, done)))
+        futures.append(w.call(rank, step("alltoall", given, outs[rank])))
     await w.succeed(futures)
     for rank in range(size):
         assert all(torch.equal(outs[rank][src].cpu(), parts[src][rank]) for src in range(size))
@@ -239,10 +242,6 @@ async def test_s3_calls_queued_for_their_turn_keep_their_own_stream(world: Make)
 async def test_s3_a_mean_is_divided_behind_the_sum_though_nccl_is_slow_to_launch(world: Make) -> None:
     w = world(2, dawdle=50, seed=11)
     rounds = [[torch.full((8,), 3.0 * rank + k, device=w.device(rank)) for rank in range(2)] for k in range(6)]
-    futures = [
-        w.call(rank, lambda n, done, t=ts[rank]: n.allreduce(t, ReduceOp.MEAN, done))
-        for ts in rounds
-        for rank in (0, 1)
-    ]
+    futures = [w.call(rank, step("allreduce", ts[rank], ReduceOp.MEAN)) for ts in rounds for rank in (0, 1)]
     await w.succeed(futures)
     assert [t.cpu()[0].item() for ts in rounds for t in ts] == [1.5 + k for k in range(6) for _ in range(2)]

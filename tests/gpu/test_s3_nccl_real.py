@@ -1,0 +1,356 @@
+"""NCCL itself on a real device: one rank, and two where there are two devices (S3).
+
+`python -m pytest -m gpu tests/gpu/test_s3_nccl_real.py`; each test says why it is skipped. Everything is compared
+with what the CPU computes in float64, inputs are random and outputs poisoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiodist.backends import nccl
+from aiodist.backends.base import Done
+from aiodist.backends.nccl import NcclGroup, NcclGroups, NcclNative
+from aiodist.errors import BackendError, CommunicatorAborted
+from aiodist.handles import Progress
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ReduceOp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.asyncio(loop_factories=["asyncio"])]
+
+Failure = BaseException | None
+Step = Callable[[NcclNative, Done], None]
+NUMELS = (1, 1000, 3_000_001)
+REDUCED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.complex64)
+MOVED = (torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.complex128)
+
+
+class Rank:
+    """One rank of `ids`, its communicators and its stream."""
+
+    def __init__(self, rank: int, size: int, exchange: nccl.Exchange) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cuda", rank)
+        self.progress = Progress.current()
+        self.groups = NcclGroups(nccl.load(), self.progress)
+        self.stream = torch.cuda.Stream(device=self.device)
+        self._exchange = exchange
+
+    def group(self) -> NcclGroup:
+        return self.groups.of("world", range(self.size), self.rank, self.device)
+
+    def start(self, call: Callable[[Done], None]) -> asyncio.Future[Failure]:
+        future: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        self.progress.start(partial(call, lambda error: self.progress.post(partial(future.set_result, error))))
+        return future
+
+    def call(self, step: Step) -> asyncio.Future[Failure]:
+        """Enqueue `step` on the stream, behind what the default stream has."""
+
+        def enqueue(done: Done) -> None:
+            group = self.group()
+            group.open(self._exchange)
+            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                step(NcclNative(group), done)
+
+        return self.start(enqueue)
+
+
+def step(name: str, *args: object) -> Step:
+    """Return what calls that method."""
+    return lambda n, done: getattr(n, name)(*args, done)
+
+
+async def enqueued(*futures: asyncio.Future[Failure]) -> list[Failure]:
+    async with asyncio.timeout(60):
+        return await asyncio.gather(*futures)
+
+
+async def succeed(ranks: list[Rank], steps: list[Step]) -> None:
+    """Have rank r do `steps[r]` and wait for the devices."""
+    errors = await enqueued(*[rank.call(step) for rank, step in zip(ranks, steps, strict=True)])
+    assert errors == [None] * len(ranks), errors
+    for rank in ranks:
+        rank.stream.synchronize()
+
+
+class Post:
+    """Carries rank 0's message to all ranks of this process."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._came: list[tuple[bytes | None, Callable[[bytes | None, Failure], None]]] = []
+
+    def __call__(self, mine: bytes | None, then: Callable[[bytes | None, Failure], None]) -> None:
+        self._came.append((mine, then))
+        if len(self._came) == self._size:
+            came, self._came = self._came, []
+            (message,) = [message for message, _ in came if message is not None]
+            for _, one in came:
+                one(message, None)
+
+
+@pytest.fixture(params=[1, 2])
+async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[Rank]]:
+    """All ranks in this process, each with a device of its own."""
+    if (reason := nccl.missing()) is not None:
+        pytest.skip(reason)
+    size: int = request.param
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"{size} devices are needed, there are {torch.cuda.device_count()}")
+    post = Post(size)
+    made = [Rank(rank, size, post) for rank in range(size)]
+    yield made
+    async with asyncio.timeout(60):
+        await asyncio.gather(*[rank.groups.aclose(drained=False) for rank in made])
+
+
+def random(kind: torch.dtype, numel: int) -> Tensor:
+    """Return values on the host."""
+    if kind.is_floating_point or kind.is_complex:
+        return torch.randn(numel, dtype=torch.complex128 if kind.is_complex else torch.float64).to(kind)
+    return torch.randint(0, 2 if kind is torch.bool else 100, (numel,)).to(kind)
+
+
+def poisoned(numel: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((max(numel, 1) * kind.itemsize,), 0x7F, dtype=torch.uint8, device=device).view(kind)[:numel]
+
+
+def check(t: Tensor, expected: Tensor) -> None:
+    wide = expected.dtype if expected.dtype.is_floating_point or expected.dtype.is_complex else torch.int64
+    torch.testing.assert_close(t.cpu().to(wide), expected.to(wide), rtol=1e-5, atol=1e-5)
+
+
+async def test_s3_nccl_says_its_version() -> None:
+    if (reason := nccl.missing()) is not None:
+        pytest.skip(reason)
+    assert tuple(int(part) for part in nccl.version().split(".")) >= (2, 23)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("kind", REDUCED)
+async def test_s3_nccl_reduces(ranks: list[Rank], kind: torch.dtype, numel: int) -> None:
+    size = len(ranks)
+    host = [random(kind, numel) for _ in ranks]
+    wide = torch.complex128 if kind.is_complex else torch.float64 if kind.is_floating_point else torch.int64
+    stacked = torch.stack([h.to(wide) for h in host])
+    expected = {ReduceOp.SUM: stacked.sum(0).to(kind).to(wide)}
+    if kind.is_floating_point or kind.is_complex:
+        expected[ReduceOp.MEAN] = stacked.mean(0)
+    if not kind.is_complex:
+        expected[ReduceOp.MIN], expected[ReduceOp.MAX] = stacked.amin(0), stacked.amax(0)
+        expected[ReduceOp.PROD] = stacked.prod(0).to(kind).to(wide)
+    for op, wanted in expected.items():
+        ts = [h.to(rank.device) for h, rank in zip(host, ranks, strict=True)]
+        await succeed(ranks, [step("allreduce", t, op) for t in ts])
+        for t in ts:
+            check(t, wanted)
+        ts = [h.to(rank.device) for h, rank in zip(host, ranks, strict=True)]
+        await succeed(ranks, [step("reduce", t, op, size - 1) for t in ts])
+        for rank, t in enumerate(ts):
+            check(t, wanted if rank == size - 1 else host[rank])
+        for counts in ([numel] * size, [numel + 3 * r for r in range(size)]):
+            long = [random(kind, sum(counts)) for _ in ranks]
+            kept = [h.to(rank.device) for h, rank in zip(long, ranks, strict=True)]
+            outs = [poisoned(counts[rank.rank], kind, rank.device) for rank in ranks]
+            steps = [step("reduce_scatter", t, out, counts, op) for t, out in zip(kept, outs, strict=True)]
+            await succeed(ranks, steps)
+            whole = combined(long, op, wide)
+            for out, block, t, h in zip(outs, whole.split(counts), kept, long, strict=True):
+                check(out, block.to(kind).to(wide))
+                assert torch.equal(t.cpu(), h)
+
+
+def combined(parts: list[Tensor], op: ReduceOp, wide: torch.dtype) -> Tensor:
+    stacked = torch.stack([part.to(wide) for part in parts])
+    if op is ReduceOp.SUM:
+        return stacked.sum(0)
+    if op is ReduceOp.MEAN:
+        return stacked.mean(0)
+    if op is ReduceOp.PROD:
+        return stacked.prod(0)
+    return stacked.amin(0) if op is ReduceOp.MIN else stacked.amax(0)
+
+
+@pytest.mark.parametrize("kind", MOVED)
+async def test_s3_nccl_moves(ranks: list[Rank], kind: torch.dtype) -> None:
+    size = len(ranks)
+    for numel in NUMELS:
+        host = [random(kind, numel) for _ in ranks]
+        ts = [h.to(rank.device) for h, rank in zip(host, ranks, strict=True)]
+        await succeed(ranks, [step("broadcast", t, size - 1) for t in ts])
+        assert all(torch.equal(t.cpu(), host[-1]) for t in ts)
+        for counts in ([numel] * size, [numel + 3 * r for r in range(size)]):
+            blocks = [random(kind, count) for count in counts]
+            given = [b.to(rank.device) for b, rank in zip(blocks, ranks, strict=True)]
+            outs = [poisoned(sum(counts), kind, rank.device) for rank in ranks]
+            await succeed(ranks, [step("allgather", t, out, counts) for t, out in zip(given, outs, strict=True)])
+            assert all(torch.equal(out.cpu(), torch.cat(blocks)) for out in outs)
+        parts = [[random(kind, numel + dst) for dst in range(size)] for _ in ranks]
+        sent = [[part.to(rank.device) for part in parts[rank.rank]] for rank in ranks]
+        came = [[poisoned(numel + rank.rank, kind, rank.device) for _ in range(size)] for rank in ranks]
+        await succeed(ranks, [step("alltoall", s, c) for s, c in zip(sent, came, strict=True)])
+        for rank in range(size):
+            assert all(torch.equal(came[rank][src].cpu(), parts[src][rank]) for src in range(size))
+
+
+async def test_s3_nccl_sends_to_itself_and_to_the_next_in_one_group(ranks: list[Rank]) -> None:
+    size = len(ranks)
+    host = [random(torch.float32, 1000) for _ in ranks]
+    given = [h.to(rank.device) for h, rank in zip(host, ranks, strict=True)]
+    came = [poisoned(1000, torch.float32, rank.device) for rank in ranks]
+
+    def exchange(rank: int, n: NcclNative, done: Done) -> None:
+        with n.grouped():
+            n.send(given[rank], (rank + 1) % size, lambda error: None)
+            n.recv(came[rank], (rank - 1) % size, done)
+
+    await succeed(ranks, [partial(exchange, rank) for rank in range(size)])
+    assert all(torch.equal(came[rank].cpu(), host[rank - 1]) for rank in range(size))
+
+
+async def test_s3_nccl_keeps_the_order_of_the_stream(ranks: list[Rank]) -> None:
+    """What the stream has queued before is read, what it queues behind reads the result."""
+    ts = [torch.empty(1 << 20, device=rank.device) for rank in ranks]
+    outs = [torch.empty_like(t) for t in ts]
+
+    def fill_and_sum(t: Tensor, number: int, n: NcclNative, done: Done) -> None:
+        t.fill_(number)
+        n.allreduce(t, ReduceOp.SUM, done)
+
+    for number in range(50):
+        calls = [rank.call(partial(fill_and_sum, t, number)) for rank, t in zip(ranks, ts, strict=True)]
+        assert set(await enqueued(*calls)) == {None}
+        for rank, t, out in zip(ranks, ts, outs, strict=True):
+            with torch.cuda.stream(rank.stream):
+                torch.add(t, 1, out=out)
+        for rank, out in zip(ranks, outs, strict=True):
+            rank.stream.synchronize()
+            assert bool(out.eq(number * len(ranks) + 1).all())
+
+
+async def test_s3_nccl_is_released_and_made_again(ranks: list[Rank]) -> None:
+    def destroy(rank: Rank, group: NcclGroup, done: Done) -> None:
+        rank.groups.destroy(group, done, drained=True)
+
+    for _ in range(3):
+        ts = [torch.ones(1000, device=rank.device) for rank in ranks]
+        await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
+        assert all(bool(t.eq(len(ranks)).all()) for t in ts)
+        old = [rank.group() for rank in ranks]
+        began = time.monotonic()
+        await enqueued(*[rank.start(partial(destroy, rank, group)) for rank, group in zip(ranks, old, strict=True)])
+        assert time.monotonic() - began < 5  # not given up
+        assert all(rank.group() is not group for rank, group in zip(ranks, old, strict=True))
+
+
+async def test_s3_nccl_splits(ranks: list[Rank]) -> None:
+    ts = [torch.ones(1000, device=rank.device) for rank in ranks]
+    await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
+    reverse = list(reversed(range(len(ranks))))
+    with transport_lock:
+        children = [rank.groups.split(rank.group(), "reversed", reverse) for rank in ranks]
+
+    def broadcast(child: NcclGroup, t: Tensor, rank: Rank, done: Done) -> None:
+        with torch.cuda.stream(rank.stream):
+            NcclNative(child).broadcast(t, 0, done)
+
+    ts = [torch.full((1000,), float(rank.rank), device=rank.device) for rank in ranks]
+    for rank in ranks:
+        rank.stream.wait_stream(torch.cuda.default_stream(rank.device))
+    futures = []
+    for rank, child, t in zip(ranks, children, ts, strict=True):
+        assert child is not None
+        futures.append(rank.start(partial(broadcast, child, t, rank)))
+    assert set(await enqueued(*futures)) == {None}
+    for rank, t in zip(ranks, ts, strict=True):
+        rank.stream.synchronize()
+        assert bool(t.eq(len(ranks) - 1).all())  # the last of the parent is the first of the child
+
+
+async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    group = rank.groups.of("missing", (0, 1), 0, rank.device)
+    t = torch.ones(1000, device=rank.device)
+
+    def enqueue(done: Done) -> None:
+        group.open(lambda mine, then: then(mine, None))  # whoever is rank 1 does not hear of it
+        NcclNative(group).allreduce(t, ReduceOp.SUM, done)
+
+    future = rank.start(enqueue)
+    await asyncio.sleep(0.5)  # NCCL waits for rank 1 by now; sooner it would be given up all the same
+    assert not future.done()
+    await give_up(rank, group)
+    (error,) = await enqueued(future)
+    assert "given up" in str(error)
+
+
+async def test_s3_nccl_aborts_a_kernel_that_hangs(ranks: list[Rank]) -> None:
+    if len(ranks) == 1:
+        pytest.skip("a rank alone waits for nobody")
+    rank = ranks[0]
+    ts = [torch.ones(1000, device=rank.device) for rank in ranks]
+    await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
+    assert await enqueued(rank.call(step("allreduce", ts[0], ReduceOp.SUM))) == [None]
+    assert not rank.stream.query()  # the others do not come
+    await give_up(rank, rank.group())
+
+
+async def give_up(rank: Rank, group: NcclGroup) -> None:
+    """Abort it: later calls say so, and nothing on the device waits any more."""
+    began = time.monotonic()
+    with transport_lock:
+        assert group.poll_error() is None
+        group.abort(CommunicatorAborted("given up"))
+    t = torch.ones(1, device=rank.device)
+    later = await enqueued(rank.start(lambda done: NcclNative(group).broadcast(t, 0, done)))
+    assert "given up" in str(later[0])
+    while not rank.stream.query():
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 20
+    print(f"aborted in {time.monotonic() - began:.3f} s")
+
+
+async def test_s3_nccl_costs_little_more_than_calling_it(ranks: list[Rank]) -> None:
+    """Prints microseconds of a call of a small allreduce, ours and nccl4py's own; asserts only that it is sane."""
+    if len(ranks) > 1:
+        pytest.skip("one rank tells enough")
+    (rank,) = ranks
+    t = torch.ones(256, device=rank.device)
+    await succeed(ranks, [step("allreduce", t, ReduceOp.SUM)])
+    group, count = rank.group(), 2000
+    spent = {}
+    with transport_lock, torch.cuda.stream(rank.stream):
+        native = NcclNative(group)
+        began = time.perf_counter()
+        for _ in range(count):
+            native.allreduce(t, ReduceOp.SUM, lambda error: None)
+        spent["aiodist"] = (time.perf_counter() - began) / count
+        comm, op = group._comm, group.library.ops["sum"]
+        began = time.perf_counter()
+        for _ in range(count):
+            comm.allreduce(t, t, op, stream=rank.stream.cuda_stream)
+            while group.library.state(comm) != 0:  # in progress
+                pass
+        spent["nccl4py"] = (time.perf_counter() - began) / count
+    print({name: f"{1e6 * seconds:.1f} us" for name, seconds in spent.items()})
+    rank.stream.synchronize()
+    assert spent["aiodist"] < spent["nccl4py"] + 200e-6
+
+
+async def test_s3_nccl_errors_keep_its_text() -> None:
+    if (reason := nccl.missing()) is not None:
+        pytest.skip(reason)
+    with pytest.raises(BackendError, match="NCCL: connecting 1 ranks: ") as raised:
+        nccl.load().connect(1, 7, nccl.load().unique_id(), "wrong rank", threading.Event())
+    assert raised.value.code

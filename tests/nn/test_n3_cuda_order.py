@@ -1,0 +1,474 @@
+"""N3 on CUDA devices: what waits for what. The device waits, the host does not, and every stream reads what is right."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import AiodistError, Communicator
+from aiodist.backends import nccl
+from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.testing import simulated_cuda
+from aiodist.testing.cuda import SimulatedCuda
+from aiodist.testing.fake_nccl import FakeNccl
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+STEPS = 4
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """NCCL, which the device waits for and the host does not, between simulated devices."""
+    library = FakeNccl()
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
+    with simulated_cuda(devices=3) as device:
+        yield device
+        assert not library.violations
+        assert not device.hazards
+
+
+def batches(trial: type[Trial], coll: Communicator, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's, on its device."""
+    drawn = [trial.batch(coll.rank, step) for step in range(steps)]
+    return [(x.to(coll.device), y.to(coll.device)) for x, y in drawn]
+
+
+def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mse_loss(module(x), y)
+
+
+def communication(net: DataParallel) -> torch.cuda.Stream:
+    """Return the stream on which the gradients of `net` are reduced."""
+    accelerator: Any = net._coll._family.accelerator
+    device = next(net.parameters()).device
+    stream: torch.cuda.Stream = accelerator._streams[net._coll.name, device]
+    return stream
+
+
+def same(net: DataParallel, expected: nn.Module) -> None:
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
+
+
+# --- what the host waits for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n3_cuda_a_step_synchronises_nothing(
+    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial], pipelined: bool
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
+    make = trial.OPTIMIZERS["adam"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    data = batches(trial, coll)
+    await coll.barrier()  # every rank has its batches there
+    before = dict(fake_nccl.synchronisations)
+    for x, y in data:
+        await net.step(partial(loss_of, net, x, y), opt)
+    await coll.barrier()
+    assert fake_nccl.synchronisations == before
+    assert not fake_nccl.fallbacks
+    if pipelined:
+        await opt.flush()
+    await coll.barrier()  # nobody looks at parameters, which synchronises, before all have counted
+    same(net, trial.alone(coll.size, STEPS, optimizer="adam"))
+    await net.aclose()
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
+    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    data = batches(trial, coll)
+    for x, y in data[:3]:
+        await net.step(partial(loss_of, net, x, y), opt)
+    await net.run(net.compute.finish)
+    with fake_nccl.paused(communication(net)):
+        x, y = data[3]
+        loss = await net.step(partial(loss_of, net, x, y), opt)
+        assert net.reducer.last is not None
+        assert not net.reducer.last.over.done()
+        assert loss.isfinite().item()  # forward and backward have been done
+        after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
+    for ours, theirs in zip(after, trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
+    await net.aclose()
+    assert net.statistics().passes == 4
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
+    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    data = batches(trial, coll)
+    for x, y in data[:2]:
+        await net.step(partial(loss_of, net, x, y), opt)
+    queued = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(net, x, y)
+        loss.register_hook(lambda _: loop.call_soon_threadsafe(queued.set))  # backward has begun too
+        return loss
+
+    with fake_nccl.paused(communication(net)):
+        await net.step(partial(loss_of, net, *data[2]), opt)
+        assert net.reducer.last is not None
+        held = net.reducer.last.over
+        last = asyncio.ensure_future(net.step(partial(forward, *data[3]), opt))
+        async with asyncio.timeout(20):
+            await queued.wait()
+        assert not held.done()
+    await last
+    same(net, trial.alone(coll.size, 4))
+    await net.aclose()
+
+
+# --- what the device waits for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    """The last layer's gradients arrive while backward of the first one is held."""
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
+    module: Any = net.module
+    data = batches(trial, coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for x, y in data[:2]:
+        await net.step(partial(loss_of, net, x, y), opt)
+    await coll.barrier()
+    alone = trial.Mlp()
+    alone.load_state_dict({name: t.cpu() for name, t in net.state_dict().items()})
+    torch.stack([trial.loss(alone, rank, 2) for rank in range(coll.size)]).mean().backward()
+    net.zero_grad()
+    streams: list[Any] = []
+
+    def hold(gradient: Tensor) -> None:
+        streams.append(torch.cuda.current_stream(coll.device))
+        streams[0].hold()
+
+    hidden = module[1](module[0](data[2][0]))
+    hidden.register_hook(hold)
+    arrived: list[nn.Parameter] = []
+    async with asyncio.timeout(30):
+        async for parameter, gradient in net.gradients(mse_loss(rest(module, hidden), data[2][1])):
+            assert gradient is parameter.grad
+            arrived.append(parameter)
+            if len(arrived) == 4:
+                assert {id(p) for p in arrived} == {id(p) for p in (*module[2].parameters(), *module[4].parameters())}
+                await coll.barrier()
+                streams[0].release()
+    trial.assert_same_gradients(module.cpu(), alone)
+    await net.aclose()
+
+
+def rest(module: Any, hidden: Tensor) -> Tensor:
+    for layer in list(module)[2:]:
+        hidden = layer(hidden)
+    return hidden
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    """100 runs, with other streams at work, all equal to the last bit."""
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    start = {name: t.clone() for name, t in net.state_dict().items()}
+    x, y = batches(trial, coll, 1)[0]
+    over = False
+
+    async def load() -> None:
+        mine = torch.cuda.Stream(coll.device)
+        while not over:
+            with torch.cuda.stream(mine):
+                coll_free = torch.ones(100, device=coll.device).mul_(2)
+                await asyncio.sleep(0)
+                coll_free.add_(1)
+
+    busy = asyncio.ensure_future(load())
+    torch.cuda.current_stream(coll.device).synchronize()
+    streams = [torch.cuda.Stream(coll.device) for _ in range(3)]
+    seen: list[Tensor] = []
+    before = None
+    simulated_cuda.delay = 5e-5
+    for run in range(100):
+        side = streams[run % 3]
+        if before is not None:
+            side.wait_stream(before)  # the parameters are the user's: one run after the other
+        before = side
+        with torch.cuda.stream(side):
+            net.load_state_dict(start)
+            loss = await net.step(partial(loss_of, net, x, y), opt)
+            assert torch.cuda.current_stream(coll.device) == side
+            seen.append(torch.cat([loss.reshape(1), *(p.detach().reshape(-1) for p in net.parameters())]))
+    over = True
+    await busy
+    torch.cuda.synchronize(coll.device)
+    results = [t.cpu() for t in seen]
+    for one, other in pairwise(results):
+        assert torch.equal(one, other)
+    alone = trial.alone(2, 1)
+    expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+    torch.testing.assert_close(results[0][1:], expected, rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n3_cuda_each_step_on_a_stream_of_its_own(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], pipelined: bool
+) -> None:
+    """The compute thread works in the order of the calls, on the device too."""
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
+    make = trial.OPTIMIZERS["momentum"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    data = batches(trial, coll)
+    torch.cuda.synchronize(coll.device)
+    for x, y in data:
+        with torch.cuda.stream(torch.cuda.Stream(coll.device)):
+            await net.step(partial(loss_of, net, x, y), opt)
+    with torch.cuda.stream(torch.cuda.Stream(coll.device)):
+        if pipelined:
+            await opt.flush()
+        seen = await net.run(lambda: [p.detach().clone() for p in net.parameters()])
+        expected = trial.alone(coll.size, STEPS, optimizer="momentum")
+        for ours, theirs in zip(seen, expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+# --- threads of autograd ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def backward_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Run every backward in a thread of its own, on the streams of the caller: as autograd does for a device."""
+    original = torch.Tensor.backward
+    names: set[str] = set()
+
+    def backward(t: Tensor, *args: Any, **kwargs: Any) -> None:
+        streams = [torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())]
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            names.add(threading.current_thread().name)
+            for stream in streams:
+                torch.cuda.set_stream(stream)
+            try:
+                original(t, *args, **kwargs)
+            except BaseException as error:  # noqa: BLE001
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="pt_autograd_0")
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", backward)
+        yield names
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
+    coll: Communicator,
+    simulated_cuda: SimulatedCuda,
+    trial: type[Trial],
+    monkeypatch: pytest.MonkeyPatch,
+    pipelined: bool,
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
+    make = trial.OPTIMIZERS["momentum"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    data = batches(trial, coll)
+    with backward_in_threads(monkeypatch) as names:
+        for x, y in data:
+            await net.step(partial(loss_of, net, x, y), opt)
+        if pipelined:
+            await opt.flush()
+        await coll.barrier()
+    assert names == {"pt_autograd_0"}
+    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    await net.aclose()
+
+
+def by_hand(net: DataParallel, parts: list[Callable[[], None]]) -> None:
+    """Make a pass of which each of `parts` brings gradients in a thread of its own, all at once."""
+    net.compute.drain()
+    reduction = net.reducer.begin()
+    start = threading.Barrier(len(parts))
+    raised: list[BaseException] = []
+
+    def run(part: Callable[[], None]) -> None:
+        try:
+            start.wait(20)
+            part()
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    net.reducer.close(reduction, raised[0] if raised else None)
+    net.compute.use(reduction)
+
+
+def bring(parameters: list[nn.Parameter], value: float, streams: list[Any] | None = None) -> None:
+    """Bring gradients as autograd would: on a stream of its own, or of each parameter; then its hooks are called."""
+    own = torch.cuda.Stream(parameters[0].device) if parameters[0].is_cuda else None
+    for i, parameter in enumerate(parameters):
+        with torch.cuda.stream(own if streams is None else streams[i]):
+            parameter.grad = torch.zeros_like(parameter).add_(value).mul_(i + 1)
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                hook(parameter)
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
+    places = ["cuda:0", "cuda:1", "cpu"]
+    module = nn.ModuleList(
+        [nn.ParameterList([nn.Parameter(torch.zeros(3 + i)) for i in range(8)]).to(at) for at in places]
+    )
+    net = await DataParallel.create(module, coll, bucket_bytes=48, first_bucket_bytes=16)
+    total = sum(range(1, coll.size + 1)) / coll.size
+    lists: list[list[nn.Parameter]] = [list(part.parameters()) for part in module]
+    for _ in range(6):
+        net.zero_grad()
+        await net.run(by_hand, net, [partial(bring, part, float(coll.rank + 1)) for part in lists])
+        for part in lists:
+            for i, parameter in enumerate(part):
+                assert parameter.grad is not None
+                assert parameter.grad.cpu().eq(total * (i + 1)).all()
+    assert net.reducer.order
+    await net.aclose()
+
+
+@pytest.mark.ranks(1)
+async def test_n3_cuda_gradients_that_came_on_several_streams(
+    coll: Communicator, simulated_cuda: SimulatedCuda
+) -> None:
+    """Only the last gradient of a bucket has a hook; the others came on another stream, which is late."""
+    module = nn.ParameterList([nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(3)])
+    net = await DataParallel.create(module, coll)
+    parameters = list(net.parameters())
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    for step in range(5):
+        net.zero_grad()
+        simulated_cuda.delay = 1e-3
+        with simulated_cuda.paused(slow):
+            done = net.run(by_hand, net, [partial(bring, parameters, 1.0 + step, [slow, slow, fast])])
+            if step == 4:
+                await done  # the host waits for none of them
+        await done
+        for i, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            assert parameter.grad.cpu().eq((1.0 + step) * (i + 1)).all()
+    await net.aclose()
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cuda_an_error_here_is_told_there(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    data = batches(trial, coll, 3)
+
+    def failing(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(net, x, y)
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("in the middle of backward")
+
+        net.module[2].weight.register_hook(fail)  # type: ignore[index, union-attr]
+        return loss
+
+    await net.step(partial(loss_of, net, *data[0]), opt)
+    start = {name: t.clone() for name, t in net.state_dict().items()}
+    with pytest.raises(ValueError if coll.rank == 0 else AiodistError, match="in the middle of backward"):
+        await net.step(partial(failing if coll.rank == 0 else partial(loss_of, net), *data[1]), opt)
+    for name, t in net.state_dict().items():
+        assert torch.equal(t.cpu(), start[name].cpu())
+    net.module[2].weight._backward_hooks = None  # type: ignore[index, union-attr, assignment]
+    await net.step(partial(loss_of, net, *data[1]), opt)
+    same(net, trial.alone(2, 2))
+    await net.aclose()
+
+
+@pytest.mark.ranks(1)
+async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    data = batches(trial, coll)
+    for x, y in data[:2]:
+        await net.step(partial(loss_of, net, x, y), opt)
+    await net.run(net.compute.finish)
+    called = False
+
+    def forward() -> Tensor:
+        nonlocal called
+        called = True
+        return loss_of(net, *data[3])
+
+    with simulated_cuda.paused(communication(net)):
+        await net.step(partial(loss_of, net, *data[2]), opt)
+        net._coll.abort("the cable was pulled")
+    with pytest.raises(AiodistError, match="the cable was pulled"):
+        await net.step(forward, opt)
+    assert not called
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever."""
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    data = batches(trial, coll)
+    for x, y in data[:2]:
+        await net.step(partial(loss_of, net, x, y), opt)
+    await coll.barrier()
+    with simulated_cuda.paused(torch.cuda.default_stream(torch.device("cuda", 1))):
+        step = asyncio.ensure_future(net.step(partial(loss_of, net, *data[2]), opt))
+        async with asyncio.timeout(20):
+            while net.reducer.last is None or net.reducer.last.closed is None or not net.reducer.last.usable.done():
+                await asyncio.sleep(1e-3)
+        await coll.barrier()
+        assert not step.done()
+        if coll.rank == 0:
+            net._coll.abort("enough")
+        with pytest.raises(AiodistError, match="enough"):
+            await step
+    await asyncio.sleep(0)

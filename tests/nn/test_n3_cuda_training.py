@@ -1,0 +1,258 @@
+"""N3 on CUDA devices: what ranks train there equals what one process trains on the CPU, on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import Communicator, MismatchError
+from aiodist.backends import nccl
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.testing import simulated_cuda
+from aiodist.testing.cuda import SimulatedCuda
+from aiodist.testing.fake_nccl import FakeNccl
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+STEPS = 4
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """NCCL, which the device waits for and the host does not, between simulated devices."""
+    library = FakeNccl()
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
+    with simulated_cuda(devices=3) as device:
+        yield device
+        assert not library.violations
+        assert not device.hazards
+
+
+class Halves(nn.Module):
+    """Two layers, each on a device of its own."""
+
+    def __init__(self, mlp: nn.Sequential, first: str | torch.device, second: str | torch.device) -> None:
+        super().__init__()
+        layers = list(mlp)
+        self.first = nn.Sequential(*layers[:2]).to(first)
+        self.second = nn.Sequential(*layers[2:]).to(second)
+        self.places = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.places
+        hidden: Tensor = self.second(self.first(x.to(first)).to(second))
+        return hidden.to(x.device)
+
+
+def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: int, step: int) -> Tensor:
+    x, y = trial.batch(rank, step, next(iter(module.parameters())).dtype)
+    return mse_loss(module(x.to(device)), y.to(device))
+
+
+def same(net: DataParallel, expected: nn.Module, **how: float) -> None:
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), **how)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+async def test_n3_cuda_equals_one_process(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], optimizer: str, dtype: torch.dtype
+) -> None:
+    expected = trial.alone(coll.size, STEPS, optimizer=optimizer)
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device, dtype), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS[optimizer](net.parameters())
+    for step in range(STEPS):
+        loss = await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+        assert loss.is_cuda
+        assert not loss.requires_grad
+    if dtype is torch.float64:
+        same(net, expected, rtol=1e-6, atol=1e-9)
+    else:
+        same(net, expected.float(), rtol=1e-3, atol=1e-5)
+    await net.aclose()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n3_cuda_over_nccl(
+    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial], pipelined: bool
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
+    assert coll.size == 1 or coll.availability().of("allreduce", "nccl", "cuda").state == "available"
+    make = trial.OPTIMIZERS["momentum"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    for step in range(STEPS):
+        await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+    if pipelined:
+        await opt.flush()
+    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"), rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("places", [("cuda:0", "cpu"), ("cpu", "cuda:1"), ("cuda:1", "cuda:0")])
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n3_cuda_modules_on_several_devices(
+    coll: Communicator,
+    simulated_cuda: SimulatedCuda,
+    trial: type[Trial],
+    places: tuple[str, str],
+    pipelined: bool,
+) -> None:
+    net = await DataParallel.create(Halves(trial.Mlp(coll.rank), *places), coll, **trial.FEW)
+    make = trial.OPTIMIZERS["momentum"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    for step in range(STEPS):
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+    if pipelined:
+        await opt.flush()
+    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"), rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cuda_ranks_must_have_the_same_on_devices(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    module = trial.Mlp()
+    if coll.rank:
+        module[2].to("cuda")
+    with pytest.raises(MismatchError, match=r"all on the CPU on rank 0.*module: 2\.weight, 2\.bias on rank 1"):
+        await DataParallel.create(module, coll)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+async def test_n5_cuda_accumulated_gradients(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: str
+) -> None:
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, op=op, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for step in range(STEPS):
+        if step % 2 == 0:
+            opt.zero_grad()
+            with net.no_sync():
+                await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
+        else:
+            await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
+            await net.run(opt.step)
+    same(net, trial.alone(coll.size, STEPS, op=op, every=2), rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+async def test_n5_cuda_gradients_are_added_to_reduced_ones(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: str
+) -> None:
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, op=op, **trial.FEW)
+    alone = trial.Mlp()
+    for step in range(STEPS):
+        await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
+        losses = torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)])
+        (losses.mean() if op == "mean" else losses.sum()).backward()
+    for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+    await net.aclose()
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n8_cuda_gradients_as_they_come(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
+    side = torch.cuda.Stream(coll.device)
+    for step in range(STEPS):
+        alone = trial.Mlp()
+        torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
+        expected = dict(zip(net.parameters(), alone.parameters(), strict=True))
+        net.zero_grad()
+        async for parameter, gradient in net.gradients(loss_on(coll.device, trial, net, coll.rank, step)):
+            with torch.cuda.stream(side):  # it is there: on any stream
+                seen = gradient.clone()
+                torch.testing.assert_close(seen.cpu(), expected.pop(parameter).grad)
+        assert not expected
+    await net.aclose()
+
+
+@pytest.mark.ranks(3)
+async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
+    counts = [2, 5, 3]
+    alone = trial.Mlp()
+    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    for step in range(max(counts)):
+        theirs.zero_grad()
+        torch.stack([trial.loss(alone, rank, step) for rank in range(3) if step < counts[rank]]).mean().backward()
+        theirs.step()
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    async with net.join():
+        for step in range(counts[coll.rank]):
+            await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+    same(net, alone, rtol=1e-6, atol=1e-9)
+    for ours, other in zip(net.parameters(), alone.parameters(), strict=True):
+        momentum = opt.state[ours]["momentum_buffer"]
+        assert momentum.device == ours.device
+        torch.testing.assert_close(momentum.cpu(), theirs.state[other]["momentum_buffer"])
+    await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    opt = PipelinedOptimizer(net, trial.OPTIMIZERS["sgd"], clip_norm=0.05)
+    alone = trial.Mlp()
+    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    for step in range(STEPS):
+        await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+        theirs.zero_grad()
+        torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        theirs.step()
+    await opt.flush()
+    same(net, alone, rtol=1e-6, atol=1e-9)
+    await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n3_cuda_whatever_the_delays(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    """Layers are used and left out as chance has it, another set on each rank; streams are late in turn."""
+    chance = random.Random(3)
+    alone = nn.ModuleList([nn.Linear(6, 6).double() for _ in range(5)])
+    module = copy.deepcopy(alone).to(coll.device)
+    net = await DataParallel.create(module, coll, **trial.FEW)
+    alone.load_state_dict({name: t.cpu() for name, t in net.state_dict().items()})  # rank 0's
+    opt, theirs = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def forward(layers: Any, used: list[int], x: Tensor) -> Tensor:
+        for i in used:
+            x = layers[i](x).tanh()
+        return x.square().mean()
+
+    for step in range(8):
+        simulated_cuda.delay = chance.choice([0.0, 2e-4, 1e-3])
+        used = [chance.sample(range(5), 3) for _ in range(coll.size)]
+        xs = [trial.batch(rank, step)[0] for rank in range(coll.size)]
+        await net.step(partial(forward, module, used[coll.rank], xs[coll.rank].to(coll.device)), opt)
+        theirs.zero_grad()
+        for rank in range(coll.size):
+            (forward(alone, used[rank], xs[rank]) / coll.size).backward()
+        theirs.step()
+    same(net, alone, rtol=1e-6, atol=1e-9)
+    await assert_synchronized(module, coll)
+    await net.aclose()
