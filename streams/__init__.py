@@ -1,6 +1,7 @@
 """Ordered work beside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
 
 from aiodist.streams.cuda import CudaStream, check_not_capturing
+from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
 from aiodist.streams.host import HostStream
@@ -8,4 +9,14 @@ from aiodist.streams.modes import Modes
 from aiodist.streams.pinned import PinnedPool
 from aiodist.streams.staging import Staging
 
-__all__ = ["CudaStream", "Events", "Fence", "HostStream", "Modes", "PinnedPool", "Staging", "check_not_capturing"]
+__all__ = [
+    "CudaStream",
+    "Events",
+    "Fence",
+    "HostStream",
+    "Modes",
+    "OnStream",
+    "PinnedPool",
+    "Staging",
+    "check_not_capturing",
+]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist.handles import Account, Handle, Origin, Progress, in_flight
+from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
 from aiodist.streams.staging import Staging
@@ -78,7 +79,7 @@ class CudaStream:
         then. Raises `RuntimeError` while a CUDA graph is being captured. Costs 15 us.
         """
         self._check()
-        with torch.cuda.stream(self.stream):
+        with OnStream(self.stream):
             value = fn(*args, **kwargs)
         op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         return self._until_over(op, value, (value, args, kwargs))
@@ -164,7 +165,14 @@ class CudaStream:
             else:
                 handle.reject(error)
 
-        self._progress.start(lambda: fence.reached(self._events.watch(self.stream, over)))
+        def watch() -> None:
+            try:
+                fence.reached(self._events.watch(self.stream, over))
+            except RuntimeError as error:  # the device is lost
+                fence.reached(None)
+                over(error)
+
+        self._progress.start(watch)
         return handle
 
     def __repr__(self) -> str:

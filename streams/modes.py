@@ -58,7 +58,7 @@ def _go_to(place: Place | None) -> None:
     for stream_id, index, kind in streams:
         if _C._cuda_getCurrentStream(index)[0] != stream_id:
             _C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
-    _C._cuda_setDevice(device)
+    _C._cuda_maybeExchangeDevice(device)  # it opens no context on a device that has none yet
 
 
 def plain() -> bool:

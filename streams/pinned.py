@@ -8,7 +8,8 @@ host. Two kinds of user share the pool, so that neither can make the other wait 
 - *pieces* are what pageable memory passes through. They come back by the device's own doing alone, so they are
   waited for. A quarter of the pool is theirs.
 
-A staged collective wants 4 buffers of 2 MiB, a staged message 3: in 64 MiB six collectives are in flight at full speed.
+A staged collective wants 4 to 8 buffers of 2 MiB, a staged message 3, a copy of pageable memory 3 pieces: in 64 MiB
+four collectives and two copies are in flight at full speed.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
 from aiodist.streams.pinned import PinnedPool
 
@@ -95,7 +96,7 @@ class Staging:
         try:
             into, t = into.detach(), t.detach()
             if into.is_cpu is not t.is_cpu:
-                with torch.cuda.stream(stream):
+                with OnStream(stream):
                     t = t.resolve_conj().resolve_neg().contiguous()
                     if not into.is_contiguous() or into.is_conj() or into.is_neg():
                         dense = torch.empty(into.shape, dtype=into.dtype, device=into.device)
@@ -110,11 +111,11 @@ class Staging:
         _Transfer(self, [(into, t)], after, stream, reached, finish).start()
 
     def copies(self, pairs: Copies, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
-        """Make these copies between the host and the device of `stream`, behind what that has queued; all contiguous.
+        """Make these copies between the host and the device of `stream`, behind what that has queued.
 
-        From and to pinned memory they are queued on `stream`. Else they begin when it comes there, in pieces, and it
-        waits for those on their way to the device. `reached(event)` is called when all is queued, with what ends it;
-        what `stream` queues from then on finds it done.
+        All go one way, between contiguous tensors. From and to pinned memory they are queued on `stream`; else they
+        begin when it comes there, in pieces. `reached(event)` is called when all is queued, and `event` is what ends
+        it; what `stream` queues from then on finds it done.
         """
         _Transfer(self, pairs, (), stream, reached, finish).start()
 
@@ -146,7 +147,7 @@ class _Transfer:
             if not all(_is_direct(into, t) for into, t in self._pairs):
                 self._staging.events.watch(self._stream, self._pass)
                 return
-            with torch.cuda.stream(self._stream):
+            with OnStream(self._stream):
                 for into, t in self._pairs:
                     _copy(into, t)
         except Exception as error:  # noqa: BLE001  - see `Staging`
@@ -177,7 +178,7 @@ class _Transfer:
     def _all_queued(self) -> None:
         try:
             if self._error is None and self._after:
-                with torch.cuda.stream(self._via):
+                with OnStream(self._via):
                     for into, t in self._after:
                         _copy(into, t)
             self._staging.order(self._stream, self._via)
@@ -241,7 +242,7 @@ class _Passage:
         try:
             if self._upwards:
                 _copy(pinned, self._t[begin:end])
-            with torch.cuda.stream(self._via):
+            with OnStream(self._via):
                 if self._upwards:
                     _copy(self._into[begin:end], pinned)
                 else:
@@ -283,7 +284,7 @@ class _Unpinned:
         begin = self._next
         end = self._next = min(begin + self._piece_bytes, self._t.nbytes)
         try:
-            with torch.cuda.stream(self._via):
+            with OnStream(self._via):
                 _copy(self._into[begin:end], self._t[begin:end], non_blocking=False)
             self._events.watch(self._via, self._step)  # it is over, but others shall have their turn
         except Exception as raised:  # noqa: BLE001

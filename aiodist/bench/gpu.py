@@ -29,6 +29,7 @@ from aiodist.errors import AiodistError, ConfigError
 __all__ = ["Limits", "Run", "app"]
 
 _SECONDS = 460.0
+_STOPPED = (130, 143)  # by a signal to this process: then nothing else is to begin
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -127,7 +128,7 @@ class Run:
         *,
         quick: bool,
         start: Start,
-        limits: Limits = Limits(),  # noqa: B008  - it never changes
+        limits: Limits = Limits(),
     ) -> None:
         """`start(todo, ranks, shares=, together=)` runs a job; no case begins that may end after `until`."""
         self.machine: dict[str, object] = {}
@@ -190,6 +191,8 @@ class Run:
             return why
         except AiodistError as error:  # it could not be started
             return str(error)
+        if code in _STOPPED:
+            self._until = 0.0
         return f"the ranks ended with exit code {code}"
 
     def _overdue(self, notes: Notes, cases: dict[str, Case], began: float) -> str:

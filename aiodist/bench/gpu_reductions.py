@@ -77,7 +77,7 @@ async def _theirs(bench: Bench, peer: Peer, t: Tensor) -> None:
 async def _measure(
     bench: Bench, reduces: dict[str, _Reduce], *, quick: Sequence[str], copies: bool = False
 ) -> Measured:
-    """Return how many times as fast `cuda_ipc` is as each other way; those that are `quick` are repeated in a sample."""
+    """Return how many times as fast `cuda_ipc` is as each other way; the `quick` ones are repeated in a sample."""
     await _check(bench, reduces)
     nbytes = bench.sizes.allreduce_bytes
     source = torch.randn(nbytes // 4, device=bench.device)

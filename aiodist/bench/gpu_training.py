@@ -1,4 +1,4 @@
-"""Training steps of a transformer on a CUDA device: ours beside none, beside a slow loader, and beside DDP over gloo."""
+"""Training steps of a transformer on a CUDA device: ours beside none, beside a slow loader, beside DDP over gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Language(nn.Module):
         self.layers = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
         self.answer = nn.Linear(width, sizes.words)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, window) -> (B, window, words)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, window, words) for (B, window)."""
         answer: Tensor = self.answer(self.layers(self.words(x) + self.places))
         return answer
 
@@ -141,9 +142,10 @@ async def beside_ddp(bench: Bench) -> Measured:
     x, y = (t.to(device) for t in _batch(sizes, samples_each, bench.coll.rank))
     async with opened(["gloo"], bench.coll), _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
         ddp = _ddp(bench, _model(sizes).to(device, torch.bfloat16))
-        ways = [Way("datapar", partial(ours.step, (x, y)), 3), Way("ddp", partial(ddp.step, (x, y)), 3)]
+        steps = {"datapar": ours.step, "ddp": ddp.step}
+        ways = [Way(name, partial(step, (x, y)), min(sizes.batch, 3)) for name, step in steps.items()]
         samples = await _undisturbed(bench, ways)
-        del ddp, ways
+        del ddp, ways, steps
     records = await bench.session.timed("gpu_train_shared", None, samples)
     seconds = {record.impl: record.seconds or float("nan") for record in records}
     return Measured({"ddp": seconds["ddp"] / seconds["datapar"]} if seconds else {}, records=records)

@@ -19,11 +19,23 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-__all__ = ["Bench", "NotPossible", "Way", "WrongResult", "check", "in_turns", "median", "poison", "spin_rate"]
+__all__ = [
+    "Bench",
+    "NotPossible",
+    "Way",
+    "WrongResult",
+    "check",
+    "in_turns",
+    "median",
+    "poison",
+    "seconds_between",
+    "spin_rate",
+]
 
 _PROBE_CYCLES = 2_000_000  # about a millisecond: launching it does not count
 _PROBES = 5
 _WARMUPS = 2
+_LEAST = 3
 
 
 class NotPossible(AiodistError):
@@ -72,7 +84,7 @@ async def in_turns(bench: Bench, ways: Sequence[Way], most: int | None = None) -
     """Return seconds of each way's `once`, a list of samples by name, after warming up; on all ranks.
 
     All ranks begin each sample together. The ways take turns, each round the other way about, for `Sizes.seconds`
-    or `most` rounds (None: `Sizes.rounds`), whichever is less, three at least.
+    three rounds at least, and for `most` rounds (None: `Sizes.rounds`) at most.
     """
     most = bench.sizes.rounds if most is None else most
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -88,7 +100,7 @@ async def in_turns(bench: Bench, ways: Sequence[Way], most: int | None = None) -
         turn += 1
         if turn == _WARMUPS:
             fitting = round(bench.sizes.seconds / max(perf_counter() - began, 1e-6))
-            rounds = _WARMUPS + await bench.coll.broadcast(min(most, max(3, fitting)))
+            rounds = _WARMUPS + await bench.coll.broadcast(min(most, max(_LEAST, fitting)))
     return samples
 
 
@@ -118,8 +130,14 @@ def spin_rate() -> float:
         torch.cuda._sleep(_PROBE_CYCLES)
         end.record()
         end.synchronize()
-        rates.append(_PROBE_CYCLES / max(begin.elapsed_time(end) * 1e-3, 1e-9))
+        rates.append(_PROBE_CYCLES / max(seconds_between(begin, end), 1e-9))
     return statistics.median(rates[1:])
+
+
+def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Return what lay between two events, which are over and were made with `enable_timing`."""
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds * 1e-3
 
 
 def poison(device: torch.device, nbytes: int) -> None:
@@ -137,6 +155,6 @@ def check(what: str, found: Tensor, expected: Tensor, *, rtol: float, atol: floa
     if count := int(wrong.sum()):
         first = int(wrong.flatten().nonzero()[0])
         raise WrongResult(
-            f"{what}: {count} of {here.numel()} elements are wrong; number {first} is {float(here.flatten()[first]):g}, "
-            f"expected {float(expected.flatten()[first]):g}"
+            f"{what}: {count} of {here.numel()} elements are wrong; number {first} is "
+            f"{float(here.flatten()[first]):g}, expected {float(expected.flatten()[first]):g}"
         )

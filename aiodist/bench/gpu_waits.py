@@ -16,7 +16,17 @@ import torch
 from aiodist.backends import nccl
 from aiodist.backends.nccl.library import IN_PROGRESS
 from aiodist.bench.gpu_cases import Measured
-from aiodist.bench.gpu_turns import Bench, NotPossible, Way, check, in_turns, median, poison, spin_rate
+from aiodist.bench.gpu_turns import (
+    Bench,
+    NotPossible,
+    Way,
+    check,
+    in_turns,
+    median,
+    poison,
+    seconds_between,
+    spin_rate,
+)
 from aiodist.handles import gather
 from aiodist.streams import CudaStream
 
@@ -102,7 +112,7 @@ async def behind_a_kernel(bench: Bench) -> Measured:
             end.record(second)
         end.synchronize()
         if turn >= _TRIES:
-            alone.append(begin.elapsed_time(end) * 1e-3)
+            alone.append(seconds_between(begin, end))
     kernel = statistics.median(alone)
     values = {name: (seconds - kernel) * 1e6 for name, seconds in median(gaps).items()}
     records = await bench.session.timed("gpu_gap", None, {**gaps, "kernel": alone})
@@ -126,7 +136,7 @@ async def _pair(
         torch.cuda._sleep(cycles[1])
         end.record(second)
     end.synchronize()
-    return begin.elapsed_time(end) * 1e-3
+    return seconds_between(begin, end)
 
 
 async def _check_order(bench: Bench, order: _Order) -> None:

@@ -1,7 +1,8 @@
 """What each rank of `bench gpu` runs: one case after the other, and writes down what became of each at once.
 
-Started as `python -m aiodist.bench.gpu_worker TODO`, the todo as JSON, by `aiodist bench gpu` through the launcher. What
-fails ends the job, for ranks and device may be in any state then: the command starts another for the cases that are left.
+Started as `python -m aiodist.bench.gpu_worker TODO`, the todo as JSON, by `aiodist bench gpu` through the launcher.
+What fails ends the job, for ranks and device may be in any state then: the command starts another one for the cases
+that are left.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
-from aiodist.streams import Staging
+from aiodist.streams import OnStream, Staging
 
 __all__ = ["StagedCourier", "staged_irecv", "staged_isend"]
 
@@ -38,7 +38,7 @@ class StagedCourier:
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         """See `Courier`."""
-        host = torch.empty(t.shape, dtype=t.dtype)
+        host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
         def finish(error: BaseException | None) -> None:
             then(host if error is None else None, error)
@@ -105,7 +105,7 @@ class _Message:
     def _end(self, error: BaseException | None) -> None:
         done, self._done = self._done, _ignore
         # Lanes of an operation go on from here, and queue their work on the current stream.
-        with torch.cuda.stream(self._current):
+        with OnStream(self._current):
             done(error)
 
 

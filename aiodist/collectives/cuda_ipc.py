@@ -203,6 +203,7 @@ class CudaIpc:
         heard = yield from _exchanged(ep, said, lenders)
         failure = failure or self._queue(ep, visit, t, {rank: (heard[rank], lent[rank]) for rank in lenders}, work)
         failure = (yield from self._settle(t)) or failure
+        visit.let_go()
         failure = yield from self._agree(ep, lenders, hearers, failure)
         visit.end()
         if failure is not None:
@@ -225,7 +226,6 @@ class CudaIpc:
                 work([visit.tensor(known_as[r]) if r in heard else mine.get(r, t[:0]) for r in range(ep.size)])
             except Exception as error:  # noqa: BLE001  - raised once the others have been told
                 failure = error
-        visit.let_go()
         return failure
 
     def _known_as(self, ep: Endpoint, rank: int) -> int:

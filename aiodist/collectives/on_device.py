@@ -12,7 +12,7 @@ import torch
 from aiodist.backends.base import Done
 from aiodist.collectives.program import Call, Program
 from aiodist.handles import Handle, Progress
-from aiodist.streams import Events, Fence
+from aiodist.streams import Events, Fence, OnStream
 
 __all__ = ["DeviceWork", "attach", "on_devices"]
 
@@ -41,7 +41,7 @@ class DeviceWork:
 
     def current(self) -> AbstractContextManager[object]:
         """Return a block in which its stream is the current one."""
-        return torch.cuda.stream(self.stream)
+        return OnStream(self.stream)
 
     def begin(self) -> None:
         """Go on only behind what the caller had queued."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import rebuilt
 from aiodist.handles import Handle, Progress
-from aiodist.streams import CudaStream, Staging
+from aiodist.streams import CudaStream, OnStream, Staging
 
 __all__ = ["DeviceLike", "ToDevice", "device_of"]
 
@@ -80,7 +80,7 @@ class ToDevice:
         began = perf_counter()
         room = _Room(self._device)
         try:
-            with torch.cuda.stream(self._stream):
+            with OnStream(self._stream):
                 made.value = rebuilt(made.value, room.copy_of)
             parts = [part for part in room.parts() if part]
         except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built

@@ -115,6 +115,19 @@ def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     assert pair.lender.lent == 1
 
 
+def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
+    pair = Pair(most=1000)
+    kept = [torch.full((2,), float(i)) for i in range(100)]
+    dying = [torch.full((3,), float(i)) for i in range(100)]
+    for one, other in zip(kept, dying, strict=True):
+        pair.visit(one)
+        pair.visit(other)
+    del dying, other
+    for _ in range(30):
+        pair.visit(kept[0])
+    assert pair.lender.lent == len(pair.mapper.opened) == 100
+
+
 def test_s4_what_is_dead_for_the_others_stays_while_my_visit_uses_it() -> None:
     pair = Pair()
     t, other = torch.ones(3), torch.ones(4)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
+from aiodist import Communicator
 from aiodist.backends.cuda_ipc import Mapped, Mappings
+from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.cuda_ipc import CudaIpc
@@ -518,6 +520,19 @@ async def test_s4_tensors_made_in_inference_mode() -> None:
     for t in ts:
         assert torch.equal(t.cpu(), torch.stack(parts).sum(0))
     await ranks.close()
+
+
+@pytest.mark.ranks(2, 3, backend="local")
+async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mappings_module, "TorchMapper", SimulatedMapper)  # made by the first operation's repertoire
+    t = torch.full((300,), float(coll.rank), device="cuda")
+    await coll.allreduce(t, impl="cuda_ipc")
+    backwards = await coll.split(0, key=-coll.rank)
+    await backwards.broadcast(t.fill_(coll.rank), root=0, impl="cuda_ipc")
+    assert torch.equal(t.cpu(), torch.full((300,), coll.size - 1.0))
+    ts = [torch.full((n,), float(coll.rank), device="cuda") for n in (3, 0, 1000)]
+    await backwards.allreduce(ts, op="max", impl="cuda_ipc")
+    assert all(torch.equal(one.cpu(), torch.full((one.numel(),), coll.size - 1.0)) for one in ts)
 
 
 # --- mappings ------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def on_device(ts: Sequence[Tensor]) -> list[Tensor]:
 def expected(ts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Return the reduction, by float64 and the like on the host."""
     kind = ts[0].dtype
-    wide = torch.stack(ts)
+    wide = torch.stack(list(ts))
     if kind.is_floating_point:
         wide = wide.double()
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -377,6 +377,57 @@ async def test_s5_a_broken_wire_is_told_once_when_all_is_over(simulated_cuda: Si
         await r.wire.aclose(drained=False)
     assert isinstance((await outcomes(over))[other.rank], BackendError)
     assert a.staging.pool.lent == 0
+
+
+@one_loop
+async def test_s5_the_host_s_side_of_a_message_is_cut_alike(simulated_cuda: SimulatedCuda) -> None:
+    a, b = ranks(2)
+    courier = StagedCourier(b.staging)
+    for nbytes in (0, 1, PIECE, PIECE + 1, 3 * PIECE):
+        t = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        on = t.to("cuda")
+        into = torch.zeros_like(t)
+
+        def send(ep: Endpoint, on: Tensor = on) -> Program[None]:
+            yield [ep.send(on, 1)]
+
+        def receive(ep: Endpoint, into: Tensor = into) -> Program[None]:
+            yield [ep.recv(piece, 0) for piece in courier.cut(into)]
+
+        await all_of([a.perform(send), b.perform(receive)])
+        assert torch.equal(into, t)
+
+
+@one_loop
+async def test_s5_what_is_fetched_comes_behind_its_producer(simulated_cuda: SimulatedCuda) -> None:
+    (a,) = ranks(1)
+    producer, progress = torch.cuda.Stream(), a.staging.progress
+    over: asyncio.Future[tuple[Tensor | None, BaseException | None]] = progress.loop.create_future()
+
+    def fetch() -> None:
+        with torch.cuda.stream(producer):
+            StagedCourier(a.staging).fetch(t, lambda *told: progress.post(partial(over.set_result, told)))
+
+    with torch.cuda.stream(producer), simulated_cuda.paused(producer):
+        t = torch.full((LONG,), 2.0, device="cuda")
+        progress.start(fetch)
+        assert not over.done()
+    (result,) = await all_of([over])
+    assert result[1] is None
+    assert result[0].eq(2).all()
+
+
+@one_loop
+async def test_s5_a_rank_alone_stages_nothing_wrong(simulated_cuda: SimulatedCuda) -> None:
+    (a,) = ranks(1)
+    t = torch.randn(LONG)
+    on, out = t.to("cuda"), torch.empty(LONG, device="cuda")
+    torch.cuda.synchronize()
+    await all_of(allreduce([a], [on], ReduceOp.MEAN))
+    await all_of(begin([a], lambda r, ep: r.staged.allgather(ep, on, out, [LONG])))
+    await all_of(begin([a], lambda r, ep: r.staged.broadcast(ep, on, 0)))
+    assert torch.equal(on.cpu(), t)
+    assert torch.equal(out.cpu(), t)
 
 
 @one_loop

@@ -101,10 +101,9 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     await net.run(net.compute.finish)
     with fake_nccl.paused(communication(net)):
         x, y = data[3]
-        loss = await net.step(partial(loss_of, net, x, y), opt)
+        await net.step(partial(loss_of, net, x, y), opt)
         assert net.reducer.last is not None
         assert not net.reducer.last.over.done()
-        assert loss.isfinite().item()  # forward and backward have been done
         after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
     for ours, theirs in zip(after, trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
@@ -124,9 +123,12 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
     queued = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    def begun(_: Tensor) -> None:
+        loop.call_soon_threadsafe(queued.set)
+
     def forward(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(net, x, y)
-        loss.register_hook(lambda _: loop.call_soon_threadsafe(queued.set))  # backward has begun too
+        loss.register_hook(begun)
         return loss
 
     with fake_nccl.paused(communication(net)):

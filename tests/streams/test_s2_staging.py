@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
@@ -45,8 +46,10 @@ def copied(staging: Staging, into: Tensor, t: Tensor, stream: torch.cuda.Stream)
 
     def finish(error: BaseException | None) -> None:
         told.append("over")
-        tell = over.set_exception if error is not None else lambda _: over.set_result(told)
-        staging.progress.post(lambda: tell(error))  # type: ignore[operator]
+        if error is None:
+            staging.progress.post(partial(over.set_result, told))
+        else:
+            staging.progress.post(partial(over.set_exception, error))
 
     staging.progress.start(lambda: staging.copy(into, t, stream, lambda _: told.append("queued"), finish))
     return over

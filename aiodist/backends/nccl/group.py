@@ -215,7 +215,8 @@ class NcclGroup:
         return True
 
     def _on(self, stream: torch.cuda.Stream) -> Any:  # noqa: ANN401
-        return nullcontext() if torch.cuda.current_stream(self.device) == stream else torch.cuda.stream(stream)
+        # The current device's: NCCL wants that to be the communicator's, too.
+        return nullcontext() if torch.cuda.current_stream() == stream else torch.cuda.stream(stream)
 
     # --- what is pending --------------------------------------------------------------------------------
 

@@ -54,7 +54,6 @@ def patched(world: SimulatedCuda) -> Iterator[None]:
         for owner, names in (
             (torch.cuda, _cuda(world)),
             (torch._C, _cuda_in_c(world)),
-            (torch._C, _native(world)),
             (torch, _functions()),
             (torch.Tensor, _methods()),
             (torch.UntypedStorage, _sharing(world)),
@@ -129,23 +128,6 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
     }
 
 
-def _native(world: SimulatedCuda) -> dict[str, object]:
-    """Return what torch's C++ tells and sets of a thread: by numbers, and faster than by objects."""
-
-    def current_stream(index: int) -> tuple[int, int, int]:
-        return world.current_stream(index).stream_id, index, 1
-
-    def set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
-        world.set_stream(Stream.on(world.lanes(device_index)[stream_id]))
-
-    return {
-        "_cuda_getDevice": lambda: world.index(),
-        "_cuda_setDevice": world.set_index,
-        "_cuda_getCurrentStream": current_stream,
-        "_cuda_setStream": set_stream,
-    }
-
-
 def _cuda_in_c(world: SimulatedCuda) -> dict[str, object]:
     """What only a build with CUDA has: the same, with streams as triples of number, device and kind of device."""
 
@@ -155,9 +137,15 @@ def _cuda_in_c(world: SimulatedCuda) -> dict[str, object]:
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         world.set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
+    def exchange_device(index: int) -> int:
+        before = world.index()
+        world.set_index(index)
+        return before
+
     return {
         "_cuda_getDevice": world.index,
         "_cuda_setDevice": world.set_index,
+        "_cuda_maybeExchangeDevice": exchange_device,
         "_cuda_getDeviceCount": lambda: world.count,
         "_cuda_getCurrentStream": lambda index: triple(world.current_stream(index)),
         "_cuda_getDefaultStream": lambda index: triple(Stream.on(world.default_lane(index))),

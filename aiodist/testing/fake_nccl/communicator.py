@@ -69,6 +69,7 @@ class FakeCommunicator:
         self._sent: dict[tuple[str, int, int], int] = {}
         """How many messages of each pair began here."""
         self._using: int | None = None
+        self._launched: list[Work] = []
         nccl.communicators.append(self)
         if config is None or config.blocking is not False:
             nccl.violations.append(f"{self}: it is blocking")
@@ -102,6 +103,7 @@ class FakeCommunicator:
     ) -> FakeCommunicator | None:
         """Return a communicator of those with this color; None for None."""
         with self._call("split"):
+            self._must_be_idle("split")
             turn = self._begun
             self._next(("split",), lambda parts: None)
             came = self._clique.at.setdefault(f"split {turn}", set())
@@ -136,11 +138,17 @@ class FakeCommunicator:
             if flag is ShrinkFlag.ABORT:
                 self._gone.set()
                 self._pending = None
+            else:
+                self._must_be_idle("shrink")
             left = [rank for rank in range(self.nranks) if rank not in set(exclude_ranks or ())]
             key = self._key + f" less {left}".encode()
             child = FakeCommunicator(self._nccl, key, len(left), left.index(self.rank), self.device_id, config)
             child.join()
             return child
+
+    def _must_be_idle(self, name: str) -> None:
+        if not all(work.over.is_set() for work in self._launched):
+            self._nccl.violations.append(f"{self}: {name} while something is in flight")
 
     def finalize(self) -> None:
         """Be in progress until all ranks call it."""
@@ -321,6 +329,8 @@ class FakeCommunicator:
                 raise NcclInvalid(f"a buffer is on {t.device}, but the communicator on {self.device_id}")
         if stream is None:
             self._nccl.violations.append(f"{self}: no stream was given")
+        if torch.cuda.current_device() != self.device_id:
+            self._nccl.violations.append(f"{self}: device {torch.cuda.current_device()} is current")
 
     def _matches(self, work: Work, signature: tuple[object, ...]) -> None:
         if work.signature != signature:
@@ -337,6 +347,7 @@ class FakeCommunicator:
 
     def launch(self, works: Sequence[tuple[Work, Tensor | None, Tensor | None]], stream: int) -> None:
         """Launch these together, sooner or later."""
+        self._launched = [work for work in self._launched if not work.over.is_set()] + [work for work, _, _ in works]
         left = self._nccl.random.randint(0, self._nccl.dawdle)
 
         def launched() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -106,6 +107,7 @@ async def test_s3_ranks_that_share_a_device_are_refused_with_nccls_text(
     calls = [w.call(rank, summed(full(w, rank))) for rank in (0, 1) for _ in range(2)]
     errors = await w.done(calls)
     assert all(code_of(error) == 5 for error in errors)
+    assert len({id(error) for error in errors}) == 4
     assert all("connecting 2 ranks: invalid usage (the fake's last words)" in str(error) for error in errors)
     later = await w.done([w.call(0, summed(full(w, 0)))])
     assert str(later[0]) == str(errors[0])
@@ -144,6 +146,21 @@ async def test_s3_connecting_can_be_given_up_and_leaves_no_communicator(world: M
         w.group(0).abort(CommunicatorAborted("rank 1 is lost"))
     assert str((await w.done([call]))[0]) == "rank 1 is lost"
     await until(lambda: not w.comm(0).is_valid)
+
+
+async def test_s3_what_is_connected_just_when_it_is_given_up_is_let_go_of(world: Make, until: Until) -> None:
+    w = world(1)
+    group = w.group(0)
+    with transport_lock:  # nobody else polls
+        group.open(lambda mine, then: None)
+        deadline = time.monotonic() + 10
+        while group._last is None and time.monotonic() < deadline:
+            group.poll()
+        assert group._last is not None
+        comm = group._last.result(10)
+        group.abort(CommunicatorAborted("given up"))
+    await until(lambda: not comm.is_valid)
+    assert "given up" in str((await w.done([w.call(0, summed(full(w, 0)))]))[0])
 
 
 class _Post:
@@ -349,7 +366,7 @@ async def test_s3_a_split_that_fails_fails_the_child(world: Make) -> None:
     assert "splitting: invalid usage" in str(errors[0])
 
 
-async def test_s3_shrink_goes_on_without_the_lost(world: Make) -> None:
+async def test_s3_shrink_goes_on_without_the_lost(world: Make, until: Until) -> None:
     w = world(4)
     await check(w)
     w.nccl.hang(2)
@@ -374,6 +391,8 @@ async def test_s3_shrink_goes_on_without_the_lost(world: Make) -> None:
         assert children[rank].ranks == left
     old = await w.done([w.call(0, summed(full(w, 0)))])
     assert "shrunk" in str(old[0])
+    # The parents are let go of, and rank 2's kernel with them.
+    await until(lambda: not any(comm.is_valid for comm in w.nccl.communicators[:4] if comm.rank != 2))
 
 
 async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make) -> None:

@@ -1,0 +1,494 @@
+"""`bench gpu`: its cases run on simulated devices, so that their code has run before it meets a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiodist
+from aiodist.backends import nccl
+from aiodist.bench import cli, gpu, gpu_cases, gpu_reductions, gpu_report, gpu_training, gpu_turns, gpu_worker
+from aiodist.bench.gpu import Limits, Run
+from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, State, Todo
+from aiodist.bench.gpu_notes import read_notes
+from aiodist.bench.gpu_turns import Bench, NotPossible, WrongResult
+from aiodist.bench.peers import Buffers
+from aiodist.bench.plan import Plan
+from aiodist.bench.session import Session
+from aiodist.bench.timing import Contender
+from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
+from aiodist.testing.cuda.device import active
+from aiodist.testing.fake_nccl import FakeNccl
+
+TINY = replace(
+    QUICK, allreduce_bytes=4 << 10, ahead=1e-4, long_kernel=1e-2, waits=5, flight=3, width=8, layers=1, batches=3,
+    rounds=1, batch=1, seconds=0.0, samples=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """One device with all that the cases call."""
+    with simulated_cuda(devices=1, delay=2e-5) as device:
+        monkeypatch.setattr(torch.cuda, "_sleep", spin)
+        monkeypatch.setattr(gpu_training, "_CHECKED", replace(TINY, words=9, window=3))
+        yield device
+        assert not device.hazards
+
+
+def spin(cycles: int) -> None:
+    """As the kernel of that name, at 20 GHz."""
+    active().current_stream().lane.put(partial(time.sleep, cycles / 20e9))
+
+
+def measured(name: str) -> list[Measured]:
+    """Measure a case with its ranks in this process."""
+    case = CASES[name]
+
+    async def main() -> Measured:
+        async with aiodist.init() as coll:
+
+            async def fence() -> None:
+                await coll.barrier()
+
+            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), fence), TINY)
+            return await gpu_worker.measure_case(bench, case)
+
+    return run_ranks(case.ranks or 2, main, timeout=None)
+
+
+def check_values(name: str, result: Measured) -> None:
+    case = CASES[name]
+    assert set(result.values) == {line.name for line in case.lines}
+    assert all(math.isfinite(value) for value in result.values.values())
+
+
+# --- the cases ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["await", "parked", "wait_stream", "train", "prefetch"])
+def test_s2_bench_gpu_cases_of_one_rank_run(name: str, device: SimulatedCuda) -> None:
+    (result,) = measured(name)
+    check_values(name, result)
+
+
+class FakeGloo:
+    """gloo among ranks of this process: what it does to a tensor is done by a collective of ours."""
+
+    name = "gloo"
+
+    def __init__(self, coll: aiodist.Communicator) -> None:
+        self.coll = coll
+        self.handles: list[Any] = []
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        assert op == "allreduce"
+        return [Contender("gloo", lambda: self.handles.append(self.coll.allreduce(buffers.t, impl="ring")))]
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for torch's process group, of which a process has one."""
+
+    @asynccontextmanager
+    async def opened(names: list[str], coll: aiodist.Communicator) -> AsyncIterator[list[FakeGloo]]:
+        assert names == ["gloo"]
+        yield [FakeGloo(coll)]
+
+    async def theirs(bench: Bench, peer: FakeGloo, t: torch.Tensor) -> None:
+        peer.contenders("allreduce", Buffers(bench.coll.rank, bench.coll.size, t, None))[0].once()
+        await peer.handles.pop()  # gloo's own blocks, which ranks of one thread may not
+
+    monkeypatch.setattr(gpu_reductions, "opened", opened)
+    monkeypatch.setattr(gpu_reductions, "_theirs", theirs)
+    monkeypatch.setattr(gpu_training, "opened", opened)
+    monkeypatch.setattr(gpu_training, "_ddp", lambda bench, model: gpu_training._plain(model))
+
+
+@pytest.mark.parametrize("name", ["allreduce_2", "allreduce_4", "train_4"])
+def test_s2_bench_gpu_cases_of_several_ranks_run(name: str, device: SimulatedCuda, gloo: None) -> None:
+    first, *others = measured(name)
+    check_values(name, first)
+    assert all(not other.records for other in others)
+    assert {record.ranks for record in first.records} == {CASES[name].ranks}
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch, device: SimulatedCuda) -> Iterator[FakeNccl]:
+    library = FakeNccl()
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
+    monkeypatch.setattr(nccl, "refuses", lambda places, found, shared: None)  # it is told that ranks may share
+    yield library
+    assert not library.violations
+
+
+@pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
+def test_s2_bench_gpu_beside_nccl(name: str, fake_nccl: FakeNccl) -> None:
+    first, *_ = measured(name)
+    check_values(name, first)
+    assert fake_nccl.communicators
+
+
+@pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
+def test_s2_bench_gpu_says_why_nccl_is_not_there(name: str, device: SimulatedCuda) -> None:
+    with pytest.raises(NotPossible, match="nccl4py is not installed"):
+        measured(name)
+
+
+def test_s2_bench_gpu_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_cuda(devices=2, delay=2e-5):
+        first, _ = measured("allreduce_devices")
+    assert set(first.values) == {"staged"}
+    assert "nccl4py is not installed" in first.missing["nccl"]
+    (without, with_value) = gpu_cases.figures(CASES["allreduce_devices"], first.values, first.missing)
+    assert (without.state, with_value.state) == (State.NOT_POSSIBLE, State.SEEN)
+
+
+def test_s2_bench_gpu_results_are_looked_at(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on too soon, or computes something else, is no contender."""
+
+    async def too_soon(first: Any, second: Any) -> None: ...
+
+    from aiodist.bench import gpu_waits
+
+    monkeypatch.setattr(gpu_waits, "_waited_for", too_soon)
+    with pytest.raises(WrongResult, match="is nan, expected"):
+        measured("wait_stream")
+    device.hazards.clear()
+
+    def twice(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        return loss if net(x).dtype is torch.float64 else 2 * loss
+
+    monkeypatch.setattr(gpu_training, "_loss", twice)
+    with pytest.raises(WrongResult, match="after 3 steps"):
+        measured("train")
+
+
+def test_s2_bench_gpu_checks_every_element() -> None:
+    expected = torch.arange(10.0, dtype=torch.float64)
+    gpu_turns.check("t", expected.float(), expected, rtol=1e-6, atol=0.0)
+    wrong = expected.float()
+    wrong[3] = float("nan")
+    with pytest.raises(WrongResult, match="t: 1 of 10 elements are wrong; number 3 is nan, expected 3"):
+        gpu_turns.check("t", wrong, expected, rtol=1e-6, atol=0.0)
+    with pytest.raises(WrongResult, match="expected"):
+        gpu_turns.check("t", wrong[:5], expected, rtol=1e-6, atol=0.0)
+
+
+# --- what the ranks write down ------------------------------------------------------------------------------
+
+
+def test_s2_bench_gpu_worker_notes_each_case(
+    device: SimulatedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_cases, "QUICK", TINY)
+    cases = ("parked", "nccl_overhead", "wait_stream")
+    until = time.time() + 10_000
+    run_ranks(1, partial(gpu_worker.measure, Todo(cases, str(tmp_path), until, quick=True)), timeout=None)
+    notes = read_notes(tmp_path)
+    assert notes.machine["device"] == "simulated CUDA device 0"
+    assert (notes.began, notes.running) == (set(cases), None)
+    assert set(notes.results["parked"]["values"]) == {"cpu"}
+    assert "nccl4py" in notes.results["nccl_overhead"]["not_possible"]
+    assert notes.results["wait_stream"]["records"]
+
+
+def test_s2_bench_gpu_worker_begins_nothing_that_may_end_too_late(device: SimulatedCuda, tmp_path: Path) -> None:
+    todo = Todo(("parked",), str(tmp_path), time.time() + 5, quick=True)
+    run_ranks(1, partial(gpu_worker.measure, Todo.from_json(todo.to_json())), timeout=None)
+    assert "it may take 15" in read_notes(tmp_path).results["parked"]["late"]
+
+
+def test_s2_bench_gpu_worker_tells_who_failed(
+    device: SimulatedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(bench: Bench) -> Measured:
+        if bench.coll.rank == 1:
+            raise ValueError("too hot")
+        await bench.coll.barrier()
+        return Measured()
+
+    monkeypatch.setattr(gpu_reductions, "beside_copies", fails)
+    todo = Todo(("allreduce_2",), str(tmp_path), time.time() + 10_000, quick=True)
+    with pytest.raises(ValueError, match="too hot"):
+        run_ranks(2, partial(gpu_worker.measure, todo), timeout=None)
+    assert read_notes(tmp_path).error_of("allreduce_2") == "rank 1: ValueError: too hot"
+
+
+def test_s2_bench_gpu_notes_that_are_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text('{"case": "await", "began": 5.0}\n{"case": "await", "val')
+    (tmp_path / "1.jsonl").write_text(
+        '{"case": "await", "error": "PeerLost: rank 2", "peers": true}\n{"case": "await", "began": 6.0}\n'
+    )
+    (tmp_path / "2.jsonl").write_text('{"case": "await", "error": "ValueError: no", "peers": false}\n')
+    notes = read_notes(tmp_path)
+    assert (notes.running, notes.results) == (("await", 5.0), {})
+    assert notes.error_of("await") == "rank 2: ValueError: no"
+    assert notes.error_of("parked") is None
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+Job = Callable[[Todo], Awaitable[int]]
+
+
+class Jobs:
+    """Stands in for the launcher: each job does what a function says."""
+
+    def __init__(self, *jobs: Job) -> None:
+        self.jobs = list(jobs)
+        self.seen: list[tuple[tuple[str, ...], int, bool, bool]] = []
+
+    def __call__(self, todo: Todo, ranks: int, *, shares: bool, together: bool) -> Awaitable[int]:
+        self.seen.append((todo.cases, ranks, shares, together))
+        return (self.jobs.pop(0) if self.jobs else all_well)(todo)
+
+
+def say(todo: Todo, **event: Any) -> None:
+    with (Path(todo.folder) / "0.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def well(todo: Todo, name: str) -> None:
+    say(todo, case=name, began=time.time())
+    values = {line.name: line.target if line.target is not None else 1.0 for line in CASES[name].lines}
+    say(todo, case=name, values=values, missing={}, records=[{"op": name}])
+
+
+async def all_well(todo: Todo) -> int:
+    say(todo, machine={"device": "H200"})
+    for name in todo.cases:
+        well(todo, name)
+    return 0
+
+
+def run_of(*names: str, jobs: Jobs, devices: int = 1, seconds: float = 1000.0, limits: Limits | None = None) -> Run:
+    cases = [CASES[name] for name in names]
+    limits = limits or Limits(look=0.005)
+    return Run(cases, devices, time.time() + seconds, quick=True, start=jobs, limits=limits)
+
+
+def states(found: list[Figure]) -> dict[str, set[str]]:
+    said: dict[str, set[str]] = {}
+    for figure in found:
+        said.setdefault(figure.case, set()).add(str(figure.state))
+    return said
+
+
+def test_s2_bench_gpu_groups_cases_by_job() -> None:
+    jobs = Jobs()
+    run = run_of(*CASES, jobs=jobs, devices=3)
+    found = asyncio.run(run.all())
+    assert [figure.case for figure in found] == [case.name for case in CASES.values() for _ in case.lines]
+    assert {figure.state for figure in found} == {State.REACHED, State.SEEN}
+    assert jobs.seen == [
+        (("await", "parked", "wait_stream", "nccl_overhead", "train", "prefetch"), 1, False, True),
+        (("allreduce_2",), 2, False, True),
+        (("allreduce_4", "train_4"), 4, False, True),
+        (("nccl_2",), 2, True, True),
+        (("nccl_4",), 4, True, True),
+        (("allreduce_devices",), 3, False, False),
+    ]
+    assert [record["op"] for record in run.records] == list(CASES)
+
+
+def test_s2_bench_gpu_goes_on_after_a_crash() -> None:
+    async def crashes(todo: Todo) -> int:
+        well(todo, "await")
+        say(todo, case="parked", began=time.time())
+        return 139
+
+    async def fails(todo: Todo) -> int:
+        say(todo, case="wait_stream", began=time.time())
+        say(todo, case="wait_stream", error="ValueError: no", peers=False)
+        return 1
+
+    jobs = Jobs(crashes, fails)
+    found = asyncio.run(run_of("await", "parked", "wait_stream", "train", jobs=jobs).all())
+    assert states(found) == {
+        "await": {"yes", "no target"}, "parked": {"FAILED"}, "wait_stream": {"FAILED"}, "train": {"yes"},
+    }  # fmt: skip
+    why = {figure.case: figure.why for figure in found}
+    assert "exit code 139" in why["parked"]
+    assert why["wait_stream"] == "rank 0: ValueError: no"
+    assert [cases for cases, *_ in jobs.seen][1:] == [("wait_stream", "train"), ("train",)]
+
+
+def test_s2_bench_gpu_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def hangs(todo: Todo) -> int:
+        say(todo, case="allreduce_4", began=time.time() - CASES["allreduce_4"].seconds)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(todo.cases)
+        return 0
+
+    async def never_begins(todo: Todo) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def main() -> list[Figure]:
+        jobs = Jobs(hangs, all_well, never_begins)
+        limits = Limits(start=0.02, grace=0.02, look=0.005)
+        async with asyncio.timeout(10):
+            return await run_of("allreduce_4", "train_4", "nccl_2", jobs=jobs, limits=limits).all()
+
+    found = asyncio.run(main())
+    assert states(found) == {"allreduce_4": {"FAILED"}, "train_4": {"yes"}, "nccl_2": {"FAILED"}}
+    assert ended == [("allreduce_4", "train_4")]
+    assert "not over after" in found[0].why
+    assert "had not begun" in found[-1].why
+
+
+def test_s2_bench_gpu_stops_where_it_is_told_to() -> None:
+    async def stopped(todo: Todo) -> int:
+        say(todo, case="await", began=time.time())
+        return 130
+
+    jobs = Jobs(stopped)
+    found = asyncio.run(run_of("await", "parked", "nccl_2", jobs=jobs).all())
+    assert states(found) == {"await": {"FAILED"}, "parked": {"not measured"}, "nccl_2": {"not measured"}}
+    assert len(jobs.seen) == 1
+
+
+def test_s2_bench_gpu_begins_nothing_without_time() -> None:
+    jobs = Jobs()
+    found = asyncio.run(run_of("await", "train_4", jobs=jobs, seconds=30.0).all())
+    assert states(found) == {"await": {"yes", "no target"}, "train_4": {"not measured"}}
+    assert len(jobs.seen) == 1
+
+
+def test_s2_bench_gpu_cannot_start_its_ranks() -> None:
+    async def refused(todo: Todo) -> int:
+        raise aiodist.LaunchError("no guard")
+
+    found = asyncio.run(run_of("await", "parked", jobs=Jobs(refused)).all())
+    assert states(found) == {"await": {"FAILED"}, "parked": {"FAILED"}}
+    assert {figure.why for figure in found} == {"no guard"}
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables: as if typed in a shell."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def test_s2_bench_gpu_the_whole_command(
+    device: SimulatedCuda,
+    outside: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    jobs = Jobs()
+    monkeypatch.setattr(gpu, "_Starter", lambda mpi, first: jobs)
+    monkeypatch.setattr(gpu, "Limits", lambda: Limits(look=0.005))
+    file = tmp_path / "out.json"
+    assert cli.main(["gpu", "--quick", "--json", str(file)]) == 0
+    assert len(jobs.seen) == 5  # there is one device
+    written = json.loads(file.read_text())
+    assert written["machine"] == {"device": "H200"}
+    names = [name for name in CASES if name != "allreduce_devices"]
+    assert list(dict.fromkeys(figure["case"] for figure in written["figures"])) == names
+    assert [record["op"] for record in written["records"]] == names
+    printed = capsys.readouterr().out
+    assert "targets reached: 14" in printed
+    assert "device H200" in printed
+
+    async def fails(todo: Todo) -> int:
+        return 1
+
+    jobs.jobs.append(fails)
+    assert cli.main(["gpu", "--only", "parked"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--only", "walk"], "--only walk: expected some of await"),
+        (["--only", "allreduce_devices"], "it takes several CUDA devices, and one is here"),
+        (["--json", "/nowhere/at/all.json"], "expected a file that can be written"),
+    ],
+)
+def test_s2_bench_gpu_bad_arguments(
+    device: SimulatedCuda,
+    outside: None,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    assert cli.main(["gpu", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_s2_bench_gpu_without_a_device(outside: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu"]) == 2
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_s2_bench_gpu_targets_are_the_issues() -> None:
+    targets = {
+        f"{case.name}.{line.name}": (line.target, line.at_least)
+        for case in CASES.values()
+        for line in case.lines
+        if line.target is not None
+    }
+    assert targets == {
+        "await.await": (30.0, False),
+        "parked.cpu": (0.05, False),
+        "wait_stream.wait_stream": (10.0, False),
+        "nccl_overhead.call": (15.0, False),
+        "train.datapar": (1.03, False),
+        "prefetch.prefetch": (1.1, False),
+        **{f"allreduce_{n}.copy": (0.6, True) for n in (2, 4)},
+        **{f"allreduce_{n}.{way}": (5.0, True) for n in (2, 4) for way in ("gloo", "staged")},
+        **{f"nccl_{n}.nccl": (1.0, True) for n in (2, 4)},
+        "train_4.ddp": (1.5, True),
+    }
+
+
+def judged(case: Case, value: float) -> str:
+    (figure,) = gpu_cases.figures(case, {case.lines[0].name: value})
+    return str(figure.state)
+
+
+def test_s2_bench_gpu_judges() -> None:
+    assert [judged(CASES["train_4"], value) for value in (1.5, 1.49, float("nan"))] == ["yes", "NO", "NO"]
+    assert [judged(CASES["train"], value) for value in (1.03, 1.04, float("nan"))] == ["yes", "NO", "NO"]
+    (lost,) = gpu_cases.figures(CASES["train"], {})
+    assert lost.state is State.FAILED
+
+
+def test_s2_bench_gpu_table_shows_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    found = gpu_cases.without_value(CASES["nccl_2"], State.NOT_POSSIBLE, "nccl4py is [not] installed")
+    found += gpu_cases.figures(CASES["train"], {"datapar": 1.5})
+    gpu_report.show({"device": "H200"}, found, width=110, colour=False)
+    printed = capsys.readouterr().out
+    assert "nccl4py is [not] installed" in printed
+    assert "1.5 x" in printed
+    assert "missed: 1, not possible here: 1" in printed
