@@ -21,13 +21,13 @@ from aiodist.collectives.repertoire import Kit, Repertoire
 from aiodist.collectives.scheduled import LANE_TAGS
 from aiodist.collectives.staging import Staged, StagedCourier
 from aiodist.env import Environment
-from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Progress
+from aiodist.errors import AiodistError, BackendError
+from aiodist.handles import Handle, Origin, Progress, from_source
 from aiodist.handles.progress import transport_lock
-from aiodist.streams import Events, Staging
+from aiodist.streams import Events, Fence, Staging, check_not_capturing
 from aiodist.topology import Nccl, Topology
 
-__all__ = ["Accelerator", "nccl_here", "visible_devices"]
+__all__ = ["Accelerator", "event_handle", "nccl_here", "visible_devices"]
 
 _LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
 
@@ -47,6 +47,31 @@ def nccl_here(*, shares: bool) -> Nccl:
     if (why := nccl.missing()) is not None:
         return Nccl(missing=why, shares=shares)
     return Nccl(nccl.load().version(), shares=shares)
+
+
+def event_handle(event: torch.cuda.Event) -> Handle[None]:
+    """Return a handle that is done when `event`, as it was recorded last, is over."""
+    check_not_capturing()
+    handle = from_source(_EventSource(event), "event", origin=Origin.here())
+    handle.fence = fence = Fence(Progress.current(), event.device or torch.device("cuda"))
+    fence.reached(event)
+    return handle
+
+
+class _EventSource:
+    """See `Source`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def poll(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            raise BackendError(f"the CUDA device failed: {error}") from error
+
+    def result(self) -> None:
+        return None
 
 
 class Accelerator:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from aiodist.accelerator import nccl_here, visible_devices
+from aiodist.accelerator import event_handle, nccl_here, visible_devices
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Neighbourhood, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
@@ -44,6 +44,7 @@ from aiodist.handles import Handle, Progress, from_future
 from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
 from aiodist.pinning import pinned
+from aiodist.streams import CudaStream
 from aiodist.topology import Nccl, Topology, bound
 
 if TYPE_CHECKING:
@@ -476,11 +477,18 @@ def _best_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def as_handle(x: Any) -> Handle[Any]:  # noqa: ANN401
     """Return a handle that is done when `x` is, on the running loop.
 
-    `x` is an mpi4py Request, a `concurrent.futures.Future`, a torch Work, or a handle already. Raises TypeError for
+    `x` is an mpi4py Request, a `concurrent.futures.Future`, a torch Work, a `torch.cuda.Event` as it was recorded last,
+    a `torch.cuda.Stream` or `CudaStream` with what it has queued by now, or a handle already. Raises TypeError for
     anything else: coroutines and asyncio futures are awaited as they are.
     """
     if isinstance(x, Handle):
         return x
+    if isinstance(x, CudaStream):
+        return x.record()
+    if isinstance(x, torch.cuda.Stream):
+        return CudaStream(x).record()
+    if isinstance(x, torch.cuda.Event):
+        return event_handle(x)
     if isinstance(x, concurrent.futures.Future):
         return from_future(x)
     if "mpi4py.MPI" in sys.modules and isinstance(x, sys.modules["mpi4py.MPI"].Request):
@@ -491,4 +499,7 @@ def as_handle(x: Any) -> Handle[Any]:  # noqa: ANN401
         from aiodist.backends.gloo import work_handle
 
         return work_handle(x)
-    raise TypeError(f"{type(x).__name__} is nothing that completes: expected a Request, a Future or a torch Work")
+    raise TypeError(
+        f"{type(x).__name__} is nothing that completes: expected a Request, a Future, a torch Work, a "
+        "CUDA event or stream"
+    )

@@ -108,7 +108,8 @@ class Movement(Base):
         check_across(ts)
 
         def allgather(p: Primitives) -> Program[Any]:
-            return interleaved(lockstep([operations.allgather(p, x, None) for x in ts]))
+            by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
+            return interleaved(lockstep(by_tensor))
 
         program = alike_lists(self._primitives(impl, together=len(ts) > 1), ts, allgather)
         return self._issue(what, program, reading(*ts), ts, timeout)

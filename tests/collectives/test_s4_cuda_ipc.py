@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
 from aiodist import Communicator
+from aiodist.backends.base import Done
 from aiodist.backends.cuda_ipc import Mapped, Mappings
 from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
@@ -34,6 +34,7 @@ from aiodist.testing.simulated_mapper import SimulatedMapper
 from aiodist.types import ReduceOp
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")
+one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 SMALL_PIECES = {**USUAL_LIMITS, "cuda_ipc.piece_bytes": 1024}
 SECONDS = 20.0
 Make = Callable[[CudaIpc, Endpoint], Program[Any]]
@@ -230,7 +231,7 @@ def reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     return total.to(kind)
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("size", [2, 3])
 async def test_s4_allreduce_of_all_dtypes_with_all_operators(size: int) -> None:
     ranks = Ranks(size)
@@ -245,7 +246,7 @@ async def test_s4_allreduce_of_all_dtypes_with_all_operators(size: int) -> None:
     await ranks.close()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 async def test_s4_sums_of_16_bit_floats_are_rounded_once(kind: torch.dtype) -> None:
     for size in (2, 3, 5):
@@ -267,6 +268,7 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(kind: torch.dtype) -> N
         await ranks.close()
 
 
+@one_loop
 async def test_s4_all_ranks_have_the_same_bits() -> None:
     ranks = Ranks(5)
     made = torch.Generator().manual_seed(1)
@@ -278,7 +280,7 @@ async def test_s4_all_ranks_have_the_same_bits() -> None:
     await ranks.close()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 async def test_s4_reduce_and_broadcast_with_every_root(size: int) -> None:
     ranks = Ranks(size)
@@ -307,7 +309,7 @@ def counts_of(size: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("own_block", [False, True])
 async def test_s4_allgather_of_unequal_blocks(size: int, own_block: bool) -> None:
@@ -331,7 +333,7 @@ async def test_s4_allgather_of_unequal_blocks(size: int, own_block: bool) -> Non
     await ranks.close()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("own_block", [False, True])
 async def test_s4_reduce_scatter_of_unequal_blocks(size: int, own_block: bool) -> None:
@@ -357,7 +359,7 @@ async def test_s4_reduce_scatter_of_unequal_blocks(size: int, own_block: bool) -
     await ranks.close()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 async def test_s4_scan(size: int) -> None:
     ranks = Ranks(size)
@@ -377,6 +379,7 @@ def summing(ts: Sequence[Tensor]) -> list[Make]:
 # --- what is waited for --------------------------------------------------------------------------------------------
 
 
+@one_loop
 async def test_s4_inputs_that_are_still_being_computed(simulated_cuda: SimulatedCuda) -> None:
     """What the caller's stream has queued comes first, on each rank and however long it takes."""
     ranks = Ranks(3)
@@ -398,6 +401,7 @@ async def test_s4_inputs_that_are_still_being_computed(simulated_cuda: Simulated
     await ranks.close()
 
 
+@one_loop
 @pytest.mark.parametrize("at", ["announcement", "work"])
 async def test_s4_nobody_is_through_before_all_have_done_their_part(
     at: str, simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
@@ -429,7 +433,7 @@ async def test_s4_nobody_is_through_before_all_have_done_their_part(
     await ranks.close()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
+@one_loop
 @pytest.mark.parametrize("seed", range(6))
 async def test_s4_several_operations_in_flight_begun_in_any_order(seed: int, simulated_cuda: SimulatedCuda) -> None:
     """Each rank begins them in an order of its own; messages overtake one another; some share a tensor's storage."""
@@ -459,6 +463,7 @@ async def test_s4_several_operations_in_flight_begun_in_any_order(seed: int, sim
     await ranks.close()
 
 
+@one_loop
 async def test_s4_side_by_side_with_one_tag() -> None:
     """Lists of tensors: operations of different kinds share their messages' tag, step by step."""
     ranks = Ranks(3)
@@ -482,6 +487,7 @@ async def test_s4_side_by_side_with_one_tag() -> None:
     await ranks.close()
 
 
+@one_loop
 async def test_s4_some_of_the_ranks_in_another_order() -> None:
     ranks = Ranks(5)
     parts = brought(5, 300)
@@ -501,6 +507,7 @@ async def test_s4_some_of_the_ranks_in_another_order() -> None:
     await ranks.close()
 
 
+@one_loop
 async def test_s4_ranks_on_several_devices(simulated_cuda: SimulatedCuda) -> None:
     ranks = Ranks(4, devices=2)
     parts = brought(4, 700)
@@ -511,6 +518,7 @@ async def test_s4_ranks_on_several_devices(simulated_cuda: SimulatedCuda) -> Non
     await ranks.close()
 
 
+@one_loop
 async def test_s4_tensors_made_in_inference_mode() -> None:
     ranks = Ranks(2)
     parts = brought(2, 300)
@@ -522,9 +530,14 @@ async def test_s4_tensors_made_in_inference_mode() -> None:
     await ranks.close()
 
 
+@pytest.fixture
+def simulated_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mappings_module, "TorchMapper", SimulatedMapper)
+
+
+@pytest.mark.usefixtures("simulated_mapper")
 @pytest.mark.ranks(2, 3, backend="local")
-async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mappings_module, "TorchMapper", SimulatedMapper)  # made by the first operation's repertoire
+async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator) -> None:
     t = torch.full((300,), float(coll.rank), device="cuda")
     await coll.allreduce(t, impl="cuda_ipc")
     backwards = await coll.split(0, key=-coll.rank)
@@ -538,6 +551,7 @@ async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator, mo
 # --- mappings ------------------------------------------------------------------------------------------------------
 
 
+@one_loop
 async def test_s4_a_tensor_is_described_once_to_each_rank() -> None:
     ranks = Ranks(3)
     ts = on_device(brought(3, 100))
@@ -547,6 +561,7 @@ async def test_s4_a_tensor_is_described_once_to_each_rank() -> None:
     await ranks.close()
 
 
+@one_loop
 async def test_s4_mappings_go_when_tensors_die() -> None:
     ranks = Ranks(2)
     for n in range(1, 12):
@@ -558,6 +573,7 @@ async def test_s4_mappings_go_when_tensors_die() -> None:
     await ranks.close()
 
 
+@one_loop
 async def test_s4_descriptions_longer_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such are those of expandable segments; dead numbers travel with them."""
     plain = SimulatedMapper.export
@@ -587,6 +603,7 @@ async def usable(ranks: Ranks) -> None:
     await ranks.close()
 
 
+@one_loop
 @pytest.mark.parametrize("other", [torch.ones(11), torch.ones(10).double()])
 async def test_s4_ranks_that_disagree_are_told_and_go_on(other: Tensor) -> None:
     ranks = Ranks(3)
@@ -598,6 +615,7 @@ async def test_s4_ranks_that_disagree_are_told_and_go_on(other: Tensor) -> None:
     await usable(ranks)
 
 
+@one_loop
 @pytest.mark.parametrize("failing", ["export", "open"])
 async def test_s4_memory_that_cannot_be_mapped_is_an_error_everywhere(
     failing: str, monkeypatch: pytest.MonkeyPatch
@@ -617,6 +635,7 @@ async def test_s4_memory_that_cannot_be_mapped_is_an_error_everywhere(
     await usable(ranks)
 
 
+@one_loop
 async def test_s4_work_that_fails_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2)
     ts = on_device(brought(2, 600))
@@ -633,6 +652,7 @@ async def test_s4_work_that_fails_is_an_error_everywhere(monkeypatch: pytest.Mon
     await usable(ranks)
 
 
+@one_loop
 async def test_s4_a_device_that_fails_is_an_error_everywhere(simulated_cuda: SimulatedCuda) -> None:
     ranks = Ranks(2, devices=2)
     ts = on_device(brought(2, 600), devices=2)
@@ -646,6 +666,7 @@ async def test_s4_a_device_that_fails_is_an_error_everywhere(simulated_cuda: Sim
     assert all(isinstance(error, BackendError) and "illegal memory access" in str(error) for error in errors), errors
 
 
+@one_loop
 @pytest.mark.parametrize("begun", [False, True])
 async def test_s4_a_rank_that_dies_in_the_middle(begun: bool, simulated_cuda: SimulatedCuda) -> None:
     """The others are told; nothing of them touches its memory afterwards, and they can go on without it."""

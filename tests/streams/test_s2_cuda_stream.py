@@ -72,7 +72,7 @@ async def test_s2_copies_of_other_shapes_and_dtypes_are_errors() -> None:
     stream = CudaStream.of("to-device")
     with pytest.raises(ValueError, match=r"copy of torch.float32 \[3\] into torch.float32 \[4\]: expected the same"):
         stream.copy(torch.empty(4, device="cuda"), torch.ones(3))
-    with pytest.raises(ValueError, match="into torch.float64"):
+    with pytest.raises(ValueError, match=r"into torch\.float64"):
         stream.copy(torch.empty(3, device="cuda", dtype=torch.float64), torch.ones(3))
 
 
@@ -120,7 +120,7 @@ async def test_h11_what_ends_on_the_host_is_waited_for_elsewhere() -> None:
     handle: Handle[None] = Handle(Progress.current(), "message")
     stream = CudaStream.of("compute")
     with pytest.raises(
-        RuntimeError, match="ends on the host: await it before <CudaStream 'compute' on cuda:0> goes on"
+        RuntimeError, match="ends on the host: await it before <CudaStream 'compute'"
     ):
         handle.wait_stream(stream)
     waited = asyncio.create_task(asyncio.to_thread(handle.wait_stream, stream))

@@ -159,8 +159,8 @@ async def test_s3_what_is_connected_just_when_it_is_given_up_is_let_go_of(world:
         assert group._last is not None
         comm = group._last.result(10)
         group.abort(CommunicatorAborted("given up"))
-    await until(lambda: not comm.is_valid)
     assert "given up" in str((await w.done([w.call(0, summed(full(w, 0)))]))[0])
+    await until(lambda: not comm.is_valid)
 
 
 class _Post:
