@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from aiodist.collectives.cuda_ipc import CudaIpc
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation
 from aiodist.collectives.nccl import Nccl as NcclCollectives
-from aiodist.collectives.on_device import DeviceWork
+from aiodist.collectives.on_device import DeviceWork, InOrder
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Courier, Endpoint
 from aiodist.collectives.repertoire import Kit, Repertoire
@@ -29,6 +30,7 @@ from aiodist.topology import Nccl, Topology
 
 __all__ = ["Accelerator", "event_handle", "nccl_here", "visible_devices"]
 
+_MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
 _LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
 
 
@@ -81,11 +83,15 @@ class Accelerator:
         """`failed` is told, on the loop, of communicators whose NCCL has failed."""
         self._progress = progress
         self._staging = Staging.of(progress)
-        self.courier: Courier = StagedCourier(self._staging)
+        self.courier: Courier = InOrder(StagedCourier(self._staging))
         """Takes tensors to and from the host's transports."""
         self._mappings = Mappings()
         self._failed = failed
         self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+        """Of communicators that have NCCL."""
+        self._made: dict[torch.device, deque[torch.cuda.Stream]] = {}
+        """For single operations."""
+        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
         self._groups: nccl.NcclGroups | None = None
         self._members: dict[str, tuple[Sequence[int], int]] = {}
         """By the name of a communicator that has NCCL: its ranks and mine."""
@@ -99,16 +105,29 @@ class Accelerator:
     def work(self, name: str, device: torch.device, tag: int | None = None) -> DeviceWork:
         """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
 
-        Each communicator has a stream of its own on each device: where collectives wait for one another on the
-        device, those of different communicators must not queue behind one another.
+        [Note: whose stream] Operations of a communicator that has NCCL wait for one another on the device, in the
+        order of issue: they have one stream, which no other communicator uses. What the host takes part in has a
+        stream for each operation while it queues things: its second step must not come behind what the caller has
+        queued before the next operation, such as the rest of backward.
         """
+        if tag is None or name not in self._members:
+            stream = self._borrowed(device)
+            return DeviceWork(self._progress, stream, partial(self._free[device].append, stream))
         stream = self._streams.get((name, device))
         if stream is None:
             stream = self._streams[name, device] = torch.cuda.Stream(device=device)
-        if tag is None or name not in self._members:
-            return DeviceWork(self._progress, stream)
         turn = self._take_turn(name, device, tag)
         return DeviceWork(self._progress, stream, partial(self._give_back, name, device, tag, turn))
+
+    def _borrowed(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream that no operation has just now; past `_MOST_STREAMS` one that another has too."""
+        free, made = self._free.setdefault(device, []), self._made.setdefault(device, deque())
+        if free:
+            return free.pop()
+        if len(made) < _MOST_STREAMS:
+            made.append(torch.cuda.Stream(device=device))
+        made.rotate()
+        return made[0]
 
     def _take_turn(self, name: str, device: torch.device, tag: int) -> nccl.Turn:
         assert self._groups is not None

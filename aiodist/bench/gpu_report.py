@@ -22,16 +22,16 @@ def table(machine: Mapping[str, object], figures: Sequence[Figure]) -> Table:
     result = Table(title=f"speeds to reach: {about or 'no rank has come so far'}", title_justify="left")
     for name in ("case", "what", "here", "target", "reached"):
         result.add_column(name, justify="left" if name in ("case", "what") else "right", no_wrap=name != "what")
-    before = ""
+    before, told = "", ""
     for figure in figures:
-        if before not in ("", figure.case):
+        if new := figure.case != before:
             result.add_section()
+            before, told = figure.case, ""
         here = "" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
-        what = f"{figure.what}\n{figure.why}" if figure.why else figure.what
-        style = _STYLES.get(figure.state)
-        name = "" if figure.case == before else figure.case
-        before = figure.case
-        result.add_row(name, what, here, _bound(figure), str(figure.state), style=style)
+        what = f"{figure.what}\n{figure.why}" if figure.why != told else figure.what
+        told = figure.why
+        name = figure.case if new else ""
+        result.add_row(name, what, here, _bound(figure), str(figure.state), style=_STYLES.get(figure.state))
     return result
 
 

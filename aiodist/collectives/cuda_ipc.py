@@ -82,6 +82,7 @@ class CudaIpc:
         self._ranks = ranks
         self._events = events
         self._limits = limits
+        self._well = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device="cpu")
 
     def lacks(self, wanted: Wanted) -> str | None:
         """Return None: it takes every operation and dtype, on CUDA devices."""
@@ -176,9 +177,10 @@ class CudaIpc:
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """Yield piece after piece of tensors of one size."""
-        if not ts[0].numel():
-            return iter(())
+        numel = ts[0].numel()
         step = max(self._limits["cuda_ipc.piece_bytes"] // ts[0].dtype.itemsize, 1)
+        if numel <= step:
+            return iter((ts,) if numel else ())
         return zip(*(t.split(step) for t in ts), strict=True)
 
     # --- visits -----------------------------------------------------------------------------------------------
@@ -255,9 +257,11 @@ class CudaIpc:
 
         Returns what went wrong, here or there.
         """
-        text = (str(failure) or repr(failure) if failure else "").encode()[:_VERDICT_BYTES]
-        verdict = as_tensor(text.ljust(_VERDICT_BYTES, b"\0"))
-        verdicts = torch.zeros((len(hearers), _VERDICT_BYTES), dtype=torch.uint8)
+        verdict = self._well
+        if failure is not None:
+            text = (str(failure) or repr(failure)).encode()[:_VERDICT_BYTES]
+            verdict = as_tensor(text.ljust(_VERDICT_BYTES, b"\0"))
+        verdicts = torch.empty((len(hearers), _VERDICT_BYTES), dtype=torch.uint8, device="cpu")
         yield [
             *(ep.recv(verdicts[i], rank) for i, rank in enumerate(hearers)),
             *(ep.send(verdict, rank) for rank in lenders),
@@ -272,14 +276,14 @@ class CudaIpc:
 def _exchanged(ep: Endpoint, said: Mapping[int, bytes], lenders: Sequence[int]) -> Program[Mapping[int, bytes]]:
     """Send what is to be said to each rank, and return what each of `lenders` says."""
     packed = {rank: _LENGTH.pack(len(words)) + words for rank, words in said.items()}
-    frames = {rank: torch.empty(_FRAME_BYTES, dtype=torch.uint8) for rank in lenders}
+    frames = {rank: torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu") for rank in lenders}
     calls: list[Call] = [ep.recv(frame, rank) for rank, frame in frames.items()]
     calls += [ep.send(as_tensor(data[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")), rank) for rank, data in packed.items()]
     yield calls
     heard = {rank: as_bytes(frame) for rank, frame in frames.items()}
     lengths = {rank: _LENGTH.size + _LENGTH.unpack_from(frame)[0] for rank, frame in heard.items()}
     rests = {
-        rank: torch.empty(length - _FRAME_BYTES, dtype=torch.uint8)
+        rank: torch.empty(length - _FRAME_BYTES, dtype=torch.uint8, device="cpu")
         for rank, length in lengths.items()
         if length > _FRAME_BYTES
     }

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from aiodist.backends.base import Done
-from aiodist.collectives.program import Call, Program
+from aiodist.backends.base import Done, Transport
+from aiodist.collectives.program import Call, Courier, Program
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream
 
-__all__ = ["DeviceWork", "attach", "on_devices"]
+__all__ = ["DeviceWork", "InOrder", "attach", "on_devices"]
 
 T = TypeVar("T")
 
@@ -69,12 +71,53 @@ class DeviceWork:
 
     def lend(self, result: object) -> None:
         """Keep the memory of a result that was made on this stream from being reused while the caller's reads it."""
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             if result.is_cuda:
                 result.record_stream(self._caller)
         elif isinstance(result, (list, tuple)):
             for one in result:
                 self.lend(one)
+
+
+class InOrder:
+    """A courier that takes the messages of one tag to a peer, or from it, one after another.
+
+    Side by side in a list, tensors share a tag, and each of them is in pieces: which piece is ready first, the devices
+    that they lie on decide, and no two ranks alike.
+    """
+
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
+        self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
+        self.fetch, self.cut = courier.fetch, courier.cut
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """See `Courier`."""
+        self._line_up((True, transport, dst, tag), t, partial(self._courier.send, transport, t, dst, tag), done)
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """See `Courier`."""
+        self._line_up((False, transport, src, tag), t, partial(self._courier.recv, transport, t, src, tag), done)
+
+    def _line_up(self, key: tuple[bool, Transport, int, int], t: Tensor, begin: Call, done: Done) -> None:
+        stream = torch.cuda.current_stream(t.device)
+        line = self._lines.setdefault(key, deque())
+
+        def start() -> None:
+            with OnStream(stream):
+                begin(over)
+
+        def over(error: BaseException | None) -> None:
+            line.popleft()
+            if line:
+                line[0]()
+            else:
+                del self._lines[key]
+            done(error)
+
+        line.append(start)
+        if len(line) == 1:
+            start()
 
 
 def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:

@@ -486,8 +486,10 @@ def test_s2_bench_gpu_judges() -> None:
 def test_s2_bench_gpu_table_shows_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     found = gpu_cases.without_value(CASES["nccl_2"], State.NOT_POSSIBLE, "nccl4py is [not] installed")
     found += gpu_cases.figures(CASES["train"], {"datapar": 1.5})
+    found += gpu_cases.without_value(CASES["allreduce_2"], State.FAILED, "it burnt")
     gpu_report.show({"device": "H200"}, found, width=110, colour=False)
     printed = capsys.readouterr().out
     assert "nccl4py is [not] installed" in printed
     assert "1.5 x" in printed
-    assert "missed: 1, not possible here: 1" in printed
+    assert printed.count("it burnt") == 1  # of its three lines
+    assert "missed: 1, not possible here: 1, failed: 3" in printed

@@ -148,7 +148,8 @@ async def test_s4_inputs_that_are_still_being_computed(coll: Communicator) -> No
     """What the current stream has queued comes first, however much that is; the result may be read at once."""
     device = device_of(coll)
     side = torch.cuda.Stream(device=device)
-    a = torch.randn(4096, 4096, device=device)
+    with torch.cuda.stream(side):
+        a = torch.randn(4096, 4096, device=device)
     for i in range(5):
         t = poisoned(1 << 20, torch.float32, device)
         torch.cuda.synchronize(device)

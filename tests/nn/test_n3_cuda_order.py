@@ -105,6 +105,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
         assert net.reducer.last is not None
         assert not net.reducer.last.over.done()
         after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
+    await coll.barrier()  # all have let go
     for ours, theirs in zip(after, trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
     await net.aclose()
@@ -140,6 +141,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
             await queued.wait()
         assert not held.done()
     await last
+    await coll.barrier()
     same(net, trial.alone(coll.size, 4))
     await net.aclose()
 
@@ -163,11 +165,11 @@ async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
     alone.load_state_dict({name: t.cpu() for name, t in net.state_dict().items()})
     torch.stack([trial.loss(alone, rank, 2) for rank in range(coll.size)]).mean().backward()
     net.zero_grad()
-    streams: list[Any] = []
+    blocked: Any = torch.cuda.Stream(coll.device)
+    blocked.hold()
 
     def hold(gradient: Tensor) -> None:
-        streams.append(torch.cuda.current_stream(coll.device))
-        streams[0].hold()
+        torch.cuda.current_stream(coll.device).wait_stream(blocked)
 
     hidden = module[1](module[0](data[2][0]))
     hidden.register_hook(hold)
@@ -179,7 +181,7 @@ async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
             if len(arrived) == 4:
                 assert {id(p) for p in arrived} == {id(p) for p in (*module[2].parameters(), *module[4].parameters())}
                 await coll.barrier()
-                streams[0].release()
+                blocked.release()
     trial.assert_same_gradients(module.cpu(), alone)
     await net.aclose()
 

@@ -407,30 +407,31 @@ async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make
 
 
 async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
-    """A thousand calls wait for the opening; each makes another when it is enqueued: no recursion, none lost."""
+    """Hundreds of calls wait for the opening; each makes another when it is enqueued: no recursion, none lost."""
     w = world(1)
     t = full(w, 0, 1.0, 1)
     order: list[int] = []
+    count = 400
 
     def call(number: int) -> Step:
         def start(n: NcclNative, done: Done) -> None:
             def next_one(error: Failure) -> None:
                 order.append(number)
-                if number < 1000:
+                if number < count:
                     n.broadcast(t, 0, last)
                 else:
                     done(error)
 
             def last(error: Failure) -> None:
-                order.append(number + 1000)
+                order.append(number + count)
                 done(error)
 
             n.broadcast(t, 0, next_one)
 
         return start
 
-    await w.succeed([w.call(0, call(number)) for number in range(1000)])
-    assert order == list(range(2000))
+    await w.succeed([w.call(0, call(number)) for number in range(count)])
+    assert order == list(range(2 * count))
 
 
 async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:

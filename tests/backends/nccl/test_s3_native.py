@@ -72,7 +72,7 @@ def check(t: Tensor, expected: Tensor) -> None:
 async def test_s3_reductions_of_every_kind(world: Make, size: int, dawdle: int) -> None:
     w = world(size, dawdle=dawdle, seed=size)
     futures, checks = [], []
-    for seed, (kind, op) in enumerate(REDUCED if not dawdle else REDUCED[::4]):
+    for seed, (kind, op) in enumerate(REDUCED if size == 3 and not dawdle else REDUCED[dawdle % 3 :: 5]):
         numel = NUMELS[seed % 4]
         root = seed % size
         given = [values(kind, numel, 100 * seed + rank) for rank in range(size)]

@@ -1,0 +1,30 @@
+"""What needs a CUDA device is collected everywhere, and skipped with the reason where there is none (`make test-gpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from aiodist.bench.gpu_turns import spin_rate
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    built = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    skip = pytest.mark.skip(reason=f"there is no CUDA device: torch {torch.__version__}, {built}, sees none")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def spin() -> Callable[[float], None]:
+    """`spin(seconds)` queues a kernel of about that length on the current stream."""
+    rate = spin_rate()
+    return lambda seconds: torch.cuda._sleep(max(1, round(rate * seconds)))
