@@ -55,7 +55,7 @@ soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu -rs tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/dev.stamp  ## measure awaits and allreduce beside mpi4py and gloo

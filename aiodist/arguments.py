@@ -15,6 +15,7 @@ __all__ = [
     "check_across",
     "check_apart",
     "check_list",
+    "check_one_place",
     "check_out",
     "check_rank",
     "check_sizes",
@@ -64,9 +65,16 @@ def check_across(ts: Sequence[Tensor]) -> None:
     if any(device.type == "cpu" for device in devices):
         raise ValueError(f"across=True over tensors on {listed}: expected all on the CPU, or all on CUDA devices")
     if len(devices) > (there := torch.cuda.device_count()):
-        raise ValueError(f"across=True over {len(devices)} tensors on {listed}: expected at most one for each of {there}")
+        raise ValueError(f"across=True over {len(devices)} tensors on {listed}: expected {there} at most, one a device")
     if len(set(devices)) < len(devices):
         raise ValueError(f"across=True over tensors on {listed}: expected each on a CUDA device of its own")
+
+
+def check_one_place(ts: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `ts` are all on the CPU, or all on CUDA devices: ranks expect either."""
+    if len({t.is_cpu for t in ts}) > 1:
+        listed = ", ".join(dict.fromkeys(str(t.device) for t in ts))
+        raise ValueError(f"ts lie on {listed}: expected all on the CPU, or all on CUDA devices")
 
 
 def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = False) -> int:

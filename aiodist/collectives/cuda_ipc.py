@@ -18,6 +18,10 @@ copied on the way, and all ranks have the same bits. n bytes per rank, p ranks:
     broadcast       reads and writes n, root nothing
 
 of which (p-1)/p lies with others. 16-bit floats are added up in float32 and rounded once.
+
+A rank that hears that another one died touches nobody's memory any more. Whoever has not heard of it yet may still be
+writing its share into the tensors of all: after such a failure they hold anything. Memory that was freed meanwhile is
+not reused before its last mapping is gone (see [Note: limbo] in `backends/cuda_ipc/mapping.py`).
 """
 
 from __future__ import annotations
@@ -176,9 +180,10 @@ class CudaIpc:
         return self._pieces([parts[rank][share] for rank in _around(me, len(parts))])
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield piece after piece of tensors of one size."""
-        numel = ts[0].numel()
-        step = max(self._limits["cuda_ipc.piece_bytes"] // ts[0].dtype.itemsize, 1)
+        """Yield piece after piece of tensors of one size, counted as they are added up."""
+        kind, numel = ts[0].dtype, ts[0].numel()
+        itemsize = 4 if kind.is_floating_point and kind.itemsize == 2 else kind.itemsize
+        step = max(self._limits["cuda_ipc.piece_bytes"] // itemsize, 1)
         if numel <= step:
             return iter((ts,) if numel else ())
         return zip(*(t.split(step) for t in ts), strict=True)

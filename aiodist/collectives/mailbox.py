@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -239,10 +239,10 @@ class Mailbox:
                 there(error)
                 return
             with work.current():
-                take(_AtHand(host))
+                take(cast(Transport, _AtHand(host)))
 
         if message.data is not None:
-            take(_AtHand(message.data))
+            take(cast(Transport, _AtHand(message.data)))
         elif message.form == _IN_PIECES:
             take(self._transport)
         else:
@@ -250,7 +250,7 @@ class Mailbox:
             self._transport.irecv(host, message.source, message.payload, on_host)
 
 
-class _AtHand(Transport):
+class _AtHand:
     """Gives a courier, piece after piece, a message that has come in one: the host must not wait for the device."""
 
     def __init__(self, data: Tensor) -> None:

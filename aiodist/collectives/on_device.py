@@ -37,6 +37,8 @@ class DeviceWork:
         self._on_queued = on_queued
         self._caller = torch.cuda.current_stream(stream.device)
         self._events = Events.of(progress)
+        self.keep: object = None
+        """What must stay alive until its end."""
         self._behind: torch.cuda.Event | None = None
         if self._caller != stream:
             self._behind = self._events.record(self._caller)
@@ -171,9 +173,13 @@ def _call(work: DeviceWork, call: Call, done: Done) -> None:
 
 
 def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) -> None:
-    """Let `handle.wait_stream` order streams behind all of them, and keep what they use until the device is done."""
+    """Let `handle.wait_stream` order streams behind all of them, and keep what they use until the device is done.
+
+    Which may be after the handle is: where the communicator was given up.
+    """
+    for work in works:
+        work.keep = tensors
     if not handle.done():
-        handle.keep = tensors
         handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
 
 

@@ -7,7 +7,7 @@ Every function returns a program. Arguments have been checked: tensors are dense
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -176,6 +176,8 @@ def scatter(
         rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8)
         yield [ep.recv(rest, root)]
         metas += [unpack_meta(as_bytes(rest), i * META_BYTES) for i in range(count - 1)]
+    if out is not None and metas:
+        _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
     targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
     yield [ep.recv(target, root) for target in targets if target.numel()]
     return targets[0] if count == -1 else targets
@@ -204,6 +206,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     result = [torch.empty(0)] * ep.size
     for rank in others:
         meta = unpack_meta(as_bytes(records[rank]))
+        _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
     yield [ep.recv(result[rank], rank) for rank in others if result[rank].numel()] + [
         ep.send(ts[rank], rank) for rank in others if ts[rank].numel()
@@ -309,6 +312,14 @@ def _agree_on_dtype(metas: Sequence[Meta]) -> None:
     if len({meta.dtype for meta in metas}) > 1:
         listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
         raise MismatchError(f"ranks disagree on the dtype: {listed}")
+    _agree_on_place({rank: meta.on_device for rank, meta in enumerate(metas)})
+
+
+def _agree_on_place(on_device: Mapping[int, bool]) -> None:
+    """Raise MismatchError unless the tensors of these ranks are all on the CPU, or all on CUDA devices."""
+    if len(set(on_device.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {'cuda' if there else 'cpu'}" for rank, there in on_device.items())
+        raise MismatchError(f"ranks disagree on where tensors lie: {listed}")
 
 
 def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:

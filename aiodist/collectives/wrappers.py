@@ -11,11 +11,20 @@ from torch import Tensor
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program
+from aiodist.collectives.program import Program, lockstep
 from aiodist.errors import MismatchError
 from aiodist.types import ReduceOp
 
-__all__ = ["alike_lists", "copied_to_all", "interleaved", "local_first", "mapped", "nothing", "returning"]
+__all__ = [
+    "alike_lists",
+    "copied_to_all",
+    "interleaved",
+    "local_first",
+    "mapped",
+    "nothing",
+    "returning",
+    "side_by_side",
+]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -42,6 +51,19 @@ def interleaved(program: Program[list[list[Tensor]]]) -> Program[list[Tensor]]:
     """Turn a list by tensor of lists by rank into one list in the order rank * len + i."""
     by_tensor = yield from program
     return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
+
+
+def side_by_side(programs: Sequence[Program[T]], ts: Sequence[Tensor]) -> Program[list[T]]:
+    """Run the programs of `ts` in lockstep, those of tensors on the CPU before those of tensors on devices.
+
+    They share a tag: messages of the host would overtake those that have to come from a device first.
+    """
+    results: dict[int, T] = {}
+    for on_cpu in (True, False):
+        chosen = [i for i, t in enumerate(ts) if t.is_cpu is on_cpu]
+        found = yield from lockstep([programs[i] for i in chosen])
+        results.update(zip(chosen, found, strict=True))
+    return [results[i] for i in range(len(ts))]
 
 
 def copied_to_all(program: Program[Any], ts: Sequence[Tensor]) -> Program[Sequence[Tensor]]:
@@ -83,5 +105,6 @@ def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives]
     yield from p.allgather(given, of_all, [2] * p.ep.size)
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
-        raise MismatchError(f"ranks give different numbers of tensors: rank 0: {lists[0]}, rank {other}: {lists[other]}")
+        sides = f"rank 0: {lists[0]}, rank {other}: {lists[other]}"
+        raise MismatchError(f"ranks give different numbers of tensors: {sides}")
     return (yield from then(p.afterwards()))

@@ -14,9 +14,10 @@ from aiodist.collectives.agreement import compared
 from aiodist.collectives.availability import Availability
 from aiodist.collectives.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program, lockstep, tag_of
+from aiodist.collectives.program import Endpoint, Program, tag_of
 from aiodist.collectives.selector import Selector
 from aiodist.collectives.table import Edit, LimitEdit
+from aiodist.collectives.wrappers import side_by_side
 from aiodist.handles import Handle
 from aiodist.issuer import Issuer, Plan
 from aiodist.ledger import Fingerprint
@@ -290,9 +291,9 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     return lifted, lambda result: None if result is None else result.item()
 
 
-def joined(programs: Sequence[Program[Any]], given: object) -> Program[Any]:
-    """Return the one program of a call that was given one tensor, else all of them side by side."""
-    return programs[0] if isinstance(given, Tensor) else lockstep(programs)
+def joined(programs: Sequence[Program[Any]], ts: Sequence[Tensor], given: object) -> Program[Any]:
+    """Return the one program of a call that was given one tensor, else those of all `ts` side by side."""
+    return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
 
 def check_single(t: object, name: str) -> None:
@@ -334,7 +335,13 @@ def size_of(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def fingerprint_of(
-    kind: str, ts: Sequence[Tensor], op: str | None, root: int | None = None, impl: str = "auto", *, across: bool = False
+    kind: str,
+    ts: Sequence[Tensor],
+    op: str | None,
+    root: int | None = None,
+    impl: str = "auto",
+    *,
+    across: bool = False,
 ) -> Fingerprint:
     """Return what all ranks must agree on in a call on `ts`."""
     known = how(None if op is None else ReduceOp(op).value, impl, across=across)

@@ -7,7 +7,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist.arguments import check_across, check_apart, check_list, check_out, check_rank, check_tensor
+from aiodist.arguments import (
+    check_across,
+    check_apart,
+    check_list,
+    check_one_place,
+    check_out,
+    check_rank,
+    check_tensor,
+)
 from aiodist.claims import claims_of, reading, writing
 from aiodist.collectives import operations
 from aiodist.collectives.primitives import Primitives
@@ -49,9 +57,8 @@ class Movement(Base):
             return self._broadcast_across(t, root, timeout, impl)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        program = joined(
-            [operations.broadcast(self._primitives(impl, together=len(ts) > 1), x, root) for x in ts], lifted
-        )
+        programs = [operations.broadcast(self._primitives(impl, together=len(ts) > 1), x, root) for x in ts]
+        program = joined(programs, ts, lifted)
         if isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
@@ -96,7 +103,7 @@ class Movement(Base):
             check_out(out, ts[0], numel=None, own_block=True)
         programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
         what = Fingerprint("allgather", kinds_of(ts), op=how(None, impl))
-        return self._issue(what, joined(programs, t), claims_of(ts, out), ts, timeout, outs=(out,))
+        return self._issue(what, joined(programs, ts, t), claims_of(ts, out), ts, timeout, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
@@ -131,7 +138,7 @@ class Movement(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
-        program = joined(programs, t)
+        program = joined(programs, ts, t)
         what = Fingerprint("gather", kinds_of(ts), op=how(None, impl), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
@@ -180,7 +187,7 @@ class Movement(Base):
         alike on all ranks (else a ValueError, or MismatchError).
         """
         lists, nested = self._lists(ts, out)
-        what = Fingerprint("alltoall", op=how(None, impl))
+        what = Fingerprint("alltoall", None if lists[0][0].is_cpu else "any on cuda", op=how(None, impl))
         if impl == "bruck":
             alike = check_alike([t for one in lists for t in one])
             what = Fingerprint("alltoall", dtype_name(alike[0].dtype), alike[0].numel(), how(None, impl))
@@ -199,7 +206,9 @@ class Movement(Base):
         nested = bool(ts) and not isinstance(ts[0], Tensor)
         if nested and out is not None:
             raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
-        return ([check_list(x, self.size) for x in ts] if nested else [check_list(ts, self.size)]), nested
+        lists = [check_list(x, self.size) for x in ts] if nested else [check_list(ts, self.size)]
+        check_one_place([t for one in lists for t in one])
+        return lists, nested
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Return None once every rank has called it. Covers the handles before it that nobody awaited.

@@ -134,7 +134,7 @@ class Reductions(Base):
             operations.reduce(self._primitives(impl, together=len(ts) > 1), x, target, kind, root)
             for x, target, kind in zip(ts, targets, kinds, strict=True)
         ]
-        program = joined(programs, lifted)
+        program = joined(programs, ts, lifted)
         if isinstance(t, list):
             program = returning(program, t if mine else None)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
@@ -190,7 +190,7 @@ class Reductions(Base):
             operations.reduce_scatter(self._primitives(impl, together=len(ts) > 1), x, out, kind, cut)
             for x, kind, cut in zip(ts, kinds, blocks, strict=True)
         ]
-        program = joined(programs, t)
+        program = joined(programs, ts, t)
         return self._issue(
             fingerprint_of("reduce_scatter", ts, op, impl=impl), program, claims_of(ts, out), ts, timeout, outs=(out,)
         )
@@ -232,7 +232,7 @@ class Reductions(Base):
             make(self._primitives(impl, together=len(ts) > 1), x, x if out is None else out, kind)
             for x, kind in zip(ts, kinds, strict=True)
         ]
-        program = joined(programs, lifted)
+        program = joined(programs, ts, lifted)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)

@@ -1,7 +1,8 @@
-"""What needs a CUDA device is collected everywhere, and skipped with the reason where there is none (`make test-gpu`)."""
+"""What needs a CUDA device is collected everywhere, and skipped with the reason where there is none (make test-gpu)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many were skipped, and why, where these tests were asked for."""
+    if config.option.markexpr != "gpu":
+        return
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"gpu: {count} skipped: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,8 @@ def test_h13_a_step_on_a_side_stream_is_read_there_at_once(spin: Spin) -> None:
         expected.append((float(loss.detach()), [p.detach().cpu().clone() for p in plain.parameters()]))
 
     async def load(stream: torch.cuda.Stream) -> None:
-        a = torch.randn(512, 512, device="cuda")
+        with torch.cuda.stream(stream):
+            a = torch.randn(512, 512, device="cuda")
         while True:
             with torch.cuda.stream(stream):
                 a = (a @ a).tanh()

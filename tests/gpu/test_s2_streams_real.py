@@ -158,7 +158,7 @@ async def test_s2_memory_of_a_dropped_handle_is_not_used_before_its_end(spin: Sp
         del others
     async with asyncio.timeout(10):
         await stream.record()
-        while gone() is not None:
+        while gone() is not None:  # noqa: ASYNC110  - what is waited for sets no event
             await asyncio.sleep(0)
     assert float(total) == 5.0 * NUMEL
 
@@ -169,14 +169,14 @@ async def test_s2_roles_are_made_once_for_each_device() -> None:
         assert len({one.stream.cuda_stream for one in found}) == len(ROLES)
         assert all(CudaStream.of(role, index) is one for role, one in zip(ROLES, found, strict=True))
         assert {one.device for one in found} == {torch.device("cuda", index)}
-        handles = [one.submit(torch.ones, 10, device=one.device) for one in found]
+        handles = [one.submit(partial(torch.ones, 10, device=one.device)) for one in found]
         async with asyncio.timeout(10):
             assert all(bool((t == 1).all()) for t in await aiodist.gather(*handles))
 
 
 async def test_s2_what_a_stream_is_given_may_raise(spin: Spin) -> None:
     stream = CudaStream.of("compute")
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(RuntimeError, match="shapes|dim"):
         stream.submit(torch.mm, torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda"))
     with pytest.raises(ValueError, match="expected the same"):
         stream.copy(torch.empty(3, device="cuda"), torch.empty(4))

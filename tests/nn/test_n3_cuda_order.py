@@ -121,6 +121,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
     data = batches(trial, coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
+    await net.run(net.compute.finish)
     queued = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -99,7 +99,8 @@ class _Borrowed:
 class Mappings:
     """See the module; one for each rank of a world, which all its communicators share.
 
-    Other ranks are named by numbers that are the same in all communicators: those of the world.
+    Other ranks are named by numbers that are the same in all communicators: those of the world. Close it before the
+    ranks part for good: torch warns of processes that end while others have their memory mapped.
     """
 
     def __init__(self, mapper: Mapper | None = None, most: int = 1024) -> None:

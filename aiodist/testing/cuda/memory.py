@@ -67,7 +67,7 @@ class Block:
                 if left[0]:
                     return
             self.freed = True
-            torch.empty(0, dtype=torch.uint8).set_(self.base).fill_(self.byte)
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.base).fill_(self.byte)
 
         for lane in lanes:
             lane.put(reached, works=False)
@@ -99,9 +99,9 @@ class Memory:
         """Return a plain CPU tensor over a new block, poisoned."""
         nbytes = _span(size, stride) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty_strided(size, stride, dtype=dtype)
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         byte = _poison_byte(dtype)
-        base = torch.full((nbytes,), byte, dtype=torch.uint8).untyped_storage()
+        base = torch.full((nbytes,), byte, dtype=torch.uint8, device="cpu").untyped_storage()
         lease, storage = _lent(base)
         block = Block(base, lane, byte)
         address = base.data_ptr()
@@ -124,7 +124,7 @@ class Memory:
         """Return a plain CPU tensor over the same memory, which does not keep it from being freed, and its block."""
         block = self.block(t)
         if block is None and t.untyped_storage().nbytes() == 0:
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype), None
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), None
         plain = _over(
             t.untyped_storage() if block is None else block.base, t.dtype, t.storage_offset(), t.size(), t.stride()
         )
@@ -138,8 +138,8 @@ class Memory:
             raise torch.AcceleratorError("CUDA error: out of memory: page-locked memory cannot be allocated")
         nbytes = _span(size, stride) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty_strided(size, stride, dtype=dtype)
-        base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8).untyped_storage()
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8, device="cpu").untyped_storage()
         lease, storage = _lent(base)
         address, pinned = base.data_ptr(), self._pinned
         pinned[address] = weakref.ref(lease, lambda _: pinned.pop(address, None))
@@ -164,4 +164,4 @@ def _over(
     size: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
