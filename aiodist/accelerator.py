@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aiodist.backends import nccl
 from aiodist.backends.cuda_ipc import Mappings
+from aiodist.collectives.courier import DirectCourier, StagedCourier
 from aiodist.collectives.cuda_ipc import CudaIpc
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation
@@ -20,15 +21,15 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Courier, Endpoint
 from aiodist.collectives.repertoire import Kit, Repertoire
 from aiodist.collectives.scheduled import LANE_TAGS
-from aiodist.collectives.staging import Staged, StagedCourier
+from aiodist.collectives.staging import Staged
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Handle, Origin, Progress, from_source
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events, Fence, Staging, check_not_capturing
-from aiodist.topology import Nccl, Topology
+from aiodist.topology import Means, Topology
 
-__all__ = ["Accelerator", "event_handle", "nccl_here", "visible_devices"]
+__all__ = ["Accelerator", "event_handle", "means_here", "visible_devices"]
 
 _MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
 _LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
@@ -44,11 +45,13 @@ def visible_devices(environment: Environment) -> list[str]:
     return list(named[:count]) if named is not None and len(named) >= count else [str(i) for i in range(count)]
 
 
-def nccl_here(*, shares: bool) -> Nccl:
-    """Return what this rank has of NCCL, which was told, or not, that ranks may share a device."""
+def means_here(*, nccl_shares: bool) -> Means:
+    """Return what this rank has for its device; `nccl_shares`: NCCL was told that ranks may share one."""
+    allocator = torch.cuda.get_allocator_backend()
+    no_ipc = "" if allocator == "native" else f"torch allocates with {allocator}, whose memory no other process can map"
     if (why := nccl.missing()) is not None:
-        return Nccl(missing=why, shares=shares)
-    return Nccl(nccl.load().version(), shares=shares)
+        return Means((), why, nccl_shares, no_ipc)
+    return Means(nccl.load().version(), "", nccl_shares, no_ipc)
 
 
 def event_handle(event: torch.cuda.Event) -> Handle[None]:
@@ -79,11 +82,15 @@ class _EventSource:
 class Accelerator:
     """Shared by all communicators of one rank's world; belongs to its loop."""
 
-    def __init__(self, progress: Progress, failed: Callable[[str, AiodistError], None]) -> None:
-        """`failed` is told, on the loop, of communicators whose NCCL has failed."""
+    def __init__(self, progress: Progress, failed: Callable[[str, AiodistError], None], *, direct: bool) -> None:
+        """`failed` is told, on the loop, of communicators whose NCCL has failed.
+
+        With `direct` the host's transports take memory of devices.
+        """
         self._progress = progress
         self._staging = Staging.of(progress)
-        self.courier: Courier = InOrder(StagedCourier(self._staging))
+        self._direct = direct
+        self.courier: Courier = InOrder((DirectCourier if direct else StagedCourier)(self._staging))
         """Takes tensors to and from the host's transports."""
         self._mappings = Mappings()
         self._failed = failed
@@ -111,8 +118,8 @@ class Accelerator:
         queued before the next operation, such as the rest of backward.
         """
         if tag is None or name not in self._members:
-            stream = self._borrowed(device)
-            return DeviceWork(self._progress, stream, partial(self._free[device].append, stream))
+            borrowed = self._borrowed(device)
+            return DeviceWork(self._progress, borrowed, partial(self._free[device].append, borrowed))
         stream = self._streams.get((name, device))
         if stream is None:
             stream = self._streams[name, device] = torch.cuda.Stream(device=device)
@@ -171,22 +178,29 @@ class Accelerator:
     def _make(
         self, name: str, ranks: Sequence[int], topology: Topology, no_nccl: str | None, repertoire: Repertoire
     ) -> Kit:
+        no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         limits = repertoire.table.limits
-        one_piece = {**limits, "cuda_ipc.pieces": 1, "staged.pieces": 1, "hierarchical.pieces": 1}
+        one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
         missing: dict[str, str] = {}
         kits: list[list[Implementation]] = []
         for of, together in ((limits, False), (one_piece, True)):
             host = partial(_on_host, repertoire)
-            made: list[Implementation] = [Staged(self._staging, host, of, together=together)]
-            within = CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
+            made: list[Implementation] = []
+            if not self._direct:
+                made.append(Staged(self._staging, host, of, together=together))
+            within = None if no_ipc else CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
             if len(hosts) == 1:
-                made.append(within)
+                made += [] if within is None else [within]
             else:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)
             if no_nccl is None:
                 made.append(NcclCollectives(partial(self._turn_of, name), repertoire))
             kits.append(made)
+        if self._direct:
+            missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
+        if no_ipc:
+            missing["cuda_ipc"] = no_ipc
         if len(hosts) > 1:
             missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
         if no_nccl is not None:
@@ -246,11 +260,18 @@ def _resolve(handle: Handle[None], error: BaseException | None) -> None:
 
 
 def _no_nccl(topology: Topology) -> str | None:
-    """Return why NCCL does not connect these ranks, the same on all of them."""
+    """Return why NCCL does not connect these ranks, on all of them or on none."""
+    if missing := _told(topology, lambda means: means.no_nccl):
+        return missing
     devices = [device for device in topology.devices if device is not None]
-    for rank, device in enumerate(devices):
-        if device.nccl.missing:
-            return device.nccl.missing if rank == topology.rank else f"rank {rank}: {device.nccl.missing}"
     places = [(host, device.physical) for host, device in zip(topology.host_of, devices, strict=True)]
-    oldest = min(device.nccl.version for device in devices)
-    return nccl.refuses(places, oldest, shared=all(device.nccl.shares for device in devices))
+    oldest = min(device.means.nccl for device in devices)
+    return nccl.refuses(places, oldest, shared=all(device.means.nccl_shares for device in devices))
+
+
+def _told(topology: Topology, why: Callable[[Means], str]) -> str:
+    """Return what the first rank says that lacks something, empty where none does."""
+    for rank, device in enumerate(topology.devices):
+        if device is not None and (reason := why(device.means)):
+            return reason if rank == topology.rank else f"rank {rank}: {reason}"
+    return ""

@@ -90,7 +90,9 @@ class Family:
     def world(self, transport: Transport, topology: Topology) -> Communicator:
         """Return the first communicator, over all ranks."""
         if topology.devices:
-            self.accelerator = Accelerator(Progress.current(), self._device_failed)
+            self.accelerator = Accelerator(
+                Progress.current(), self._device_failed, direct="cuda" in transport.capabilities().devices
+            )
         world = self._communicator("world", transport, range(transport.size), topology)
         self._channel.on_lost(lambda exit: world._issuer.progress.post(lambda: self._lost(exit)))
         return world

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from aiodist.accelerator import event_handle, nccl_here, visible_devices
+from aiodist.accelerator import event_handle, means_here, visible_devices
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Neighbourhood, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
@@ -45,7 +45,7 @@ from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
 from aiodist.pinning import pinned
 from aiodist.streams import CudaStream
-from aiodist.topology import Nccl, Topology, bound
+from aiodist.topology import Means, Topology, bound
 
 if TYPE_CHECKING:
     from aiodist.backends.base import Transport
@@ -313,7 +313,7 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
 async def _topology(channel: Channel, environment: Environment, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
     devices = visible_devices(environment)
-    mine = [socket.gethostname(), devices, nccl_here(shares=environment.many_ranks_a_device) if devices else ()]
+    mine = [socket.gethostname(), devices, means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()]
     places: list[Any] = [mine]
     if channel.size > 1:
         await channel.set(f"host/{channel.rank}", json.dumps(mine).encode())
@@ -321,8 +321,8 @@ async def _topology(channel: Channel, environment: Environment, limits: Limits) 
         places = [json.loads(one) for one in told]
     hosts = Topology(tuple([host for host, _, _ in places]), channel.rank)
     bindings = [
-        bound(hosts.ranks_on(host).index(rank), physical, Nccl(*nccl))
-        for rank, (host, physical, nccl) in enumerate(places)
+        bound(hosts.ranks_on(host).index(rank), physical, Means(*means))
+        for rank, (host, physical, means) in enumerate(places)
     ]
     return replace(hosts, devices=tuple(bindings) if any(bindings) else ())
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Device", "Nccl", "Topology", "bound"]
+__all__ = ["Device", "Means", "Topology", "bound"]
 
 
 @dataclass(frozen=True)
@@ -17,29 +17,32 @@ class Device:
     """Its number in that process."""
     physical: str
     """Which of the host's it is: equal for ranks that share it."""
-    nccl: Nccl
+    means: Means
 
 
-class Nccl(NamedTuple):
-    """What a rank says of its NCCL."""
+class Means(NamedTuple):
+    """What a rank says of what it has for its device."""
 
-    version: tuple[int, ...] = ()
-    missing: str = ""
+    nccl: tuple[int, ...] = ()
+    """The version of NCCL."""
+    no_nccl: str = ""
     """Why it cannot be had, empty where it can."""
-    shares: bool = False
-    """It was told that ranks may share a device."""
+    nccl_shares: bool = False
+    """NCCL was told that ranks may share a device."""
+    no_ipc: str = ""
+    """Why memory of the device cannot be lent to other processes, empty where it can."""
 
 
-def bound(local_rank: int, physical: Sequence[str], nccl: Nccl) -> Device | None:
+def bound(local_rank: int, physical: Sequence[str], means: Means) -> Device | None:
     """Return the device of the rank that is number `local_rank` on a host that shows it those; None where none are.
 
-    >>> bound(3, ["GPU-a", "GPU-b"], Nccl()).physical
+    >>> bound(3, ["GPU-a", "GPU-b"], Means()).physical
     'GPU-b'
     """
     if not physical:
         return None
     index = local_rank % len(physical)
-    return Device(index, physical[index], nccl)
+    return Device(index, physical[index], means)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class DataParallel:
     ```
     Forward, backward and the optimizer run on one thread, the compute thread, in the order of the calls; the loop is
     free meanwhile. Every rank must make the same calls in the same order. It ends with `aclose()`, at the latest
-    with the communicator that it was made on.
+    with the communicator that it was made on. Parameters may lie on CUDA devices, on several and on the CPU too, the
+    same ones on every rank. The compute thread works on the caller's current streams, in the order of the calls.
     """
 
     def __init__(
@@ -180,6 +181,10 @@ class DataParallel:
         `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
         `forward`, runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the
         reduced gradients. A step that was asked for ends on every rank alike: cancelling the await does not stop it.
+
+        With parameters on CUDA devices the host waits neither for them nor for reductions that run there: what is
+        queued on the caller's current stream afterwards finds the updated parameters and the loss. What a reduction
+        fails with later is raised by the next step or backward, at the latest by `aclose`.
 
         Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,

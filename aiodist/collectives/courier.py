@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
+from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 
-__all__ = ["StagedCourier", "staged_irecv", "staged_isend"]
+__all__ = ["DirectCourier", "StagedCourier", "staged_irecv", "staged_isend"]
 
 _ON_THEIR_WAY = 3  # pieces of one message: one is copied while another travels
 
@@ -48,6 +49,41 @@ class StagedCourier:
     def cut(self, t: Tensor) -> list[Tensor]:
         """See `Courier`."""
         return list(t.split(self._staging.piece_bytes)) or [t]
+
+
+class DirectCourier(StagedCourier):
+    """The same over a transport that takes memory of devices itself: in one piece, once the stream has come there."""
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """See `Courier`."""
+        self._when_settled(t, partial(transport.isend, t, dst, tag), done)
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """See `Courier`."""
+        self._when_settled(t, partial(transport.irecv, t, src, tag), done)
+
+    def cut(self, t: Tensor) -> list[Tensor]:
+        """See `Courier`."""
+        return [t]
+
+    def _when_settled(self, t: Tensor, begin: Callable[[Done], None], done: Done) -> None:
+        """Begin when nothing that is queued touches `t` any more: the transport knows nothing of streams."""
+        stream = torch.cuda.current_stream(t.device)
+
+        def over(error: BaseException | None) -> None:
+            with OnStream(stream):  # lanes of an operation go on from here
+                done(error)
+
+        def settled(error: BaseException | None) -> None:
+            if error is not None:
+                over(error)
+            else:
+                begin(over)
+
+        try:
+            self._staging.events.watch(stream, settled)
+        except RuntimeError as error:  # the device is lost
+            done(BackendError(f"the CUDA device failed: {error}"))
 
 
 def staged_isend(staging: Staging, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
-from aiodist.collectives.program import Call, Courier, Program
+from aiodist.collectives.program import Call, Courier, Nested, Program
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream
 
@@ -144,27 +144,42 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
     error: BaseException | None = None
     with work.current():
         work.begin()
-    while True:
-        with work.current():
-            try:
-                calls: Sequence[Call] = program.send(None) if error is None else program.throw(error)
-            except StopIteration as stop:
-                result: T = stop.value
-                error = None
-                break
-            except BaseException as raised:  # noqa: BLE001  - raised again below
-                error = raised
-                break
-        error = None
-        try:
-            yield [partial(_call, work, call) for call in calls]
-        except Exception as raised:  # noqa: BLE001  - the program may deal with it
-            error = raised
+    try:
+        result = yield from _with_stream(program, work)
+    except GeneratorExit:
+        raise
+    except BaseException as raised:  # noqa: BLE001  - raised again below
+        error = raised
     yield [work.end]
     if error is not None:
         raise error
     work.lend(result)
     return result
+
+
+def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
+    """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
+    error: BaseException | None = None
+    while True:
+        with work.current():
+            try:
+                calls = program.send(None) if error is None else program.throw(error)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+        error = None
+        try:
+            yield [_call_with_stream(call, work) for call in calls]
+        except GeneratorExit:
+            program.close()
+            raise
+        except BaseException as raised:  # noqa: BLE001  - the program may deal with it
+            error = raised
+
+
+def _call_with_stream(call: Call, work: DeviceWork) -> Call:
+    if isinstance(call, Nested):
+        return Nested(_with_stream(call.program, work))
+    return partial(_call, work, call)
 
 
 def _call(work: DeviceWork, call: Call, done: Done) -> None:

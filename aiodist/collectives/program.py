@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
 
-__all__ = ["Call", "Courier", "Endpoint", "Program", "concurrently", "lockstep", "run", "tag_of"]
+__all__ = ["Call", "Courier", "Endpoint", "Nested", "Program", "concurrently", "lockstep", "run", "tag_of"]
 
 T = TypeVar("T")
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
@@ -122,11 +122,20 @@ def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
     if len(programs) == 1:
         yield from programs[0]
     else:
-        yield [partial(_begin, program) for program in programs]
+        yield [Nested(program) for program in programs]
 
 
-def _begin(program: Program[None], done: Done) -> None:
-    run(program, lambda _, error: done(error))
+class Nested:
+    """The call that runs a program of its own; whoever wraps calls can wrap that too."""
+
+    __slots__ = ("program",)
+
+    def __init__(self, program: Program[None]) -> None:
+        self.program = program
+
+    def __call__(self, done: Done) -> None:
+        """Run it."""
+        run(self.program, lambda _, error: done(error))
 
 
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:

@@ -90,8 +90,7 @@ LIMITS: Mapping[str, Limit] = {
     ),
     "staged.pieces": Limit(4, 1, MAX_LANES, "pieces of a staged collective on their way at once, at most"),
     "staged.piece_bytes": Limit(2 << 20, 1, 1 << 30, "it has one for so many bytes", True),
-    "cuda_ipc.pieces": Limit(4, 1, MAX_LANES, "pieces of a collective by CUDA IPC on their way at once, at most"),
-    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "it has one for so many bytes", True),
+    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "by CUDA IPC, so much is reduced before it is passed on", True),
     "large_bytes": Limit(LARGE_BYTES, 0, 1 << 40, "from here on the progress thread drives operations", True),
 }
 """Every limit by name."""
@@ -306,7 +305,8 @@ def last_resorts(operation: str, nbytes: int, device: str = "cpu") -> tuple[str,
     """Return what runs `operation` where the chosen one cannot, the best first."""
     short, long = _SCHEDULE[operation]
     if device == "cuda":
-        return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", short, "direct"
+        of_messages = (short if nbytes < _SHORT_BYTES else long), "direct"
+        return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", *of_messages
     if nbytes < _SHORT_BYTES:
         return *_LIBRARIES, short, "shm", "direct"
     # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.

@@ -21,7 +21,7 @@ import aiodist
 from aiodist.backends import nccl
 from aiodist.bench import cli, gpu, gpu_cases, gpu_reductions, gpu_report, gpu_training, gpu_turns, gpu_worker
 from aiodist.bench.gpu import Limits, Run
-from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, State, Todo
+from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
 from aiodist.bench.gpu_notes import read_notes
 from aiodist.bench.gpu_turns import Bench, NotPossible, WrongResult
 from aiodist.bench.peers import Buffers
@@ -53,7 +53,7 @@ def spin(cycles: int) -> None:
     active().current_stream().lane.put(partial(time.sleep, cycles / 20e9))
 
 
-def measured(name: str) -> list[Measured]:
+def measured(name: str, sizes: Sizes = TINY) -> list[Measured]:
     """Measure a case with its ranks in this process."""
     case = CASES[name]
 
@@ -63,7 +63,7 @@ def measured(name: str) -> list[Measured]:
             async def fence() -> None:
                 await coll.barrier()
 
-            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), fence), TINY)
+            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), fence), sizes)
             return await gpu_worker.measure_case(bench, case)
 
     return run_ranks(case.ranks or 2, main, timeout=None)
@@ -170,7 +170,7 @@ def test_s2_bench_gpu_results_are_looked_at(device: SimulatedCuda, monkeypatch: 
 
     monkeypatch.setattr(gpu_waits, "_waited_for", too_soon)
     with pytest.raises(WrongResult, match="is nan, expected"):
-        measured("wait_stream")
+        measured("wait_stream", replace(TINY, ahead=20e-3))
     device.hazards.clear()
 
     def twice(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

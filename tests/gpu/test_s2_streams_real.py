@@ -176,7 +176,7 @@ async def test_s2_roles_are_made_once_for_each_device() -> None:
 
 async def test_s2_what_a_stream_is_given_may_raise(spin: Spin) -> None:
     stream = CudaStream.of("compute")
-    with pytest.raises(RuntimeError, match="shapes|dim"):
+    with pytest.raises(RuntimeError, match=r"shapes|dim"):
         stream.submit(torch.mm, torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda"))
     with pytest.raises(ValueError, match="expected the same"):
         stream.copy(torch.empty(3, device="cuda"), torch.empty(4))

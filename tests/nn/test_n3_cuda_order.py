@@ -1,4 +1,4 @@
-"""N3 on CUDA devices: what waits for what. The device waits, the host does not, and every stream reads what is right."""
+"""N3 on CUDA devices: the device waits for reductions, the host does not, and what is read on a stream is right."""
 
 from __future__ import annotations
 
@@ -198,21 +198,22 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
 ) -> None:
     """100 runs, with other streams at work, all equal to the last bit."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     start = {name: t.clone() for name, t in net.state_dict().items()}
     x, y = batches(trial, coll, 1)[0]
-    over = False
+    over = threading.Event()
 
-    async def load() -> None:
+    def load() -> None:
         mine = torch.cuda.Stream(coll.device)
-        while not over:
-            with torch.cuda.stream(mine):
-                coll_free = torch.ones(100, device=coll.device).mul_(2)
-                await asyncio.sleep(0)
-                coll_free.add_(1)
+        with torch.cuda.stream(mine):
+            while not over.is_set():
+                torch.ones(100, device=coll.device).mul_(2)
+                mine.synchronize()
+                over.wait(1e-3)
 
-    busy = asyncio.ensure_future(load())
+    busy = threading.Thread(target=load)
+    busy.start()
     torch.cuda.current_stream(coll.device).synchronize()
     streams = [torch.cuda.Stream(coll.device) for _ in range(3)]
     seen: list[Tensor] = []
@@ -228,8 +229,8 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
             loss = await net.step(partial(loss_of, net, x, y), opt)
             assert torch.cuda.current_stream(coll.device) == side
             seen.append(torch.cat([loss.reshape(1), *(p.detach().reshape(-1) for p in net.parameters())]))
-    over = True
-    await busy
+    over.set()
+    busy.join()
     torch.cuda.synchronize(coll.device)
     results = [t.cpu() for t in seen]
     for one, other in pairwise(results):
@@ -270,7 +271,7 @@ async def test_n3_cuda_each_step_on_a_stream_of_its_own(
 @contextmanager
 def backward_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Run every backward in a thread of its own, on the streams of the caller: as autograd does for a device."""
-    original = torch.Tensor.backward
+    original: Callable[..., None] = torch.Tensor.backward
     names: set[str] = set()
 
     def backward(t: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -350,7 +351,7 @@ def bring(parameters: list[nn.Parameter], value: float, streams: list[Any] | Non
     for i, parameter in enumerate(parameters):
         with torch.cuda.stream(own if streams is None else streams[i]):
             parameter.grad = torch.zeros_like(parameter).add_(value).mul_(i + 1)
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
 
 
@@ -408,13 +409,16 @@ async def test_n3_cuda_an_error_here_is_told_there(
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     data = batches(trial, coll, 3)
 
+    module: Any = net.module
+    fails: list[Any] = []
+
     def failing(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(net, x, y)
 
         def fail(_: Tensor) -> None:
             raise ValueError("in the middle of backward")
 
-        net.module[2].weight.register_hook(fail)  # type: ignore[index, union-attr]
+        fails.append(module[2].weight.register_hook(fail))
         return loss
 
     await net.step(partial(loss_of, net, *data[0]), opt)
@@ -423,7 +427,8 @@ async def test_n3_cuda_an_error_here_is_told_there(
         await net.step(partial(failing if coll.rank == 0 else partial(loss_of, net), *data[1]), opt)
     for name, t in net.state_dict().items():
         assert torch.equal(t.cpu(), start[name].cpu())
-    net.module[2].weight._backward_hooks = None  # type: ignore[index, union-attr, assignment]
+    for hook in fails:
+        hook.remove()
     await net.step(partial(loss_of, net, *data[1]), opt)
     same(net, trial.alone(2, 2))
     await net.aclose()
@@ -431,7 +436,7 @@ async def test_n3_cuda_an_error_here_is_told_there(
 
 @pytest.mark.ranks(1)
 async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
 ) -> None:
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
@@ -446,7 +451,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
         called = True
         return loss_of(net, *data[3])
 
-    with simulated_cuda.paused(communication(net)):
+    with fake_nccl.paused(communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         net._coll.abort("the cable was pulled")
     with pytest.raises(AiodistError, match="the cable was pulled"):
@@ -465,15 +470,26 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
     await coll.barrier()
+    queued = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def begun(_: Tensor) -> None:
+        loop.call_soon_threadsafe(queued.set)
+
+    def forward() -> Tensor:
+        loss = loss_of(net, *data[2])
+        loss.register_hook(begun)
+        return loss
+
     with simulated_cuda.paused(torch.cuda.default_stream(torch.device("cuda", 1))):
-        step = asyncio.ensure_future(net.step(partial(loss_of, net, *data[2]), opt))
+        step = asyncio.ensure_future(net.step(forward, opt))
         async with asyncio.timeout(20):
-            while net.reducer.last is None or net.reducer.last.closed is None or not net.reducer.last.usable.done():
-                await asyncio.sleep(1e-3)
+            await queued.wait()
+            assert net.reducer.last is not None
+            await net.reducer.last.usable
         await coll.barrier()
         assert not step.done()
         if coll.rank == 0:
             net._coll.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
             await step
-    await asyncio.sleep(0)

@@ -59,9 +59,9 @@ def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: i
     return mse_loss(module(x.to(device)), y.to(device))
 
 
-def same(net: DataParallel, expected: nn.Module, **how: float) -> None:
+def same(net: DataParallel, expected: nn.Module, *, rtol: float = 1e-6, atol: float = 1e-9) -> None:
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), **how)
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -78,7 +78,7 @@ async def test_n3_cuda_equals_one_process(
         assert loss.is_cuda
         assert not loss.requires_grad
     if dtype is torch.float64:
-        same(net, expected, rtol=1e-6, atol=1e-9)
+        same(net, expected)
     else:
         same(net, expected.float(), rtol=1e-3, atol=1e-5)
     await net.aclose()
@@ -98,7 +98,7 @@ async def test_n3_cuda_over_nccl(
     if pipelined:
         await opt.flush()
     await coll.barrier()  # whoever looks at parameters holds up the loop of all
-    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"), rtol=1e-6, atol=1e-9)
+    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -119,7 +119,7 @@ async def test_n3_cuda_modules_on_several_devices(
         await net.step(partial(trial.loss, net, coll.rank, step), opt)
     if pipelined:
         await opt.flush()
-    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"), rtol=1e-6, atol=1e-9)
+    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -149,7 +149,7 @@ async def test_n5_cuda_accumulated_gradients(
         else:
             await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
             await net.run(opt.step)
-    same(net, trial.alone(coll.size, STEPS, op=op, every=2), rtol=1e-6, atol=1e-9)
+    same(net, trial.alone(coll.size, STEPS, op=op, every=2))
     await net.aclose()
 
 
@@ -203,7 +203,7 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, 
     async with net.join():
         for step in range(counts[coll.rank]):
             await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
-    same(net, alone, rtol=1e-6, atol=1e-9)
+    same(net, alone)
     for ours, other in zip(net.parameters(), alone.parameters(), strict=True):
         momentum = opt.state[ours]["momentum_buffer"]
         assert momentum.device == ours.device
@@ -224,7 +224,7 @@ async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
         theirs.step()
     await opt.flush()
-    same(net, alone, rtol=1e-6, atol=1e-9)
+    same(net, alone)
     await net.aclose()
 
 
@@ -254,6 +254,6 @@ async def test_n3_cuda_whatever_the_delays(
         for rank in range(coll.size):
             (forward(alone, used[rank], xs[rank]) / coll.size).backward()
         theirs.step()
-    same(net, alone, rtol=1e-6, atol=1e-9)
+    same(net, alone)
     await assert_synchronized(module, coll)
     await net.aclose()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
+from functools import cache
+
 import torch
 
 from aiodist.errors import BackendError, BackendUnavailable
@@ -19,7 +22,7 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 
-__all__ = ["DTYPES", "MPI", "NARROW", "OPS", "PIECE_BYTES", "SATURATES", "as_backend_error", "library_version"]
+__all__ = ["DTYPES", "MPI", "NARROW", "OPS", "PIECE_BYTES", "SATURATES", "as_backend_error", "cuda_aware", "library_version"]
 
 PIECE_BYTES = 1 << 30
 """Counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts."""
@@ -54,6 +57,18 @@ def as_backend_error(error: MPI.Exception) -> BackendError:
     wrapped = BackendError(f"MPI: {error.Get_error_string()}", code=error.Get_error_class())
     wrapped.__cause__ = error
     return wrapped
+
+
+@cache
+def cuda_aware() -> bool:
+    """Return True where the MPI library says that it takes memory of CUDA devices."""
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line}
+    for path in loaded:
+        asked = getattr(CDLL(path), "MPIX_Query_cuda_support", None)
+        if asked is not None:
+            return bool(asked())
+    return False
 
 
 def library_version() -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error
+from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error, cuda_aware
 from aiodist.backends.mpi.native import Conveyor, MpiNative
 from aiodist.backends.mpi.requests import Requests, address, bytes_of, join, spec, start
 from aiodist.backends.threads import in_thread
@@ -48,7 +48,7 @@ class MpiTransport:
 
     def capabilities(self) -> Capabilities:
         """Return what it can do."""
-        return Capabilities(short_receives=True)
+        return Capabilities(short_receives=True, devices=frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"}))
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Isend of bytes, in pieces of at most 1 GiB."""

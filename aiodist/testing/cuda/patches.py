@@ -111,6 +111,7 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
         "current_device": lambda: world.index(),
         "set_device": world.set_index,
         "device": DeviceContext,
+        "get_allocator_backend": lambda: "native",
         "get_device_name": name,
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": properties,
