@@ -78,7 +78,8 @@ class DirectCourier(StagedCourier):
             if error is not None:
                 over(error)
             else:
-                begin(over)
+                with OnStream(stream):
+                    begin(over)
 
         try:
             self._staging.events.watch(stream, settled)

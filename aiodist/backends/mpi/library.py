@@ -22,7 +22,17 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 
-__all__ = ["DTYPES", "MPI", "NARROW", "OPS", "PIECE_BYTES", "SATURATES", "as_backend_error", "cuda_aware", "library_version"]
+__all__ = [
+    "DTYPES",
+    "MPI",
+    "NARROW",
+    "OPS",
+    "PIECE_BYTES",
+    "SATURATES",
+    "as_backend_error",
+    "cuda_aware",
+    "library_version",
+]
 
 PIECE_BYTES = 1 << 30
 """Counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts."""
