@@ -180,8 +180,12 @@ class Run:
             self._start(todo, first.ranks or self._devices, shares=first.shares, together=first.ranks > 0)
         )
         began, why = time(), ""
+        said = None
         while not why and not (await asyncio.wait([running], timeout=self._limits.look))[0]:
             notes = read_notes(todo.folder)
+            if notes.running is not None and notes.running != said:
+                said = notes.running
+                typer.echo(f"aiodist: measuring {said[0]}", err=True)
             why = self._overdue(notes, {case.name: case for case in cases}, began)
         if why:
             running.cancel()

@@ -19,7 +19,7 @@ import torch
 
 import aiodist
 from aiodist.backends import nccl
-from aiodist.bench import cli, gpu, gpu_cases, gpu_reductions, gpu_report, gpu_training, gpu_turns, gpu_worker
+from aiodist.bench import cli, gpu, gpu_cases, gpu_reductions, gpu_report, gpu_training, gpu_turns, gpu_worker, peers
 from aiodist.bench.gpu import Limits, Run
 from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
 from aiodist.bench.gpu_notes import read_notes
@@ -28,6 +28,7 @@ from aiodist.bench.peers import Buffers
 from aiodist.bench.plan import Plan
 from aiodist.bench.session import Session
 from aiodist.bench.timing import Contender
+from aiodist.launch import commands as launcher
 from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
 from aiodist.testing.cuda.device import active
 from aiodist.testing.fake_nccl import FakeNccl
@@ -191,6 +192,20 @@ def test_s2_bench_gpu_checks_every_element() -> None:
         gpu_turns.check("t", wrong, expected, rtol=1e-6, atol=0.0)
     with pytest.raises(WrongResult, match="expected"):
         gpu_turns.check("t", wrong[:5], expected, rtol=1e-6, atol=0.0)
+
+
+def test_s2_bench_gpu_gloo_reduces_what_lies_on_a_device(device: SimulatedCuda) -> None:
+    """The way itself, on the one rank that a process can have in a group of torch's."""
+
+    async def main() -> list[float]:
+        async with aiodist.init() as coll, peers.opened(["gloo"], coll) as (gloo,):
+            session = Session(Plan("gpu", 1, (), ()), coll, (), (), coll.barrier)
+            t = torch.full((3,), 2.0, device=coll.device)
+            await gpu_reductions._theirs(Bench(session, TINY), gloo, t)
+            found: list[float] = t.tolist()
+            return found
+
+    assert run_ranks(1, main) == [[2.0] * 3]
 
 
 # --- what the ranks write down ------------------------------------------------------------------------------
@@ -370,6 +385,29 @@ def test_s2_bench_gpu_stops_where_it_is_told_to() -> None:
     found = asyncio.run(run_of("await", "parked", "nccl_2", jobs=jobs).all())
     assert states(found) == {"await": {"FAILED"}, "parked": {"not measured"}, "nccl_2": {"not measured"}}
     assert len(jobs.seen) == 1
+
+
+def test_s2_bench_gpu_tells_ranks_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    async def run(one: launcher.Job) -> int:
+        started.append(one)
+        return 0
+
+    monkeypatch.setattr("aiodist.launch.job.run", run)
+    todo = Todo(("nccl_2",), "folder", 5.0, quick=True)
+
+    async def main() -> None:
+        start = gpu._Starter("none", "GPU-a")
+        await start(todo, 2, shares=True, together=True)
+        await start(todo, 8, shares=False, together=False)
+
+    asyncio.run(main())
+    assert [(one.ranks, one.mpi, one.prefix) for one in started] == [(2, "none", False), (8, "none", False)]
+    assert started[0].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=1", "CUDA_VISIBLE_DEVICES=GPU-a")
+    assert started[1].exports == ("NCCL_MULTI_RANK_GPU_ENABLE=0",)
+    assert started[0].command[:2] == ("-m", gpu_worker.__name__)
+    assert Todo.from_json(started[0].command[2]) == todo
 
 
 def test_s2_bench_gpu_begins_nothing_without_time() -> None:
