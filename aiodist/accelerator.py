@@ -270,8 +270,8 @@ def _no_nccl(topology: Topology) -> str | None:
 
 
 def _told(topology: Topology, why: Callable[[Means], str]) -> str:
-    """Return what the first rank says that lacks something, empty where none does."""
-    for rank, device in enumerate(topology.devices):
-        if device is not None and (reason := why(device.means)):
-            return reason if rank == topology.rank else f"rank {rank}: {reason}"
-    return ""
+    """Return what this rank says that lacks something, else the first other one that does; empty where none does."""
+    told = {rank: why(device.means) for rank, device in enumerate(topology.devices) if device is not None}
+    if mine := told.get(topology.rank):
+        return mine
+    return next((f"rank {rank}: {reason}" for rank, reason in told.items() if reason), "")

@@ -12,6 +12,8 @@ from aiodist.handles.progress import transport_lock
 
 __all__ = ["Fence"]
 
+_LOOK_SECONDS = 0.05
+
 
 class Fence:
     """Made when an operation is issued; `reached` when all of it is queued on the device."""
@@ -42,7 +44,9 @@ class Fence:
 
     def _await_queued(self, handle: Handle[Any]) -> None:
         if not self._progress.owns_thread():
-            self._queued.wait()
+            # An operation that was given up is never queued, nor one whose loop is gone.
+            while not self._queued.wait(_LOOK_SECONDS) and not handle.done() and not self._progress.loop.is_closed():
+                pass
             return
         with transport_lock:  # it may only be waiting for the holder of the lock to come round to it
             self._progress.called()

@@ -69,7 +69,8 @@ class DeviceWork:
             self._events.give_back(self.stream.device_index, self._behind)
             self._behind = None
         self.fence.reached(None)
-        self._progress.start(self._on_queued)
+        # By way of the loop: whoever drops it may hold the transport lock.
+        self._progress.post(partial(self._progress.start, self._on_queued))
 
     def lend(self, result: object) -> None:
         """Keep the memory of a result that was made on this stream from being reused while the caller's reads it."""

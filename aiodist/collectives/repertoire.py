@@ -214,7 +214,7 @@ class Repertoire:
             if isinstance(self._cuda, str):
                 return State.NOT_HERE, self._cuda
             if (why := self._missing_on_cuda.get(impl)) is not None:
-                return (State.NOT_INSTALLED if why.startswith("pip install") else State.NOT_HERE), why
+                return (State.NOT_INSTALLED if "pip install" in why else State.NOT_HERE), why
             if impl in ("shm", "mpi", "gloo"):
                 return State.NOT_HERE, f"tensors on a device go by way of the host: staged, which may use {impl} there"
         if impl == "shm":

@@ -198,7 +198,12 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
 ) -> None:
     """100 runs, with other streams at work, all equal to the last bit."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 3).double()
+
+    net = await DataParallel.create(build().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     start = {name: t.clone() for name, t in net.state_dict().items()}
     x, y = batches(trial, coll, 1)[0]
@@ -235,7 +240,7 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
     results = [t.cpu() for t in seen]
     for one, other in pairwise(results):
         assert torch.equal(one, other)
-    alone = trial.alone(2, 1)
+    alone = trial.alone(2, 1, make=build)
     expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
     torch.testing.assert_close(results[0][1:], expected, rtol=1e-6, atol=1e-9)
     await net.aclose()
@@ -454,6 +459,8 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     with fake_nccl.paused(communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         net._coll.abort("the cable was pulled")
+        assert net.reducer.last is not None
+        await net.reducer.last.over
     with pytest.raises(AiodistError, match="the cable was pulled"):
         await net.step(forward, opt)
     assert not called

@@ -65,8 +65,9 @@ def same(net: DataParallel, expected: nn.Module, *, rtol: float = 1e-6, atol: fl
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("momentum", torch.float64), ("adam", torch.float64), ("momentum", torch.float32)]
+)
 async def test_n3_cuda_equals_one_process(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], optimizer: str, dtype: torch.dtype
 ) -> None:
