@@ -10,9 +10,20 @@ from torch import Tensor
 
 from aiodist.types import ReduceOp
 
-__all__ = ["COMBINE", "combine", "copy", "divide", "writable"]
+__all__ = ["COMBINE", "FUNCTIONS", "combine", "copy", "divide", "writable"]
 
 _as_it_is = nullcontext()
+
+FUNCTIONS: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PROD: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+"""What makes a third tensor of two, `out=` or a new one."""
 
 COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     ReduceOp.SUM: lambda into, t: into.add_(t),

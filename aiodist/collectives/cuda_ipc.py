@@ -36,7 +36,7 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done
 from aiodist.backends.cuda_ipc import Mappings, Visit
-from aiodist.backends.inplace import combine, copy, divide, writable
+from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.implementations import Wanted
 from aiodist.collectives.metadata import as_bytes, as_tensor
@@ -56,16 +56,6 @@ _ALIGNED_BYTES = 512  # shares begin at multiples of it, so that kernels read wh
 
 Parts = Sequence[Tensor]  # of all ranks, flat, mine included; of those who lend nothing, nothing
 Work = Callable[[Parts], None]
-
-_OUT: Mapping[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PROD: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 class CudaIpc:
@@ -339,10 +329,10 @@ def _reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
         for t in ts[1:]:
             combine(into, t, step)
     else:
-        total = ts[0] if len(ts) == 2 else _OUT[step](ts[0], ts[1])
+        total = ts[0] if len(ts) == 2 else FUNCTIONS[step](ts[0], ts[1])
         for t in ts[2:-1]:
             combine(total, t, step)
         with writable(into):
-            _OUT[step](total, ts[-1], out=into)
+            FUNCTIONS[step](total, ts[-1], out=into)
     if op is ReduceOp.MEAN:
         divide(into, len(ts))

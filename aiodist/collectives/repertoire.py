@@ -83,7 +83,9 @@ class Repertoire:
         if within is not None and within.group.size == transport.size:
             found.append(SharedMemory(within))
         library = found[0].name if transport.native is not None else None
-        self.table = table or Table.usual(library, on_cuda=not isinstance(cuda, str))
+        self.table = table or Table.usual(library)
+        if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
+            self.table = self.table.on_cuda()
         limits = self.table.limits
         several = len(hosts) > 1
         here = next((len(ranks) for ranks in hosts if transport.rank in ranks), 0)

@@ -223,10 +223,15 @@ class Table:
         rows = {
             ("cpu", hosts, operation): _usual(library, hosts, operation) for hosts in HOSTS for operation in OPERATIONS
         }
-        if on_cuda:
-            # What is not there, or refuses these ranks, is replaced by the next of `last_resorts`.
-            rows |= {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
-        return cls(MappingProxyType(rows))
+        table = cls(MappingProxyType(rows))
+        return table.on_cuda() if on_cuda else table
+
+    def on_cuda(self) -> Table:
+        """Return the table with rows for CUDA devices: the usual ones where it has none."""
+        # What is not there, or refuses these ranks, is replaced by the next of `last_resorts`.
+        usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
+        missing = {key: steps for key, steps in usual.items() if key not in self.rows}
+        return replace(self, rows=MappingProxyType({**self.rows, **missing})) if missing else self
 
     def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
         """Return the name of what runs `operation` on `nbytes`."""

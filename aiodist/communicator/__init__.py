@@ -28,7 +28,7 @@ class Communicator(Reductions, Movement, Objects):
     takes `timeout=` (seconds from issue, then `OperationTimeout` is raised where it is awaited; None is none) and
     `impl=` (the name of an implementation, or "auto"). Mistakes of the caller raise TypeError, ValueError or
     RuntimeError at the call, before a byte moves, and leave the communicator usable; failures of the world raise on
-    await. Tensors are dense, contiguous and on the CPU. In the costs below p is the number of ranks.
+    await. Tensors are dense, contiguous, and on the CPU or a CUDA device. In the costs below p is the number of ranks.
     """
 
     # --- other communicators --------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ async def test_h11_wait_stream_orders_what_follows_and_the_host_goes_on(simulate
         named: Any = order
         with simulated_cuda.paused():
             copies.copy(x, host).wait_stream(named)
-            target = getattr(order, "stream", order) or torch.cuda.current_stream()
+            target: Any = getattr(order, "stream", order) or torch.cuda.current_stream()
             with torch.cuda.stream(target):
                 y = x + 1
         await CudaStream(target).record()
@@ -119,9 +119,7 @@ async def test_h11_a_finished_operation_orders_nothing() -> None:
 async def test_h11_what_ends_on_the_host_is_waited_for_elsewhere() -> None:
     handle: Handle[None] = Handle(Progress.current(), "message")
     stream = CudaStream.of("compute")
-    with pytest.raises(
-        RuntimeError, match="ends on the host: await it before <CudaStream 'compute'"
-    ):
+    with pytest.raises(RuntimeError, match="ends on the host: await it before <CudaStream 'compute'"):
         handle.wait_stream(stream)
     waited = asyncio.create_task(asyncio.to_thread(handle.wait_stream, stream))
     handle.resolve(None)

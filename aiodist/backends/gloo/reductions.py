@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import FUNCTIONS
 from aiodist.types import ReduceOp
 
 __all__ = ["combine", "gloo_reduces", "reducible"]
@@ -18,20 +19,11 @@ _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _WIRE = _INTEGERS | _GLOO_FLOATS | _COMPLEX
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
-_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PROD: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 def reducible(kind: torch.dtype, op: ReduceOp | None) -> bool:
     """Return True where `combine` has the dtype and the operator."""
-    if op not in _COMBINE or kind not in _WIRE:
+    if op not in FUNCTIONS or kind not in _WIRE:
         return False
     return not ((op in _BITWISE and kind not in _INTEGERS) or (op in _ORDERED and kind in _COMPLEX))
 
@@ -45,7 +37,7 @@ def combine(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
     """Combine bytes `parts`, in order, into `out`, which may be one of them."""
     # Through NumPy, for a tensor without a history: `out` may need a gradient or be one of inference mode's.
     target = torch.from_numpy(out.detach().view(-1).numpy())
-    function = _COMBINE[op]
+    function = FUNCTIONS[op]
     typed = [part.view(out.dtype) for part in parts]
     total = typed[0]
     for i, part in enumerate(typed[1:], 2):
