@@ -150,6 +150,15 @@ class Accelerator:
             self._progress.loop.call_later(_LOOK_SECONDS, self._look)
         return turn
 
+    def places(self, name: str, ts: Sequence[Tensor]) -> str:
+        """Return, where there is NCCL, which of the devices that this communicator has used `ts` lie on, as words.
+
+        All ranks must agree on it, for the k-th of each form a group. Empty where they lie on the first one.
+        """
+        used = self._used.get(name, [])
+        numbers = [used.index(t.device) for t in ts if t.device in used]
+        return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
+
     def _turn_of(self, name: str, tag: int, t: Tensor) -> tuple[nccl.NcclGroup, nccl.Turn]:
         return self._turns[name, tag % LANE_TAGS][t.device]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from aiodist.arguments import check_list, check_tensor, is_number
 from aiodist.claims import Claim
 from aiodist.collectives.agreement import compared
-from aiodist.collectives.availability import Availability
+from aiodist.collectives.availability import ONE_FORM, Availability
 from aiodist.collectives.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, tag_of
@@ -219,6 +220,9 @@ class Base:
         work = self._work_on(where, tag_of(self.seq)) if where else []
         if work:
             program = on_devices(program, work)
+            assert self._family.accelerator is not None
+            if what.kind not in ONE_FORM and (places := self._family.accelerator.places(self.name, ts)):
+                what = replace(what, dtype=f"{what.dtype}{places}")
         # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
         old = [out.untyped_storage() for out in outs if out is not None]
         try:

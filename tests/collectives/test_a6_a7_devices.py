@@ -23,7 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     for kind in (CudaIpc, Staged, Scheduled):
 
-        def noted(self, ep, t, op, run=kind.allreduce):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        def noted(self, ep, t, op, run=kind.allreduce):  # type: ignore[no-untyped-def]
             if not t.is_cpu:
                 names.append(self.name)
             return run(self, ep, t, op)

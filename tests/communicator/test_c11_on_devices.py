@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiodist import AiodistError, BufferInFlight, Communicator, Handle, gather
+from aiodist import AiodistError, BufferInFlight, Communicator, Handle, MismatchError, gather
 from aiodist.backends import nccl
 from aiodist.testing import simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
@@ -82,6 +82,19 @@ async def test_h9_a_refused_call_gives_its_turn_back(coll: Communicator, fake: F
         sub.allreduce(torch.ones(3).to(coll.device))
 
 
+@pytest.mark.ranks(2)
+async def test_c8_nccl_on_the_same_devices_in_another_order(coll: Communicator, fake: FakeNccl) -> None:
+    """Each device of a rank has its place among the groups of NCCL: where ranks differ in it, none would answer."""
+    places = [f"cuda:{coll.rank}", f"cuda:{1 - coll.rank}"]
+    for order in (places, places[::-1]):
+        ts = [torch.ones(3, device=place) for place in order]
+        assert [t.tolist() for t in await coll.allreduce(ts, across=True, impl="nccl")] == [[4.0] * 3] * 2
+    ts = [torch.ones(3, device=place) for place in ("cuda:0", "cuda:1")]
+    with pytest.raises(MismatchError, match="allreduce float32 on cuda"):
+        await coll.allreduce(ts, across=True, impl="nccl")
+    assert (await coll.allreduce(torch.ones(3, device=coll.device), impl="nccl")).tolist() == [2.0] * 3
+
+
 @pytest.mark.ranks(2, checked=False)
 async def test_h7_given_up_and_closed_with_work_on_devices(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     producer = torch.cuda.Stream(device=coll.device)
@@ -120,9 +133,7 @@ async def test_c7_lists_over_devices_keep_their_order(coll: Communicator, simula
 
 
 @pytest.mark.ranks(2)
-async def test_c1_a_message_to_a_busy_device_holds_nobody_up(
-    coll: Communicator, simulated_cuda: SimulatedCuda
-) -> None:
+async def test_c1_a_message_to_a_busy_device_holds_nobody_up(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     """From the CPU to a device whose stream is held: the host goes on meanwhile."""
     busy, other = torch.cuda.Stream(device=coll.device), 1 - coll.rank
     for numel in (3, 5000):

@@ -35,8 +35,9 @@ def total(coll: Communicator) -> float:
 async def test_h11_every_kind_of_stream(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     side = torch.cuda.Stream(device=coll.device)
     own = CudaStream.of("compute", coll.device)
-    for stream in (side, own, None):
-        cuda = own.stream if stream is own else stream or torch.cuda.current_stream(coll.device)
+    current = torch.cuda.current_stream(coll.device)
+    streams: list[tuple[Any, torch.cuda.Stream]] = [(side, side), (own, own.stream), (None, current)]
+    for stream, cuda in streams:
         for issue in (
             lambda t: coll.allreduce(t, impl="cuda_ipc"),
             lambda t: coll.allreduce(t, impl="staged"),
