@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +24,6 @@ from aiodist.collectives.staging import Staged
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Handle, Origin, Progress, from_source
-from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events, Fence, Staging, check_not_capturing
 from aiodist.topology import Means, Topology
 
@@ -94,11 +92,8 @@ class Accelerator:
         """Takes tensors to and from the host's transports."""
         self._mappings = Mappings()
         self._failed = failed
-        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
-        """Of communicators that have NCCL."""
-        self._made: dict[torch.device, deque[torch.cuda.Stream]] = {}
-        """For single operations."""
-        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, dict[torch.cuda.Stream, int]] = {}
+        """Of each device, with how many operations have them."""
         self._groups: nccl.NcclGroups | None = None
         self._members: dict[str, tuple[Sequence[int], int]] = {}
         """By the name of a communicator that has NCCL: its ranks and mine."""
@@ -112,32 +107,37 @@ class Accelerator:
     def work(self, name: str, device: torch.device, tag: int | None = None) -> DeviceWork:
         """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
 
-        [Note: whose stream] Operations of a communicator that has NCCL wait for one another on the device, in the
-        order of issue: they have one stream, which no other communicator uses. What the host takes part in has a
-        stream for each operation while it queues things: its second step must not come behind what the caller has
-        queued before the next operation, such as the rest of backward.
+        [Note: whose stream] Each operation has a stream while it queues things: where the host takes part, its second
+        step must not come behind what the caller has queued before the next operation, such as the rest of backward.
+        NCCL's kernels wait for one another: each of its communicators has one more, which is theirs alone.
         """
+        stream = self._take_stream(device)
+        given_back = partial(self._give_stream, device, stream)
         if tag is None or name not in self._members:
-            borrowed = self._borrowed(device)
-            return DeviceWork(self._progress, borrowed, partial(self._free[device].append, borrowed))
-        stream = self._streams.get((name, device))
-        if stream is None:
-            stream = self._streams[name, device] = torch.cuda.Stream(device=device)
+            return DeviceWork(self._progress, stream, given_back)
         turn = self._take_turn(name, device, tag)
-        return DeviceWork(self._progress, stream, partial(self._give_back, name, device, tag, turn))
 
-    def _borrowed(self, device: torch.device) -> torch.cuda.Stream:
-        """Return a stream that no operation has just now; past `_MOST_STREAMS` one that another has too."""
-        free, made = self._free.setdefault(device, []), self._made.setdefault(device, deque())
-        if free:
-            return free.pop()
-        if len(made) < _MOST_STREAMS:
-            made.append(torch.cuda.Stream(device=device))
-        made.rotate()
-        return made[0]
+        def queued() -> None:
+            given_back()
+            self._give_back(name, device, tag, turn)
+
+        return DeviceWork(self._progress, stream, queued)
+
+    def _take_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
+        users = self._streams.setdefault(device, {})
+        least = min(users, key=users.__getitem__, default=None)
+        if least is None or (users[least] and len(users) < _MOST_STREAMS):
+            least = torch.cuda.Stream(device=device)
+        users[least] = users.get(least, 0) + 1
+        return least
+
+    def _give_stream(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._streams[device][stream] -= 1
 
     def _take_turn(self, name: str, device: torch.device, tag: int) -> nccl.Turn:
-        assert self._groups is not None
+        if self._groups is None:
+            self._groups = nccl.NcclGroups(nccl.load(), self._progress)
         used = self._used.setdefault(name, [])
         if device not in used:
             used.append(device)
@@ -180,8 +180,6 @@ class Accelerator:
         missing = _no_nccl(topology)
         if missing is None:
             self._members[name] = (ranks, topology.rank)
-            if self._groups is None:
-                self._groups = nccl.NcclGroups(nccl.load(), self._progress)
         return partial(self._make, name, ranks, topology, missing)
 
     def _make(
@@ -224,12 +222,13 @@ class Accelerator:
         if not self._looking or self._groups is None:
             self._looking = False
             return
-        with transport_lock:
-            failed = [(group.name, error) for group in self._groups if (error := group.poll_error()) is not None]
-        for name, error in failed:
-            if isinstance(error, AiodistError):
-                self._failed(name.rpartition(" #")[0], error)
+        self._progress.start(partial(self._ask, self._groups))
         self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _ask(self, groups: nccl.NcclGroups) -> None:
+        for group in groups:
+            if isinstance(error := group.poll_error(), AiodistError):
+                self._progress.post(partial(self._failed, group.name.rpartition(" #")[0], error))
 
     def abort(self, name: str, error: AiodistError) -> None:
         """The communicator called `name` is given up: end what its NCCL does; on the loop."""
@@ -242,8 +241,7 @@ class Accelerator:
     async def release(self, name: str, *, drained: bool) -> None:
         """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
         self._members.pop(name, None)
-        for key in [key for key in self._streams if key[0] == name]:
-            del self._streams[key]
+        self._used.pop(name, None)
         for group in self._of(name):
             assert self._groups is not None
             ended: Handle[None] = Handle(self._progress, "release")

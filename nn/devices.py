@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiodist.collectives.on_device import DeviceWork
 from aiodist.handles import Progress
-from aiodist.streams import Events
+from aiodist.streams import Events, OnStream
 
 __all__ = ["Devices", "Ending", "cuda_devices", "placement"]
 
@@ -101,7 +101,7 @@ class Devices:
         stream = self._issuing[device]
         stream.wait_event(event)
         self._events.give_back(stream.device_index, event)
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             yield stream
 
     def time(self, stream: torch.cuda.Stream, then: Callable[[float], None]) -> None:

@@ -15,7 +15,7 @@ from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
 from aiodist.streams.staging import Staging
 
-__all__ = ["CudaStream", "check_not_capturing"]
+__all__ = ["CudaStream", "check_not_capturing", "lend"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,8 +79,11 @@ class CudaStream:
         then. Raises `RuntimeError` while a CUDA graph is being captured. Costs 15 us.
         """
         self._check()
+        caller = torch.cuda.current_stream(self.device)
         with OnStream(self.stream):
             value = fn(*args, **kwargs)
+        if caller != self.stream:
+            lend(value, caller)
         op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         return self._until_over(op, value, (value, args, kwargs))
 
@@ -125,8 +128,7 @@ class CudaStream:
         if isinstance(stream, CudaStream):
             stream = stream.stream
         other = torch.cuda.current_stream(self.device) if stream is None else stream
-        if other != self.stream:
-            self.stream.wait_stream(other)
+        Staging.of(self._progress).order(self.stream, other)
 
     def wait_handle(self, handle: Handle[Any], /) -> None:
         """Let what is queued from now on begin after `handle`; see `Handle.wait_stream`.
@@ -177,6 +179,16 @@ class CudaStream:
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.role!r} on {self.device}>"
+
+
+def lend(result: object, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of a result that was made on another stream from being reused while `stream` reads it."""
+    if isinstance(result, Tensor):
+        if result.is_cuda:
+            result.record_stream(stream)
+    elif isinstance(result, (list, tuple)):
+        for one in result:
+            lend(one, stream)
 
 
 def check_cuda() -> None:

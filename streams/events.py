@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
+from aiodist.streams.capture import Uncaptured, spoiled
 
 __all__ = ["Events"]
 
@@ -33,7 +34,7 @@ class Events:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._free: dict[int, list[torch.cuda.Event]] = {}
-        self._queues: dict[Hashable, deque[tuple[torch.cuda.Event, Then]]] = {}
+        self._queues: dict[tuple[int, int], deque[tuple[torch.cuda.Event, Then]]] = {}
         self._count = 0
         self._looked = 0.0
         progress.add_poller(self)
@@ -81,28 +82,39 @@ class Events:
         if now - self._looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
             return False
         self._looked = now
-        ended = False
-        for key in list(self._queues):
-            queue = self._queues[key]
-            while queue and self._over(key, queue):
-                ended = True
-            if not queue:
-                self._queues.pop(key, None)
-        return ended
+        ended: list[tuple[int, torch.cuda.Event, Then, BackendError | None]] = []
+        if not self._count:
+            return False
+        with Uncaptured():
+            for key in list(self._queues):
+                queue = self._queues[key]
+                while queue and not isinstance(outcome := _asked(queue[0][0]), _Pending):
+                    ended.append((key[0], *queue.popleft(), outcome))
+                if not queue:
+                    del self._queues[key]
+        self._count -= len(ended)
+        self._progress.working -= len(ended)
+        for device, event, then, error in ended:
+            then(error)
+            if error is None:
+                self.give_back(device, event)
+        return bool(ended)
 
-    def _over(self, key: Any, queue: deque[tuple[torch.cuda.Event, Then]]) -> bool:  # noqa: ANN401
-        event, then = queue[0]
-        error = None
-        try:
-            if not event.query():
-                return False
-        except RuntimeError as raised:  # the device is lost: every event of it says so
-            error = BackendError(f"the CUDA device failed: {raised}")
-            error.__cause__ = raised
-        queue.popleft()
-        self._count -= 1
-        self._progress.working -= 1
-        if error is None:
-            self.give_back(key[0], event)
-        then(error)
-        return True
+
+class _Pending:
+    """An event that is not over."""
+
+
+_PENDING = _Pending()
+
+
+def _asked(event: torch.cuda.Event) -> BackendError | _Pending | None:
+    """Return None where `event` is over, and what its device failed with."""
+    try:
+        return None if event.query() else _PENDING
+    except RuntimeError as raised:
+        if spoiled(raised):
+            return _PENDING
+        error = BackendError(f"the CUDA device failed: {raised}")  # it is lost: every event of it says so
+        error.__cause__ = raised
+        return error

@@ -22,6 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from aiodist.streams.capture import Uncaptured
+
 __all__ = ["PinnedPool", "pageable"]
 
 _LEAST_BYTES = 4 << 10  # a page: nothing smaller is pinned
@@ -34,7 +36,7 @@ def pageable(nbytes: int) -> Tensor:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), Uncaptured():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 

@@ -76,7 +76,8 @@ class Staging:
     def _stream(self, index: int, *, upwards: bool) -> torch.cuda.Stream:
         found = self._streams.get((upwards, index))
         if found is None:
-            found = self._streams[upwards, index] = torch.cuda.Stream(device=index)
+            # Of the pool of high priority, which few use: in the other one torch deals 32 streams in turn to everybody.
+            found = self._streams[upwards, index] = torch.cuda.Stream(device=index, priority=-1)
         return found
 
     def order(self, stream: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:

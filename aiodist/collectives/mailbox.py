@@ -59,6 +59,8 @@ class Wanted:
     finish: Callable[[Arrived | None, BaseException | None], None]
     work: DeviceWork | None = None
     """What it does on a device, where `into` lies on one, or the message may."""
+    work_later: Callable[[], DeviceWork] | None = None
+    """Makes it, where the message may and this process has used no device yet: it opens none for what may not come."""
 
     def drop(self) -> None:
         """Nothing of it will be done on a device."""
@@ -189,6 +191,8 @@ class Mailbox:
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
         on_device = refusal is None and (meta.on_device if into is None else not into.is_cpu)
+        if on_device and wanted.work is None and wanted.work_later is not None:
+            wanted.work = wanted.work_later()
         work = wanted.work if on_device else None
 
         def finish(error: BaseException | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.collectives.program import Call, Courier, Nested, Program
 from aiodist.handles import Handle, Progress
-from aiodist.streams import Events, Fence, OnStream
+from aiodist.streams import Events, Fence, OnStream, lend
 
 __all__ = ["DeviceWork", "InOrder", "attach", "on_devices"]
 
@@ -58,10 +58,14 @@ class DeviceWork:
         """Call `done` when the device has done all that is queued."""
         self._on_queued()
         try:
-            self.fence.reached(self._events.watch(self.stream, done))
+            self.fence.reached(self._events.watch(self.stream, partial(self._over, done)))
         except RuntimeError as error:  # the device is lost
             self.fence.reached(None)
             done(error)
+
+    def _over(self, done: Done, error: BaseException | None) -> None:
+        self.fence.reached(None)  # its event is somebody else's from now on
+        done(error)
 
     def drop(self) -> None:
         """Nothing of it will be done; from any thread."""
@@ -74,12 +78,7 @@ class DeviceWork:
 
     def lend(self, result: object) -> None:
         """Keep the memory of a result that was made on this stream from being reused while the caller's reads it."""
-        if isinstance(result, Tensor):
-            if result.is_cuda:
-                result.record_stream(self._caller)
-        elif isinstance(result, (list, tuple)):
-            for one in result:
-                self.lend(one)
+        lend(result, self._caller)
 
 
 class InOrder:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from aiodist.arguments import check_list, check_out, check_rank, check_tag, check_tensor
@@ -50,10 +52,11 @@ class Messages(Base):
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
         work = self._work_for(into)
+        later = None if work is not None or into is not None else self._work_later()
         handle, finish = self._issuer.message(
             "recv", 0 if into is None else into.nbytes, [] if into is None else writing(into), timeout
         )
-        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work))
+        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
         if work is not None:
             attach(handle, [work], into)
         return handle
@@ -61,9 +64,15 @@ class Messages(Base):
     def _work_for(self, into: Tensor | None) -> DeviceWork | None:
         """Return what a receive does on a device: where `into` lies, or a tensor that comes from one."""
         device = self.device if into is None else into.device
-        if device.type == "cpu" or (into is None and not self._repertoire.on_cuda):
+        if device.type == "cpu" or (into is None and not (self._repertoire.on_cuda and torch.cuda.is_initialized())):
             return None
         return self._work_on([device], None)[0]
+
+    def _work_later(self) -> Callable[[], DeviceWork] | None:
+        accelerator = self._family.accelerator
+        if accelerator is None or not self._repertoire.on_cuda:
+            return None
+        return partial(accelerator.work, self.name, self.device)
 
     def sendrecv(
         self,

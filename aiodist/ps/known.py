@@ -186,11 +186,13 @@ def named(tensors: object) -> dict[str, Tensor]:
         found = {str(i): t for i, t in enumerate(tensors)}
     else:
         raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
-    return {_name(name): check_tensor(t, str(name)) for name, t in found.items()}
+    return {_name(name): _plain(check_tensor(t, str(name)), str(name)) for name, t in found.items()}
 
 
 def _plain(t: Tensor, name: str) -> Tensor:
-    """Return `t`; raise ValueError for one whose memory is not what it means."""
+    """Return `t`; raise ValueError for one on a device, or whose memory is not what it means."""
+    if not t.is_cpu:
+        raise ValueError(f"{name} lives on {t.device}: the parameter server takes tensors on the CPU, see .cpu()")
     if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
         raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
     return t

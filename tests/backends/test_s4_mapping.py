@@ -360,7 +360,7 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
         entered.append(stream)
         yield
 
-    monkeypatch.setattr(torch.cuda, "stream", entering)
+    monkeypatch.setattr(mapping_module, "OnStream", entering)
     with pytest.raises(BackendError, match="no access to the memory of cuda:1"):
         TorchMapper().open(description, torch.device("cuda:0"))
     mapped = TorchMapper().open(description, torch.device("cuda:1"))

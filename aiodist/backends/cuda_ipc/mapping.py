@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.errors import BackendError
+from aiodist.streams import OnStream
 
 __all__ = ["Mapped", "Mapper", "TorchMapper"]
 
@@ -120,7 +121,7 @@ class _Foreign:
 
     def close(self) -> None:
         # Its end waits for the current stream, which has things to do: let it be one that has none.
-        with torch.cuda.stream(self._idle):
+        with OnStream(self._idle):
             self._memory = None
 
 

@@ -148,6 +148,9 @@ class Mappings:
             self._forget(key)  # it was resized: its memory is another
             lent = None
         if lent is None:
+            # Once it is described to others torch's allocator takes no more notes of who reads it.
+            if t.is_cuda:
+                t.record_stream(torch.cuda.default_stream(t.device))
             lent = self._lent[key] = _Lent(next(self._numbers), t)
         self._lent.move_to_end(key)
         lent.visits += 1
