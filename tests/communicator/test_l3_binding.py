@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist import Communicator, init
+from aiodist import Communicator, gather, init
 from aiodist.runtime import current_place
 from aiodist.testing import run_ranks, simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
@@ -91,3 +91,32 @@ def test_l3_a_rank_that_sees_none_is_named(monkeypatch: pytest.MonkeyPatch) -> N
                     assert (await able.allreduce(t)).tolist() == [2.0] * 3
 
         run_ranks(3, main)
+
+
+@pytest.mark.ranks(2)
+async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
+    coll: Communicator, simulated_cuda: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    accelerator = coll._family.accelerator
+    assert accelerator is not None
+    sent = coll.send(torch.ones(3), 1 - coll.rank)
+    assert (await coll.recv()).is_cpu
+    await sent
+    assert not accelerator._streams
+    sent = coll.send(torch.ones(3, device=coll.device), 1 - coll.rank)
+    received = await coll.recv()
+    await sent
+    assert received.device == coll.device
+    assert received.tolist() == [1.0] * 3
+    assert accelerator._streams
+
+
+@pytest.mark.ranks(2)
+async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simulated_cuda: object) -> None:
+    await gather(*[coll.allreduce(torch.ones(5000, device=coll.device), impl="staged") for _ in range(60)])
+    accelerator = coll._family.accelerator
+    assert accelerator is not None
+    users = accelerator._streams[coll.device]
+    assert 0 < len(users) <= 16
+    assert set(users.values()) == {0}

@@ -13,7 +13,7 @@ import torch
 from aiodist import gather
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress
-from aiodist.streams import CudaStream, Events, HostStream
+from aiodist.streams import CudaStream, Events, HostStream, PinnedPool, capture
 from aiodist.testing import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")
@@ -181,3 +181,46 @@ async def test_s2_another_loop_is_an_error() -> None:
     thread.start()
     await asyncio.to_thread(thread.join, 20)
     assert errors == ["<CudaStream 'compute' on cuda:0> belongs to another event loop: call CudaStream.of on this one"]
+
+
+async def test_s2_the_result_of_submit_is_not_reused_while_the_caller_reads_it(simulated_cuda: SimulatedCuda) -> None:
+    stream = CudaStream.of("to-device")
+    for _ in range(10):
+        data = fresh(4000).pin_memory()
+        x = await stream.submit(data.to, "cuda", non_blocking=True)
+        with simulated_cuda.paused(torch.cuda.current_stream()):
+            y = x * 2
+            del x
+            await stream.submit(torch.zeros, 4000, device="cuda")  # may take the memory
+        assert torch.equal(y.cpu(), data * 2)
+    assert not simulated_cuda.hazards
+
+
+async def test_s6_a_capture_elsewhere_puts_off_what_it_forbids_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, refused = torch.cuda.Event.query, []
+
+    def forbidden(event: torch.cuda.Event) -> bool:
+        if len(refused) < 3:
+            refused.append(event)
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return query(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "query", forbidden)
+    await asyncio.wait_for(CudaStream.of("compute").record(), 20)
+    assert len(refused) == 3
+
+
+async def test_s6_asking_has_nothing_to_do_with_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def exchange(mode: Any) -> None:
+        modes.append(mode._obj.value)
+        mode._obj.value = 0  # what it was before
+
+    monkeypatch.setattr(capture, "_driver", lambda: exchange)
+    await CudaStream.of("compute").record()
+    assert modes[:2] == [2, 0]
+    assert len(modes) % 2 == 0
+    before = len(modes)
+    PinnedPool().take(100)
+    assert modes[before:] == [2, 0]

@@ -14,7 +14,7 @@ Each module imports only from lines below its own:
 from aiodist.backends.nccl.group import Exchange, NcclGroup
 from aiodist.backends.nccl.groups import NcclGroups
 from aiodist.backends.nccl.kinds import supports
-from aiodist.backends.nccl.library import Library, load, missing, refuses, version
+from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
 from aiodist.backends.nccl.native import NcclNative
 from aiodist.backends.nccl.turns import Turn, Turns
 
@@ -31,4 +31,5 @@ __all__ = [
     "refuses",
     "supports",
     "version",
+    "version_installed",
 ]

@@ -6,7 +6,7 @@ import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -19,13 +19,17 @@ from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Librar
 from aiodist.backends.nccl.turns import Turn, Turns
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
+from aiodist.streams import OnStream, Staging
 
 __all__ = ["CLOSE_SECONDS", "Exchange", "Launch", "NcclGroup"]
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
 
-_SPIN_SECONDS = 2e-4  # NCCL's thread launches what is connected within tens of microseconds
+_SPIN_SECONDS = 5e-5  # NCCL's thread launches what is connected within tens of microseconds
+_SPIN_ALONE_SECONDS = 2e-4  # a rank alone waits for nobody else
+
+_PRIORITY = -2  # torch has a pool for each: 0 is everybody's, -1 that of copies
 
 Launch = Callable[[Any, int], None]
 """(communicator, handle of the stream): what makes native calls; may raise."""
@@ -58,9 +62,22 @@ class NcclGroup:
     All methods are called with the transport lock held, none waits and none raises for failures of the world. What
     blocks in NCCL runs in threads, and `poll` goes on when they are over. `ranks` are those of the world, `rank` is
     my place among them, `device` has an index.
+
+    [Note: the stream of a group] Its kernels wait for one another, and each for the other ranks: they have a stream of
+    their own, on which there is nothing else. It is ordered behind the stream of the operation that calls, and that
+    one behind the kernel; the streams of other operations have no part in it. So what the host does on the device
+    between the steps of one operation does not wait for the kernels of another.
     """
 
-    def __init__(self, library: Library, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        library: Library,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        staging: Staging,
+    ) -> None:
         if device.index is None:
             raise ValueError(f"{device}: NCCL needs a device with an index")
         self.library = library
@@ -72,6 +89,9 @@ class NcclGroup:
         self.turns = Turns()
         self.opened = False
         """`open` was called, or there is no need to."""
+        self.stream: torch.cuda.Stream | None = None
+        """That of its kernels, from the first call on."""
+        self._staging = staging
         self._comm: Any = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
@@ -122,18 +142,13 @@ class NcclGroup:
     def connect_in_thread(self, connect: Callable[[], Any]) -> None:
         """Have `connect` make the communicator in a thread whose current device is the group's."""
         self.opened = True
-
-        def run() -> Any:  # noqa: ANN401
-            torch.cuda.set_device(self.device)
-            return connect()
-
-        self._last = self._in_thread(run, self._connected)
+        self._last = self._in_thread(connect, self._connected)
 
     def _connected(self, work: _Work) -> None:
         error = work.exception()
         if self._error is not None:
             if error is None:  # it was given up just when it was ready
-                self._last = started(work.result().abort)
+                self._last = self._started(work.result().abort)
         elif error is not None:
             self._fail(error)
         else:
@@ -151,10 +166,11 @@ class NcclGroup:
         after: Callable[[], None] | None = None,
         turn: Turn | None = None,
     ) -> None:
-        """Have `launch` enqueue its calls on the stream that is the device's current one now.
+        """Have `launch` enqueue its calls as if on the stream that is the device's current one now.
 
-        They are made behind those of earlier calls, with `turn` in its turn. `done(None)` is called when they and
-        what `after` queues are enqueued, `done(error)` when they cannot be; `what` names them in errors.
+        They are made on the group's stream, behind those of earlier calls, with `turn` in its turn. `done(None)` is
+        called when they and what `after` queues are enqueued and the caller's stream is ordered behind them,
+        `done(error)` when they cannot be; `what` names them in errors.
         """
         call = _Call(torch.cuda.current_stream(self.device), launch, what, after, done)
         if turn is None:
@@ -183,9 +199,12 @@ class NcclGroup:
     def _begin(self, call: _Call) -> None:
         self._launching = call
         try:
-            with self._on(call.stream):
-                call.launch(self._comm, call.stream.cuda_stream)
-            until = monotonic() + _SPIN_SECONDS
+            if self.stream is None:
+                self.stream = torch.cuda.Stream(device=self.device, priority=_PRIORITY)
+            with OnStream(self.stream):
+                self._staging.order(self.stream, call.stream)
+                call.launch(self._comm, self.stream.cuda_stream)
+            until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
             while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
                 pass
         except Exception as raised:  # noqa: BLE001  - whatever it is, it belongs to whoever awaits the call
@@ -205,18 +224,22 @@ class NcclGroup:
             return True
         self._launching = None
         error: BackendError | None = None
-        if call.after is not None:
-            try:
-                with self._on(call.stream):
-                    call.after()
-            except Exception as raised:  # noqa: BLE001  - it belongs to whoever awaits the call
-                error = self.library.error(raised, call.what, self._comm)
+        try:
+            self._end_on_stream(call)
+        except Exception as raised:  # noqa: BLE001  - it belongs to whoever awaits the call
+            error = self.library.error(raised, call.what, self._comm)
         call.done(error)
         return True
 
-    def _on(self, stream: torch.cuda.Stream) -> Any:  # noqa: ANN401
-        # The current device's: NCCL wants that to be the communicator's, too.
-        return nullcontext() if torch.cuda.current_stream() == stream else torch.cuda.stream(stream)
+    def _end_on_stream(self, call: _Call) -> None:
+        """Queue what comes behind the call, and order the caller's stream behind all of it."""
+        assert self.stream is not None
+        try:
+            if call.after is not None:
+                with OnStream(self.stream):
+                    call.after()
+        finally:
+            self._staging.order(call.stream, self.stream)
 
     # --- what is pending --------------------------------------------------------------------------------
 
@@ -240,9 +263,18 @@ class NcclGroup:
         return moved
 
     def _in_thread(self, fn: Callable[[], Any], then: Callable[[_Work], None]) -> _Work:
-        work = started(fn)
+        work = self._started(fn)
         self._threads.append(_Thread(work, then))
         return work
+
+    def _started(self, fn: Callable[[], Any]) -> _Work:
+        """Run `fn` in a thread whose current device is the group's: another one would get a context, and memory."""
+
+        def run() -> Any:  # noqa: ANN401
+            torch.cuda.set_device(self.device)
+            return fn()
+
+        return started(run)
 
     # --- failures ---------------------------------------------------------------------------------------
 
@@ -269,7 +301,7 @@ class NcclGroup:
     def _fail(self, error: BaseException) -> None:
         comm = self._detach(error)
         if comm is not None:
-            self._last = started(comm.abort)
+            self._last = self._started(comm.abort)
         self._flush()
 
     def _detach(self, error: BaseException) -> Any:  # noqa: ANN401
@@ -282,12 +314,17 @@ class NcclGroup:
     def _flush(self) -> None:
         error = self._error
         assert error is not None
-        calls = [self._launching, *self._waiting]
-        self._launching = None
+        calls = list(self._waiting)
         self._waiting.clear()
+        if (launching := self._launching) is not None:
+            self._launching = None
+            calls.insert(0, launching)
+            if self.stream is not None:
+                with suppress(RuntimeError):  # the device is lost
+                    # What it may have launched uses the tensors until it is over, which the abort sees to.
+                    self._staging.order(launching.stream, self.stream)
         for call in calls:
-            if call is not None:
-                call.done(again(error))
+            call.done(again(error))
         self.turns.release()
 
     # --- children ---------------------------------------------------------------------------------------
@@ -328,10 +365,14 @@ class NcclGroup:
         library, name, give_up = self.library, child.name, child._give_up
 
         def shrink() -> Any:  # noqa: ANN401
+            made: list[Any] = []
             try:
-                return library.settle(library.shrink(comm, lost, name), "shrinking", give_up)
+                made.append(library.shrink(comm, lost, name))
+                library.wait(comm, "shrinking", give_up)
+                return library.settle(made[0], "shrinking", give_up)
             finally:
-                started(comm.abort)  # it may take its time
+                # It may take its time, and until it is over NCCL may write to what was made.
+                self._started(partial(_abort, comm, made))
 
         child.connect_in_thread(shrink)
         self._last = child._last
@@ -349,9 +390,14 @@ class NcclGroup:
         if self._error is None:
             comm = self._detach(closed)
             if comm is not None:
-                self._last = started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
+                self._last = self._started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
             self._flush()
         if self._last is None:
             done(None)
         else:
             self._threads.append(_Thread(self._last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))
+
+
+def _abort(comm: Any, keep: object) -> None:  # noqa: ANN401
+    """Abort `comm`; `keep` lives until then."""
+    comm.abort()

@@ -12,6 +12,7 @@ from aiodist.backends.base import Done
 from aiodist.backends.nccl.group import NcclGroup
 from aiodist.backends.nccl.library import Library
 from aiodist.handles import Progress
+from aiodist.streams import Staging
 
 __all__ = ["NcclGroups"]
 
@@ -42,7 +43,8 @@ class NcclGroups:
         key = (name, tuple(ranks), rank, device)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = NcclGroup(self._library, name, ranks, rank, device)
+            staging = Staging.of(self._progress)
+            group = self._groups[key] = NcclGroup(self._library, name, ranks, rank, device, staging)
             self._polled = (*self._polled, group)
         return group
 

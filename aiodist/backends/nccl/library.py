@@ -14,11 +14,14 @@
 - Several ranks on one device are refused before 2.30, and later unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
 - Communicators of one device whose calls are ordered differently on two ranks may deadlock on the device when
   they share a stream.
+- What splits or shrinks a communicator stores the new one from NCCL's thread, when the *old* one is no longer in
+  progress. Until then the new one is null and has no state, and must not be let go of.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import threading
 from collections.abc import Sequence
@@ -43,6 +46,7 @@ __all__ = [
     "missing",
     "refuses",
     "version",
+    "version_installed",
 ]
 
 OLDEST_VERSION: Final = (2, 23)
@@ -102,25 +106,41 @@ class Library:
 
         Aborts it and raises `BackendError` when that fails, when `give_up` is set or after `patience` seconds.
         """
-        until = monotonic() + patience
         try:
-            while (state := self.state(comm)) == IN_PROGRESS:
-                if give_up.wait(_PAUSE_SECONDS) or monotonic() > until:
-                    raise BackendError(f"NCCL: {what}: given up")
-            if state != SUCCESS:
-                raise self.failure(comm, state, what)
+            self.wait(comm, what, give_up, patience)
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
                 comm.abort()
             raise
         return comm
 
+    def wait(
+        self,
+        comm: Any,  # noqa: ANN401
+        what: str,
+        give_up: threading.Event,
+        patience: float = float("inf"),
+    ) -> None:
+        """Wait until what `comm` does is over; raise `BackendError` as `settle`, and leave it as it is."""
+        until = monotonic() + patience
+        while (state := self.state(comm)) == IN_PROGRESS:
+            if give_up.wait(_PAUSE_SECONDS) or monotonic() > until:
+                raise BackendError(f"NCCL: {what}: given up")
+        if state != SUCCESS:
+            raise self.failure(comm, state, what)
+
     def split(self, comm: Any, color: int | None, key: int, name: str) -> Any:  # noqa: ANN401
-        """Begin a communicator of the ranks of `color`, in the order of `key`; every rank of `comm` calls it."""
+        """Begin a communicator of the ranks of `color`, in the order of `key`; every rank of `comm` calls it.
+
+        It is there when `comm` is no longer in progress, and kept until then.
+        """
         return comm.split(color, key, self._core.NCCLConfig(blocking=False, comm_name=name))
 
     def shrink(self, comm: Any, lost: Sequence[int], name: str) -> Any:  # noqa: ANN401
-        """Begin a communicator without the ranks `lost`, aborting what is in flight; all others call it."""
+        """Begin a communicator without the ranks `lost`, aborting what is in flight; all others call it.
+
+        It is there when `comm` is no longer in progress, and kept until then.
+        """
         config = self._core.NCCLConfig(blocking=False, comm_name=name)
         try:
             return comm.shrink(list(lost), config, self._core.CommShrinkFlag.ABORT)
@@ -175,40 +195,57 @@ class Library:
 
 
 def load() -> Library:
-    """Return NCCL, imported now; raise `BackendUnavailable` where `missing` says why it cannot be had."""
+    """Return NCCL, imported now, in 0.1 s; raise `BackendUnavailable`, which says why, where it cannot be had."""
     reason = missing()
     if reason is not None:
         raise BackendUnavailable(reason)
-    return Library(importlib.import_module("nccl.core"))
+    try:
+        library = Library(importlib.import_module("nccl.core"))
+        found = library.version()
+    except BackendUnavailable:
+        raise
+    except Exception as error:
+        raise BackendUnavailable(f"nccl4py cannot be imported: {error}: {_install()}") from error
+    if (reason := _too_old(found)) is not None:
+        raise BackendUnavailable(reason)
+    return library
 
 
 def missing() -> str | None:
-    """Return why there is no NCCL here and what to do about it, None where there is."""
-    if not torch.cuda.is_available():
+    """Return why there is no NCCL here and what to do about it, None where it is installed.
+
+    Neither opens a device nor imports anything: whether it can be loaded, `load` says.
+    """
+    if torch.cuda.device_count() == 0:
         return "NCCL needs a CUDA device, and torch sees none"
     if importlib.util.find_spec("nccl") is None:
         return f"nccl4py is not installed: {_install()}"
-    try:
-        found = Library(importlib.import_module("nccl.core")).version()
-    except BackendUnavailable as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001  - whatever an import of native code raises
-        return f"nccl4py cannot be imported: {error}: {_install()}"
-    if found[:2] < OLDEST_VERSION:
-        return f"NCCL is {_dotted(found)}, {_dotted(OLDEST_VERSION)} or later is needed: {_install()}"
-    return None
+    return _too_old(version_installed())
+
+
+def version_installed() -> tuple[int, ...]:
+    """Return the version of NCCL that is installed as a wheel, such as (2, 32, 3), and () where none is.
+
+    Loads nothing. Where two are installed it is that of torch's CUDA.
+    """
+    ours, other = ("cu13", "cu12") if _extra() == "cuda13" else ("cu12", "cu13")
+    for built_for in (ours, other):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            parts = importlib.metadata.version(f"nvidia-nccl-{built_for}").split(".")
+            return tuple([int(part) for part in parts if part.isdecimal()])  # without "post1"
+    return ()
 
 
 def version() -> str:
-    """Return NCCL's version, such as "2.32.3"; raise `BackendUnavailable` where there is none."""
+    """Return the version of NCCL as it is loaded, such as "2.32.3"; raise `BackendUnavailable` where there is none."""
     return _dotted(load().version())
 
 
 def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
     """Return why NCCL would not connect ranks on these devices, None where it would.
 
-    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` says whether
-    NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all of them.
+    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, () where it is unknown, and
+    `shared` says whether NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all of them.
     """
     first: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
@@ -216,6 +253,8 @@ def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared:
         if other == rank:
             continue
         where = f"ranks {other} and {rank} share device {device[1]} of {device[0]}"
+        if not found:
+            return f"{where}: it is not known before NCCL is loaded whether it takes more than one rank on a device"
         if tuple(found[:2]) < MULTI_RANK_VERSION:
             return (
                 f"{where}: NCCL {_dotted(found)} takes one rank on a device, from {_dotted(MULTI_RANK_VERSION)} on more"
@@ -234,9 +273,18 @@ def again(error: BaseException) -> BaseException:
     return renewed
 
 
+def _too_old(found: Sequence[int]) -> str | None:
+    if found and tuple(found[:2]) < OLDEST_VERSION:
+        return f"NCCL is {_dotted(found)}, {_dotted(OLDEST_VERSION)} or later is needed: {_install()}"
+    return None
+
+
 def _install() -> str:
-    extra = "cuda13" if (torch.version.cuda or "").startswith("13") else "cuda12"
-    return f"pip install 'aiodist[{extra}]'"
+    return f"pip install 'aiodist[{_extra()}]'"
+
+
+def _extra() -> str:
+    return "cuda13" if (torch.version.cuda or "").startswith("13") else "cuda12"
 
 
 def _dotted(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""NCCL's collectives and messages, enqueued on the current stream."""
+"""NCCL's collectives and messages, enqueued behind the current stream and before what it queues next."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _Step = tuple[str, Launch, Callable[[], None] | None, Done]
 class NcclNative:
     """What one operation does with NCCL, or all of them where they need no turns.
 
-    Tensors are dense, flat and on the group's device. Calls go to the stream that is current when the method is
-    called, and `done(None)` says that they are *enqueued*: results are there when the stream has come so far, and
-    until then the tensors are in use. All ranks must make the same calls in the same order; see `Turns`.
+    Tensors are dense, flat and on the group's device. Calls take part in the order of the stream that is current when
+    the method is called, and `done(None)` says that they are *enqueued*: results are there when that stream has come
+    so far, and until then the tensors are in use. They run on the group's own stream, where nothing is allocated. All
+    ranks must make the same calls in the same order; see `Turns`.
     """
 
     def __init__(self, group: NcclGroup, turn: Turn | None = None) -> None:

@@ -65,6 +65,8 @@ class FakeCommunicator:
         """The code of an error that shows up by itself."""
         self._gone = threading.Event()
         self._pending: Callable[[], bool] | None = None
+        self._null_until: FakeCommunicator | None = None
+        """The communicator that it is made from, while that is in progress."""
         self._begun = 0
         self._sent: dict[tuple[str, int, int], int] = {}
         """How many messages of each pair began here."""
@@ -110,8 +112,8 @@ class FakeCommunicator:
             came.add(self.rank)
             chosen = self._clique.at.setdefault(f"split {turn} {color}", set())
             chosen.add(key)
-            self._pending = lambda: len(came) == self.nranks
             if color is None:
+                self._pending = lambda: len(came) == self.nranks
                 return None
             # How many come along is known when all have called: until then it has as many ranks as the parent.
             child = FakeCommunicator(
@@ -124,7 +126,7 @@ class FakeCommunicator:
                 child.nranks = child._clique.size = len(chosen)
                 return True
 
-            child._pending = complete
+            self._makes(child, complete)
             return child
 
     def shrink(
@@ -137,14 +139,34 @@ class FakeCommunicator:
         with self._call("shrink", quiet=flag is ShrinkFlag.ABORT):
             if flag is ShrinkFlag.ABORT:
                 self._gone.set()
-                self._pending = None
             else:
                 self._must_be_idle("shrink")
             left = [rank for rank in range(self.nranks) if rank not in set(exclude_ranks or ())]
             key = self._key + f" less {left}".encode()
             child = FakeCommunicator(self._nccl, key, len(left), left.index(self.rank), self.device_id, config)
             child.join()
+            assert child._pending is not None
+            self._makes(child, child._pending)
             return child
+
+    def _makes(self, child: FakeCommunicator, complete: Callable[[], bool]) -> None:
+        """Be in progress until `child` is complete, and then a while more of its own."""
+        child._null_until = self
+        left = self._nccl.random.randint(0, 2)
+
+        def settled() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        def made() -> bool:
+            if not complete():
+                return False
+            child._null_until = None
+            child._pending = settled
+            return True
+
+        self._pending = made
 
     def _must_be_idle(self, name: str) -> None:
         if not all(work.over.is_set() for work in self._launched):
@@ -164,6 +186,8 @@ class FakeCommunicator:
 
     def abort(self) -> None:
         """It may be called while a kernel waits, but not beside another call."""
+        if self._null_until is not None:
+            return  # there is nothing yet
         with self._call("abort", quiet=True):
             self._pending = None
             self.is_valid = False
@@ -192,7 +216,7 @@ class FakeCommunicator:
             self._using = thread
         try:
             with self._nccl.lock:
-                if not self.is_valid:
+                if not self.is_valid or self._null_until is not None:
                     self._nccl.violations.append(f"{self}: {name} on a communicator that is gone")
                     raise NcclInvalid(f"Cannot {name}: Communicator not initialized")
                 if self._pending is not None and not quiet:
