@@ -430,13 +430,15 @@ class Issuer:
         if self._refusal is not None:
             return
         self._refusal = self._aborted(error)
-        with transport_lock:
-            for handle in self.pending():
-                self._failed(handle, copy(error))
-            self._pending.clear()
+        self.progress.exclusively(partial(self._fail_all, error))
         self.ledger.give_up(error)
         for tell in list(self.on_abort):
             tell(error)
+
+    def _fail_all(self, error: AiodistError) -> None:
+        for handle in self.pending():
+            self._failed(handle, copy(error))
+        self._pending.clear()
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError):

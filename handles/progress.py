@@ -102,6 +102,8 @@ class Progress:
         self._waking = False
         self.armed = False
         """The loop polls at its next iteration."""
+        self._inside = False
+        """The loop's thread holds the transport lock, and polls or makes a call."""
         self._quiet_since = 0.0
 
     @classmethod
@@ -139,9 +141,11 @@ class Progress:
         """
         self.polls += 1  # a loop that issues is alive: the thread need not take over yet
         if not self._inbox and transport_lock.acquire(False):
+            self._inside = True
             try:
                 call()
             finally:
+                self._inside = False
                 transport_lock.release()
         else:
             self._inbox.append(call)
@@ -264,10 +268,23 @@ class Progress:
     def glance(self) -> None:
         """Make one pass now: for calls that issue so much that what they wait for should not wait for the loop."""
         if transport_lock.acquire(False):
+            self._inside = True
             try:
                 self.poll()
             finally:
+                self._inside = False
                 transport_lock.release()
+
+    def exclusively(self, call: Callable[[], None]) -> None:
+        """Make `call` with the transport lock held; on the loop's thread, which may hold it already.
+
+        Whoever waits for a handle on the loop may be told while the loop polls, and so with the lock held.
+        """
+        if self._inside:
+            call()
+        else:
+            with transport_lock:
+                call()
 
     def spin(self, handle: Handle[Any]) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
@@ -276,6 +293,7 @@ class Progress:
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return
+        self._inside = True
         try:
             # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
             until = min(perf_counter() + self.spin_seconds, self.last_ran + _TICK_SECONDS)
@@ -286,6 +304,7 @@ class Progress:
                 if self.crowded:
                     os.sched_yield()
         finally:
+            self._inside = False
             transport_lock.release()
 
     def _turn(self) -> None:
@@ -302,10 +321,12 @@ class Progress:
             return
         self.polls += 1
         if transport_lock.acquire(False):
+            self._inside = True
             try:
                 if self.poll():
                     self._quiet_since = now
             finally:
+                self._inside = False
                 transport_lock.release()
         if now - self._quiet_since < _POLL_SECONDS:
             if self.crowded:

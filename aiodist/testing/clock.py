@@ -222,7 +222,6 @@ class _OneThread(Progress):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.timers = _LoopTimers(loop)
-        self._starting = False
 
     @property
     def last_ran(self) -> float:
@@ -240,16 +239,16 @@ class _OneThread(Progress):
                 self.loop.call_soon_threadsafe(self.start, call)
             return
         self._inbox.append(call)
-        if self._starting:
+        if self._inside:
             return
-        self._starting = True
-        try:
-            with transport_lock:
+        with transport_lock:
+            self._inside = True
+            try:
                 while self._inbox:
                     self._inbox.popleft()()
                 polled = any(map(len, self._pollers))
-        finally:
-            self._starting = False
+            finally:
+                self._inside = False
         if polled and not self.armed:
             self._arm()
 
@@ -258,7 +257,11 @@ class _OneThread(Progress):
     def look(self) -> None:
         """Make one pass over what is pending."""
         with transport_lock:
-            self.poll()
+            self._inside = True
+            try:
+                self.poll()
+            finally:
+                self._inside = False
 
     def _arm(self) -> None:
         """Have the loop poll from its next iteration on; where it would sleep, its selector looks on."""

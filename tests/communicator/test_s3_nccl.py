@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -135,7 +136,8 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     work = await coll.dup()
     await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
     assert coll._family.accelerator is not None
-    stream: Any = coll._family.accelerator._streams[work.name, coll.device]
+    (group,) = coll._family.accelerator._of(work.name)
+    stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins
     handle = work.allreduce(torch.ones(4).to(coll.device), impl="nccl", timeout=0.3)
@@ -147,6 +149,44 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     if coll.rank == 0:
         stream.release()
     await coll.barrier()
+
+
+@pytest.mark.ranks(2, checked=False)
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("impl", ["nccl", "staged", "ring", "direct", "cuda_ipc"])
+async def test_s3_what_is_issued_later_does_not_hold_up_a_second_step(
+    coll: Communicator, fake: FakeNccl, impl: str, behind: bool
+) -> None:
+    """On rank 0 the last operation has its input behind another communicator's kernel, which waits for rank 1.
+
+    And rank 1 issues that only when the first operation is over, for which rank 0 has yet to do its part.
+    """
+    other = await coll.dup()
+
+    def ones() -> torch.Tensor:
+        return torch.ones(5000, device=coll.device)
+
+    async with asyncio.timeout(20):
+        for each in (coll, other):
+            await each.allreduce(ones(), impl="nccl")  # opened
+        await coll.barrier()
+        first = ones()
+        if coll.rank == 0:
+            x = coll.allreduce(first, impl=impl)
+            z = other.allreduce(ones(), impl="nccl")
+            if behind:
+                # Not before it is launched: what it waits for has nothing to do with the host.
+                await asyncio.to_thread(z.wait_stream, torch.cuda.current_stream(coll.device))
+            y = coll.allreduce(ones(), impl="nccl")
+            await coll.send(torch.zeros(1), dst=1)  # all is issued
+        else:
+            await coll.recv(torch.zeros(1), src=0)
+            x = coll.allreduce(first, impl=impl)
+            await x
+            z = other.allreduce(ones(), impl="nccl")
+            y = coll.allreduce(ones(), impl="nccl")
+        for reduced in await gather(x, z, y):
+            assert reduced.eq(2).all().item()
 
 
 @pytest.mark.ranks(3)

@@ -63,6 +63,8 @@ class FakeCommunicator:
         self.hangs = False
         self.error: int | None = None
         """The code of an error that shows up by itself."""
+        self.streams: set[int] = set()
+        """On which anything was launched, by their handles."""
         self._gone = threading.Event()
         self._pending: Callable[[], bool] | None = None
         self._null_until: FakeCommunicator | None = None
@@ -224,6 +226,8 @@ class FakeCommunicator:
                     raise NCCLError(INVALID_USAGE)
                 if name != "get_async_error":
                     self._nccl.calls.append(name)
+                    if (current := torch.cuda.current_device()) != self.device_id:
+                        self._nccl.violations.append(f"{self}: {name} while device {current} is current")
                 if (status := self._nccl.refuse.pop(name, None)) is not None:
                     raise NCCLError(status)
                 yield
@@ -353,8 +357,6 @@ class FakeCommunicator:
                 raise NcclInvalid(f"a buffer is on {t.device}, but the communicator on {self.device_id}")
         if stream is None:
             self._nccl.violations.append(f"{self}: no stream was given")
-        if torch.cuda.current_device() != self.device_id:
-            self._nccl.violations.append(f"{self}: device {torch.cuda.current_device()} is current")
 
     def _matches(self, work: Work, signature: tuple[object, ...]) -> None:
         if work.signature != signature:
@@ -371,6 +373,7 @@ class FakeCommunicator:
 
     def launch(self, works: Sequence[tuple[Work, Tensor | None, Tensor | None]], stream: int) -> None:
         """Launch these together, sooner or later."""
+        self.streams.add(stream)
         self._launched = [work for work in self._launched if not work.over.is_set()] + [work for work, _, _ in works]
         left = self._nccl.random.randint(0, self._nccl.dawdle)
 

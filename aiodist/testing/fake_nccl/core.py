@@ -30,8 +30,8 @@ class FakeNccl:
     """One NCCL for all ranks of this process; communicators must be non-blocking.
 
     What NCCL would answer with a hang or with wrong numbers is written down in `violations`, which a test looks at
-    when it ends: ranks that disagree, a call on a communicator that is in progress or gone, from two threads at once,
-    or without a stream.
+    when it ends: ranks that disagree, a call on a communicator that is in progress, not made yet or gone, from two
+    threads at once, on another device than the current one, or without a stream.
 
     `dawdle` is how often at most a communicator says that it is in progress before it launches what it was given;
     only then is that queued on the stream. `multi_rank` allows several ranks on a device. `calls` counts native calls

@@ -127,7 +127,8 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., World]]:
     """`world(size, dawdle=…)`; nothing that NCCL would not have forgiven was done to it."""
     made: list[World] = []
-    monkeypatch.setattr(group, "_SPIN_SECONDS", 0.0)  # whatever is not launched at once is left to the poller
+    for name in ("_SPIN_SECONDS", "_SPIN_ALONE_SECONDS"):
+        monkeypatch.setattr(group, name, 0.0)  # whatever is not launched at once is left to the poller
 
     def make(size: int, **options: Any) -> World:
         made.append(World(size, **options))

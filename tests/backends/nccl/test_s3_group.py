@@ -18,6 +18,7 @@ from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.backends.nccl import group as module
 from aiodist.errors import BackendError, CommunicatorAborted
 from aiodist.handles.progress import transport_lock
+from aiodist.streams import Staging
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ async def test_s3_the_same_ranks_and_device_share_a_communicator(world: Make) ->
     assert len({id(group) for group in (first, *others)}) == 4
     assert set(w.owned[0]) == {first, *others}
     with pytest.raises(ValueError, match="index"):
-        NcclGroup(first.library, "x", (0,), 0, torch.device("cuda"))
+        NcclGroup(first.library, "x", (0,), 0, torch.device("cuda"), Staging.of(w.progress))
 
 
 async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world: Make) -> None:
@@ -251,6 +252,26 @@ async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world
     assert str(w.group(0).poll_error()) == "given up"
 
 
+async def test_s3_what_a_call_that_failed_gave_is_in_use_until_the_abort_is_over(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(2)
+    await check(w)
+    w.nccl.hang(1)
+    assert (await w.done([w.call(0, summed(full(w, 0)))])) == [None]  # the group's stream is stuck
+    let_go = threading.Event()
+    comm = w.comm(0)
+    abort = comm.abort
+    monkeypatch.setattr(comm, "abort", lambda: (let_go.wait(10), abort()))
+    w.streams[0] = torch.cuda.Stream(device=0)
+    w.nccl.refuse["allreduce"] = 3
+    (error,) = await w.done([w.call(0, summed(full(w, 0)))])
+    assert code_of(error) == 3
+    assert not w.streams[0].query()
+    let_go.set()
+    w.streams[0].synchronize()
+
+
 async def test_s3_an_abort_that_hangs_holds_up_nobody(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(1)
     await check(w)
@@ -391,8 +412,38 @@ async def test_s3_shrink_goes_on_without_the_lost(world: Make, until: Until) -> 
         assert children[rank].ranks == left
     old = await w.done([w.call(0, summed(full(w, 0)))])
     assert "shrunk" in str(old[0])
-    # The parents are let go of, and rank 2's kernel with them.
+    # The parents are let go of.
     await until(lambda: not any(comm.is_valid for comm in w.nccl.communicators[:4] if comm.rank != 2))
+
+
+async def test_s3_a_shrink_that_the_others_do_not_come_to_can_be_given_up(world: Make, until: Until) -> None:
+    w = world(3)
+    await check(w)
+    parent = w.comm(0)
+    with transport_lock:
+        child = w.owned[0].shrink(w.group(0), "left", [2])
+    call = w.call(0, summed(full(w, 0)), group=child)
+    await until(lambda: "shrink" in w.nccl.calls)
+    assert parent.is_valid  # NCCL would lose what it makes
+    with transport_lock:
+        child.abort(CommunicatorAborted("rank 1 is lost, too"))
+    assert str((await w.done([call]))[0]) == "rank 1 is lost, too"
+    await until(lambda: not parent.is_valid)
+
+
+async def test_s3_a_shrink_that_fails_fails_the_child_with_the_parents_error(world: Make, until: Until) -> None:
+    w = world(3)
+    await check(w)
+    parent = w.comm(0)
+    with transport_lock:
+        child = w.owned[0].shrink(w.group(0), "left", [2])
+    call = w.call(0, summed(full(w, 0)), group=child)
+    await until(lambda: "shrink" in w.nccl.calls)
+    parent.fail_later(2)
+    (error,) = await w.done([call])
+    assert code_of(error) == 2
+    assert "shrinking: unhandled system error" in str(error)
+    await until(lambda: not parent.is_valid)
 
 
 async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make) -> None:
@@ -401,6 +452,68 @@ async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make
         child = w.owned[0].shrink(w.group(0), "left", [1])
     error = (await w.done([w.call(0, summed(full(w, 0)), group=child)]))[0]
     assert "nothing to shrink" in str(error)
+
+
+# --- streams -----------------------------------------------------------------------------------------------
+
+
+async def test_s3_kernels_are_on_a_stream_of_the_groups_own(world: Make) -> None:
+    w = world(2)
+    await check(w, "a")
+    await check(w, "b")
+    own = [w.group(rank, name).stream for name in ("a", "b") for rank in range(2)]
+    assert [comm.streams for comm in sorted(w.nccl.communicators, key=lambda c: (c.name or "", c.rank))] == [
+        {stream.cuda_stream} for stream in own if stream is not None
+    ]
+    assert not {stream for stream in own if stream is not None} & set(w.streams)
+    assert len({(stream.device_index, stream.cuda_stream) for stream in own if stream is not None}) == 4
+
+
+async def test_s3_an_operation_does_not_wait_for_the_producers_of_later_ones(world: Make) -> None:
+    w = world(2)
+    await check(w, "a")
+    await check(w, "b")
+    for comm in w.nccl.communicators:
+        comm.hangs = comm.rank == 1 and comm.name == "b"
+    first = w.streams[0]
+    t = full(w, 0, 2.0)
+    await w.done([w.call(0, summed(t), name="a"), w.call(1, summed(full(w, 1, 2.0)), name="a")])
+    w.streams[0] = other = torch.cuda.Stream(device=0)
+    await w.done([w.call(0, summed(full(w, 0)), name="b")])  # its kernel waits for rank 1
+    w.streams[0] = later = torch.cuda.Stream(device=0)
+    later.wait_stream(other)
+    assert (await w.done([w.call(0, summed(full(w, 0)), name="a")])) == [None]
+    with torch.cuda.stream(first):
+        t.mul_(3)  # the next step of the first operation
+    await asyncio.wait_for(asyncio.to_thread(first.synchronize), 10)
+    assert t.cpu().eq(12.0).all()
+    assert not later.query()
+    with transport_lock:
+        for name in ("a", "b"):
+            w.group(0, name).abort(CommunicatorAborted("given up"))
+    later.synchronize()
+
+
+async def test_s3_what_an_operation_lets_go_of_is_reused_behind_the_kernel(world: Make) -> None:
+    w = world(2, dawdle=5)
+    outs = [[torch.empty(64, device=w.device(rank)) for rank in range(2)] for _ in range(10)]
+
+    def widened(out: Tensor, rank: int) -> Step:
+        def step(n: NcclNative, done: Done) -> None:
+            made = [torch.full_like(out, rank + 1.0)]  # on the operation's stream
+
+            def then(error: Failure) -> None:
+                with torch.cuda.stream(w.streams[rank]):
+                    out.copy_(made.pop())
+                    torch.full_like(out, 100.0)
+                done(error)
+
+            n.allreduce(made[0], ReduceOp.MEAN, then)
+
+        return step
+
+    await w.succeed([w.call(rank, widened(pair[rank], rank)) for pair in outs for rank in range(2)])
+    assert all(out.cpu().eq(1.5).all() for pair in outs for out in pair)
 
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -434,15 +547,21 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
     assert order == list(range(2 * count))
 
 
-async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SPIN_SECONDS", 10.0)
-    w = world(1, dawdle=5, seed=2)
+@pytest.mark.parametrize(("size", "name"), [(1, "_SPIN_ALONE_SECONDS"), (2, "_SPIN_SECONDS")])
+async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(
+    world: Make, monkeypatch: pytest.MonkeyPatch, size: int, name: str
+) -> None:
+    monkeypatch.setattr(module, name, 10.0)
+    w = world(size, dawdle=5, seed=2)
     await check(w)
     enqueued: list[Failure] = []
 
-    def call(n: NcclNative, done: Done) -> None:
-        n.broadcast(w.kept[0], 0, enqueued.append)
-        assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
-        done(None)
+    def call(rank: int) -> Step:
+        def step(n: NcclNative, done: Done) -> None:
+            n.broadcast(w.kept[rank], 0, enqueued.append)
+            assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
+            done(None)
 
-    await w.succeed([w.call(0, call) for _ in range(5)])
+        return step
+
+    await w.succeed([w.call(rank, call(rank)) for _ in range(5) for rank in range(size)])

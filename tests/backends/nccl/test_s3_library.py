@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from aiodist.backends import nccl
 from aiodist.backends.base import DTYPES
-from aiodist.backends.nccl import Library, library, missing, refuses, supports
+from aiodist.backends.nccl import Library, library, missing, refuses, supports, version_installed
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.testing.fake_nccl import FakeCommunicator, FakeConfig, FakeNccl, NCCLError, NcclInvalid
 from aiodist.types import ReduceOp
@@ -102,9 +103,23 @@ def test_s3_nccl4py_itself_does_what_the_code_relies_on() -> None:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
+def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the versions of NCCL that are installed as wheels, by their names; there are none."""
+    versions: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return versions
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, wheels: dict[str, str]) -> Install:
     """Pretend that there is a device, and return what puts a module in the place of nccl4py."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def install(core: object) -> None:
         package = ModuleType("nccl")
@@ -116,11 +131,31 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_s3_without_a_device_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setitem(sys.modules, "nccl", None)
     assert "torch sees none" in (missing() or "")
     with pytest.raises(BackendUnavailable, match="CUDA device"):
         nccl.load()
+
+
+def test_s3_whether_it_is_missing_is_known_without_the_device_or_nccl4py(
+    monkeypatch: pytest.MonkeyPatch, installed: Install, wheels: dict[str, str]
+) -> None:
+    def opened() -> bool:
+        raise AssertionError("cuInit")
+
+    monkeypatch.setattr(torch.cuda, "is_available", opened)
+    installed(None)  # importing it raises
+    assert missing() is None
+    assert version_installed() == ()
+    wheels["nvidia-nccl-cu12"] = "2.26.2.post1"
+    assert version_installed() == (2, 26, 2)
+    wheels["nvidia-nccl-cu13"] = "2.32.3"
+    for built_for, found in (("12.8", (2, 26, 2)), ("13.0", (2, 32, 3)), (None, (2, 26, 2))):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        assert version_installed() == found
+    wheels["nvidia-nccl-cu12"] = "2.22.3"
+    assert "NCCL is 2.22.3, 2.23 or later is needed" in (missing() or "")
 
 
 def test_s3_without_nccl4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, installed: Install) -> None:
@@ -138,11 +173,14 @@ def test_s3_a_library_that_is_missing_broken_or_old_is_named(
     assert missing() is None
     assert nccl.version() == "2.32.3"
     fake.release = (2, 22, 9)
-    assert "NCCL is 2.22.9, 2.23 or later is needed" in (missing() or "")
+    with pytest.raises(BackendUnavailable, match=r"NCCL is 2\.22\.9, 2\.23 or later is needed"):
+        nccl.load()
     monkeypatch.setattr(fake, "get_version", lambda: SimpleNamespace(libnccl=None))
-    assert "found no libnccl.so.2" in (missing() or "")
+    with pytest.raises(BackendUnavailable, match=r"found no libnccl\.so\.2"):
+        nccl.load()
     monkeypatch.setitem(sys.modules, "nccl.core", None)  # importing it raises
-    assert "cannot be imported" in (missing() or "")
+    with pytest.raises(BackendUnavailable, match="cannot be imported"):
+        nccl.load()
 
 
 def test_s3_ranks_that_share_a_device_are_refused_by_some() -> None:
@@ -153,6 +191,8 @@ def test_s3_ranks_that_share_a_device_are_refused_by_some() -> None:
     assert "ranks 1 and 2 share device GPU-1 of b" in (refuses(together, (2, 29, 7), shared=True) or "")
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in (refuses(together, (2, 30, 1), shared=False) or "")
     assert refuses(together, (2, 30, 1), shared=True) is None
+    assert refuses(apart, (), shared=False) is None
+    assert "ranks 1 and 2 share device GPU-1 of b: it is not known" in (refuses(together, (), shared=True) or "")
 
 
 # --- errors ------------------------------------------------------------------------------------------------

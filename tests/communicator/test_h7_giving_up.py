@@ -1,0 +1,39 @@
+"""H7: a communicator is given up by whoever learns of a failure, wherever that is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiodist import CommunicatorAborted, Handle, init
+from aiodist.handles import from_source
+
+
+class Ready:
+    """Is over at the second look."""
+
+    looks = 0
+
+    def poll(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def result(self) -> int:
+        return self.looks
+
+
+@pytest.mark.timeout(30)
+async def test_h7_giving_up_while_the_loop_polls() -> None:
+    """Who waits for a handle on the loop is told with the transport lock held: giving up must not wait for it."""
+    with pytest.raises(CommunicatorAborted, match="it is told"):
+        async with init() as coll:
+
+            class Waiter:
+                def wake(self, handle: Handle[int], late: Exception | None, /) -> None:
+                    coll.abort("it is told")
+
+            ready = from_source(Ready(), "ready")
+            ready.add_waiter(Waiter())
+            assert await asyncio.wait_for(ready, 10) >= 2
+            await coll.allreduce(1)
