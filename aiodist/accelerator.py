@@ -49,7 +49,7 @@ def means_here(*, nccl_shares: bool) -> Means:
     no_ipc = "" if allocator == "native" else f"torch allocates with {allocator}, whose memory no other process can map"
     if (why := nccl.missing()) is not None:
         return Means((), why, nccl_shares, no_ipc)
-    return Means(nccl.load().version(), "", nccl_shares, no_ipc)
+    return Means(nccl.version_installed(), "", nccl_shares, no_ipc)
 
 
 def event_handle(event: torch.cuda.Event) -> Handle[None]:

@@ -50,12 +50,11 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
     return mse_loss(module(x), y)
 
 
-def communication(net: DataParallel) -> torch.cuda.Stream:
-    """Return the stream on which the gradients of `net` are reduced."""
+def communication(net: DataParallel) -> list[torch.cuda.Stream]:
+    """Return the streams on which the gradients of `net` are reduced: NCCL's, or a rank's that is alone."""
     accelerator: Any = net._coll._family.accelerator
-    device = next(net.parameters()).device
-    stream: torch.cuda.Stream = accelerator._streams[net._coll.name, device]
-    return stream
+    (group,) = accelerator._of(net._coll.name)
+    return list(accelerator._streams[group.device]) if group.stream is None else [group.stream]
 
 
 def same(net: DataParallel, expected: nn.Module) -> None:
@@ -99,7 +98,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     for x, y in data[:3]:
         await net.step(partial(loss_of, net, x, y), opt)
     await net.run(net.compute.finish)
-    with fake_nccl.paused(communication(net)):
+    with fake_nccl.paused(*communication(net)):
         x, y = data[3]
         await net.step(partial(loss_of, net, x, y), opt)
         assert net.reducer.last is not None
@@ -133,7 +132,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
         loss.register_hook(begun)
         return loss
 
-    with fake_nccl.paused(communication(net)):
+    with fake_nccl.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         assert net.reducer.last is not None
         held = net.reducer.last.over
@@ -456,7 +455,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
         called = True
         return loss_of(net, *data[3])
 
-    with fake_nccl.paused(communication(net)):
+    with fake_nccl.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         net._coll.abort("the cable was pulled")
         assert net.reducer.last is not None

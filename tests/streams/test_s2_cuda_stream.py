@@ -184,7 +184,7 @@ async def test_s2_another_loop_is_an_error() -> None:
 
 
 async def test_s2_the_result_of_submit_is_not_reused_while_the_caller_reads_it(simulated_cuda: SimulatedCuda) -> None:
-    stream = CudaStream.of("to-device")
+    stream: Any = CudaStream.of("to-device")
     for _ in range(10):
         data = fresh(4000).pin_memory()
         x = await stream.submit(data.to, "cuda", non_blocking=True)
@@ -197,13 +197,14 @@ async def test_s2_the_result_of_submit_is_not_reused_while_the_caller_reads_it(s
 
 
 async def test_s6_a_capture_elsewhere_puts_off_what_it_forbids_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, refused = torch.cuda.Event.query, []
+    query: Any = torch.cuda.Event.query
+    refused: list[torch.cuda.Event] = []
 
     def forbidden(event: torch.cuda.Event) -> bool:
         if len(refused) < 3:
             refused.append(event)
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        return query(event)
+        return bool(query(event))
 
     monkeypatch.setattr(torch.cuda.Event, "query", forbidden)
     await asyncio.wait_for(CudaStream.of("compute").record(), 20)
@@ -211,7 +212,7 @@ async def test_s6_a_capture_elsewhere_puts_off_what_it_forbids_to_ask(monkeypatc
 
 
 async def test_s6_asking_has_nothing_to_do_with_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
+    modes: list[int] = []
 
     def exchange(mode: Any) -> None:
         modes.append(mode._obj.value)
