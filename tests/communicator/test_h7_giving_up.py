@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from aiodist import CommunicatorAborted, Handle, init
+from aiodist import Communicator, CommunicatorAborted, Handle, init
 from aiodist.handles import from_source
 
 
@@ -23,17 +23,26 @@ class Ready:
         return self.looks
 
 
+class Quitter:
+    """Gives up as soon as it is told."""
+
+    def __init__(self, coll: Communicator) -> None:
+        self._coll = coll
+
+    def wake(self, handle: Handle[int], late: Exception | None, /) -> None:
+        self._coll.abort("it is told")
+
+
+async def given_up() -> None:
+    async with init() as coll:
+        ready = from_source(Ready(), "ready")
+        ready.add_waiter(Quitter(coll))
+        assert await asyncio.wait_for(ready, 10) >= 2
+        await coll.allreduce(1)
+
+
 @pytest.mark.timeout(30)
 async def test_h7_giving_up_while_the_loop_polls() -> None:
     """Who waits for a handle on the loop is told with the transport lock held: giving up must not wait for it."""
     with pytest.raises(CommunicatorAborted, match="it is told"):
-        async with init() as coll:
-
-            class Waiter:
-                def wake(self, handle: Handle[int], late: Exception | None, /) -> None:
-                    coll.abort("it is told")
-
-            ready = from_source(Ready(), "ready")
-            ready.add_waiter(Waiter())
-            assert await asyncio.wait_for(ready, 10) >= 2
-            await coll.allreduce(1)
+        await given_up()
