@@ -22,12 +22,12 @@ from aiodist.collectives.repertoire import Kit, Repertoire
 from aiodist.collectives.scheduled import LANE_TAGS
 from aiodist.collectives.staging import Staged
 from aiodist.env import Environment
-from aiodist.errors import AiodistError, BackendError
-from aiodist.handles import Handle, Origin, Progress, from_source
-from aiodist.streams import Events, Fence, Staging, check_not_capturing
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle, Progress
+from aiodist.streams import Events, Staging
 from aiodist.topology import Means, Topology
 
-__all__ = ["Accelerator", "event_handle", "means_here", "visible_devices"]
+__all__ = ["Accelerator", "means_here", "visible_devices"]
 
 _MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
 _LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
@@ -50,31 +50,6 @@ def means_here(*, nccl_shares: bool) -> Means:
     if (why := nccl.missing()) is not None:
         return Means((), why, nccl_shares, no_ipc)
     return Means(nccl.version_installed(), "", nccl_shares, no_ipc)
-
-
-def event_handle(event: torch.cuda.Event) -> Handle[None]:
-    """Return a handle that is done when `event`, as it was recorded last, is over."""
-    check_not_capturing()
-    handle = from_source(_EventSource(event), "event", origin=Origin.here())
-    handle.fence = fence = Fence(Progress.current(), event.device or torch.device("cuda"))
-    fence.reached(event)
-    return handle
-
-
-class _EventSource:
-    """See `Source`."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def poll(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError as error:
-            raise BackendError(f"the CUDA device failed: {error}") from error
-
-    def result(self) -> None:
-        return None
 
 
 class Accelerator:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from aiodist.accelerator import event_handle, means_here, visible_devices
+from aiodist.accelerator import means_here, visible_devices
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Neighbourhood, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
@@ -44,7 +44,7 @@ from aiodist.handles import Handle, Progress, from_future
 from aiodist.hierarchy import Hierarchy, root_levels
 from aiodist.isolation import isolate
 from aiodist.pinning import pinned
-from aiodist.streams import CudaStream
+from aiodist.streams import CudaStream, event_handle
 from aiodist.topology import Means, Topology, bound
 
 if TYPE_CHECKING:

@@ -9,13 +9,15 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.handles import Account, Handle, Origin, Progress, in_flight
+from aiodist.errors import BackendError
+from aiodist.handles import Account, Handle, Origin, Progress, from_source, in_flight
+from aiodist.streams.capture import Uncaptured
 from aiodist.streams.current import OnStream
-from aiodist.streams.events import Events
+from aiodist.streams.events import Events, asked
 from aiodist.streams.fence import Fence
 from aiodist.streams.staging import Staging
 
-__all__ = ["CudaStream", "check_not_capturing", "lend"]
+__all__ = ["CudaStream", "check_not_capturing", "event_handle", "lend"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -216,3 +218,32 @@ def index_of(device: torch.device | int | str | None) -> int:
     if known.type != "cuda":
         raise ValueError(f"device {known}: expected a CUDA device")
     return torch.cuda.current_device() if known.index is None else known.index
+
+
+def event_handle(event: torch.cuda.Event) -> Handle[None]:
+    """Return a handle that is done when `event`, as it was recorded last, is over.
+
+    Raises RuntimeError while a CUDA graph is being captured.
+    """
+    check_not_capturing()
+    handle = from_source(_EventSource(event), "event", origin=Origin.here())
+    handle.fence = fence = Fence(Progress.current(), event.device or torch.device("cuda"))
+    fence.reached(event)
+    return handle
+
+
+class _EventSource:
+    """See `Source`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def poll(self) -> bool:
+        with Uncaptured():
+            outcome = asked(self._event)
+        if isinstance(outcome, BackendError):
+            raise outcome
+        return outcome is None
+
+    def result(self) -> None:
+        return None

@@ -13,7 +13,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams.capture import Uncaptured, spoiled
 
-__all__ = ["Events"]
+__all__ = ["PENDING", "Events", "Pending", "asked"]
 
 Then = Callable[[BaseException | None], None]
 
@@ -88,7 +88,7 @@ class Events:
         with Uncaptured():
             for key in list(self._queues):
                 queue = self._queues[key]
-                while queue and not isinstance(outcome := _asked(queue[0][0]), _Pending):
+                while queue and not isinstance(outcome := asked(queue[0][0]), Pending):
                     ended.append((key[0], *queue.popleft(), outcome))
                 if not queue:
                     del self._queues[key]
@@ -101,20 +101,20 @@ class Events:
         return bool(ended)
 
 
-class _Pending:
+class Pending:
     """An event that is not over."""
 
 
-_PENDING = _Pending()
+PENDING = Pending()
 
 
-def _asked(event: torch.cuda.Event) -> BackendError | _Pending | None:
+def asked(event: torch.cuda.Event) -> BackendError | Pending | None:
     """Return None where `event` is over, and what its device failed with."""
     try:
-        return None if event.query() else _PENDING
+        return None if event.query() else PENDING
     except RuntimeError as raised:
         if spoiled(raised):
-            return _PENDING
+            return PENDING
         error = BackendError(f"the CUDA device failed: {raised}")  # it is lost: every event of it says so
         error.__cause__ = raised
         return error
