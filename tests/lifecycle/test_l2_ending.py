@@ -104,7 +104,7 @@ def test_l2_what_is_not_drained_in_time_is_named(run: Run) -> None:
     ended = run("ending.py", "not_drained")
     assert (ended.code, ended.codes()) == (1, [1, 1]), ended
     assert "OperationTimeout: still pending after 0.5 s: allreduce #0 issued at" in ended.errors
-    assert ended.gone_after(0, "mark") < 2.5
+    assert ended.gone_after(0, "mark") < 3.5  # the drain has 0.5 s, giving up 2, and both cores are busy
     assert all_gone(ended)
 
 

@@ -123,10 +123,14 @@ async def test_s2_copies_of_conjugates_numbers_parameters_and_inference_tensors(
     await until_over(copied(staging, back.conj(), on_device, stream))
     assert torch.equal(back, z)
     number, parameter = torch.tensor(0.0), torch.nn.Parameter(torch.zeros(()))
-    await until_over(copied(staging, parameter, torch.tensor(3.0, device="cuda"), stream))
+    three = torch.tensor(3.0, device="cuda")
+    torch.cuda.synchronize()
+    await until_over(copied(staging, parameter, three, stream))
     assert parameter.item() == 3
     assert parameter.requires_grad
-    await until_over(copied(staging, number, parameter.to("cuda"), stream))
+    on_device = parameter.to("cuda")
+    torch.cuda.synchronize()
+    await until_over(copied(staging, number, on_device, stream))
     assert number.item() == 3
     with torch.inference_mode():
         made = torch.zeros(3 * PIECE)
