@@ -56,7 +56,7 @@ class Primitives:
         return self._pick(operation, t, op).finishes
 
     def _pick(self, operation: str, t: Tensor, op: ReduceOp | None = None) -> Implementation:
-        wanted = Wanted(operation, t.dtype, op, t.numel(), t.device.type)
+        wanted = Wanted(operation, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
         return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)
 
     def broadcast(self, t: Tensor, root: int) -> Program[None]:

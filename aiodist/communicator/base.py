@@ -55,6 +55,8 @@ class Base:
         self._issuer = issuer
         self._transport = issuer.transport
         self._topology = topology
+        bound = None if topology is None else topology.device
+        self._device = _CPU if bound is None else torch.device("cuda", bound.index)
         self._levels: Levels | None = None
         self._made_of: tuple[Base, Sequence[int]] | None = None
         self._family = family
@@ -139,8 +141,7 @@ class Base:
     @property
     def device(self) -> torch.device:
         """The device this rank computes on: its CUDA device, number `local_rank` modulo those it sees, or the CPU."""
-        bound = None if self._topology is None else self._topology.device
-        return _CPU if bound is None else torch.device("cuda", bound.index)
+        return self._device
 
     @property
     def backend(self) -> str:
@@ -274,7 +275,7 @@ class Base:
         # From the number that all ranks give the operation, whatever errors each of them raised before it.
         accelerator = self._family.accelerator
         ep = Endpoint(self._transport, tag_of(self.seq), None if accelerator is None else accelerator.courier)
-        return Primitives(ep, self._repertoire, impl, together=together, device=self.device)
+        return Primitives(ep, self._repertoire, impl, together=together, device=self._device)
 
 
 def tensors_of(t: object) -> list[Tensor]:
