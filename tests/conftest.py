@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+if TYPE_CHECKING:
+    from aiodist.testing import SimulatedCuda
+    from aiodist.testing.fake_nccl import FakeNccl
 
 os.environ["AIODIST_SELECTOR"] = "none"  # what `aiodist tune` measured for this user is no part of the tests
 
@@ -46,3 +51,26 @@ async def reports() -> list[dict[str, object]]:
     caught: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: caught.append(context))
     return caught
+
+
+class NcclOnDevices(NamedTuple):
+    """What stands in for NCCL, and the devices that it is on."""
+
+    library: FakeNccl
+    device: SimulatedCuda
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclOnDevices]:
+    """NCCL, which devices wait for and the host does not, among five simulated ones; what it leaves unchecked is."""
+    from aiodist.backends import nccl
+    from aiodist.testing import simulated_cuda
+    from aiodist.testing.fake_nccl import FakeNccl
+
+    library = FakeNccl()
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
+    with simulated_cuda(devices=5, delay=2e-4) as device:
+        yield NcclOnDevices(library, device)
+        assert not library.violations
+        assert not device.hazards

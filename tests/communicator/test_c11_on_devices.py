@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from aiodist import AiodistError, BufferInFlight, Communicator, Handle, MismatchError, gather
-from aiodist.backends import nccl
-from aiodist.testing import simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
 from aiodist.testing.fake_nccl import FakeNccl
 
+if TYPE_CHECKING:
+    from tests.conftest import NcclOnDevices
+
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
-    library = FakeNccl()
-    monkeypatch.setattr(nccl, "missing", lambda: None)
-    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    with simulated_cuda(devices=2, delay=1e-4) as device:
-        yield library
-        assert not library.violations
-        assert not device.hazards
+def fake(fake_nccl: NcclOnDevices) -> FakeNccl:
+    return fake_nccl.library
 
 
 @pytest.mark.ranks(2)

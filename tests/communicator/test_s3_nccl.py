@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,19 +16,15 @@ from aiodist.streams import CudaStream
 from aiodist.testing import simulated_cuda
 from aiodist.testing.fake_nccl import FakeNccl
 
+if TYPE_CHECKING:
+    from tests.conftest import NcclOnDevices
+
 REDUCED = ("allreduce", "reduce", "reduce_scatter")
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
-    """NCCL on five devices; what it leaves unchecked is checked."""
-    library = FakeNccl()
-    monkeypatch.setattr(nccl, "missing", lambda: None)
-    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    with simulated_cuda(devices=5, delay=2e-4) as device:
-        yield library
-        assert not library.violations
-        assert not device.hazards
+def fake(fake_nccl: NcclOnDevices) -> FakeNccl:
+    return fake_nccl.library
 
 
 def mine(coll: Communicator, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

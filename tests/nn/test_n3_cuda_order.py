@@ -16,28 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
-from aiodist.backends import nccl
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.testing import simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.fake_nccl import FakeNccl
 
 if TYPE_CHECKING:
+    from tests.conftest import NcclOnDevices
     from tests.nn.conftest import Trial
 
 STEPS = 4
-
-
-@pytest.fixture
-def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    """NCCL, which the device waits for and the host does not, between simulated devices."""
-    library = FakeNccl()
-    monkeypatch.setattr(nccl, "missing", lambda: None)
-    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    with simulated_cuda(devices=3) as device:
-        yield device
-        assert not library.violations
-        assert not device.hazards
 
 
 def batches(trial: type[Trial], coll: Communicator, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
@@ -68,19 +54,19 @@ def same(net: DataParallel, expected: nn.Module) -> None:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_a_step_synchronises_nothing(
-    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial], pipelined: bool
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], pipelined: bool
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
     make = trial.OPTIMIZERS["adam"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     data = batches(trial, coll)
     await coll.barrier()  # every rank has its batches there
-    before = dict(fake_nccl.synchronisations)
+    before = dict(fake_nccl.device.synchronisations)
     for x, y in data:
         await net.step(partial(loss_of, net, x, y), opt)
     await coll.barrier()
-    assert fake_nccl.synchronisations == before
-    assert not fake_nccl.fallbacks
+    assert fake_nccl.device.synchronisations == before
+    assert not fake_nccl.device.fallbacks
     if pipelined:
         await opt.flush()
     await coll.barrier()  # nobody looks at parameters, which synchronises, before all have counted
@@ -90,7 +76,7 @@ async def test_n3_cuda_a_step_synchronises_nothing(
 
 @pytest.mark.ranks(1, 2)
 async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
-    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
     opt = trial.OPTIMIZERS["momentum"](net.parameters())
@@ -98,7 +84,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     for x, y in data[:3]:
         await net.step(partial(loss_of, net, x, y), opt)
     await net.run(net.compute.finish)
-    with fake_nccl.paused(*communication(net)):
+    with fake_nccl.device.paused(*communication(net)):
         x, y = data[3]
         await net.step(partial(loss_of, net, x, y), opt)
         assert net.reducer.last is not None
@@ -113,7 +99,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
 
 @pytest.mark.ranks(1, 2)
 async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
-    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
@@ -132,7 +118,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
         loss.register_hook(begun)
         return loss
 
-    with fake_nccl.paused(*communication(net)):
+    with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         assert net.reducer.last is not None
         held = net.reducer.last.over
@@ -440,7 +426,7 @@ async def test_n3_cuda_an_error_here_is_told_there(
 
 @pytest.mark.ranks(1)
 async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
-    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
 ) -> None:
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
@@ -455,7 +441,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
         called = True
         return loss_of(net, *data[3])
 
-    with fake_nccl.paused(*communication(net)):
+    with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         net._coll.abort("the cable was pulled")
         assert net.reducer.last is not None

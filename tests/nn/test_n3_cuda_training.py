@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,28 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, MismatchError
-from aiodist.backends import nccl
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.testing import simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.fake_nccl import FakeNccl
 
 if TYPE_CHECKING:
+    from tests.conftest import NcclOnDevices
     from tests.nn.conftest import Trial
 
 STEPS = 4
-
-
-@pytest.fixture
-def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    """NCCL, which the device waits for and the host does not, between simulated devices."""
-    library = FakeNccl()
-    monkeypatch.setattr(nccl, "missing", lambda: None)
-    monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-    with simulated_cuda(devices=3) as device:
-        yield device
-        assert not library.violations
-        assert not device.hazards
 
 
 class Halves(nn.Module):
@@ -88,7 +73,7 @@ async def test_n3_cuda_equals_one_process(
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_over_nccl(
-    coll: Communicator, fake_nccl: SimulatedCuda, trial: type[Trial], pipelined: bool
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], pipelined: bool
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
     assert coll.size == 1 or coll.availability().of("allreduce", "nccl", "cuda").state == "available"
