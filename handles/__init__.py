@@ -4,7 +4,7 @@ from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight
 from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
-from aiodist.handles.handle import Fence, Handle, Orderable
+from aiodist.handles.handle import Fence, Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
@@ -16,7 +16,6 @@ __all__ = [
     "Fence",
     "Handle",
     "Lane",
-    "Orderable",
     "Origin",
     "Permit",
     "Poller",

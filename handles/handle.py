@@ -20,18 +20,11 @@ if TYPE_CHECKING:
     from aiodist.handles.deadline import Deadline
     from aiodist.handles.progress import Progress
 
-__all__ = ["Fence", "Handle", "Orderable", "Status", "Waiter"]
+__all__ = ["Fence", "Handle", "Status", "Waiter"]
 
 T = TypeVar("T")
 _FAIR_SECONDS = 1e-3
 _event_lock = threading.Lock()
-
-
-class Orderable(Protocol):
-    """A stream that can be told to go on only after a handle."""
-
-    def wait_handle(self, handle: Handle[Any], /) -> None:
-        """Let what is submitted from now on begin after `handle` is done."""
 
 
 class Fence(Protocol):

@@ -9,6 +9,7 @@ import torch
 
 from aiodist.handles import Handle, Progress
 from aiodist.handles.progress import transport_lock
+from aiodist.streams.host import HostStream
 
 __all__ = ["Fence"]
 
@@ -33,7 +34,7 @@ class Fence:
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         """See `aiodist.handles.Fence`."""
-        if hasattr(stream, "submit") and not hasattr(stream, "stream"):  # a HostStream: the host waits there
+        if isinstance(stream, HostStream):  # the host waits there
             stream.wait_handle(handle)
             return
         if not self._queued.is_set():

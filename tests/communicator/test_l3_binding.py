@@ -120,3 +120,14 @@ async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simu
     users = accelerator._streams[coll.device]
     assert 0 < len(users) <= 16
     assert set(users.values()) == {0}
+
+
+@pytest.mark.ranks(2)
+async def test_s4_memory_of_a_device_for_collectives(coll: Communicator, simulated_cuda: object) -> None:
+    for shape, size in ((5, (5,)), ((2, 3), (2, 3))):
+        t = coll.empty(shape, torch.float64, device=coll.device)
+        assert (t.device, t.dtype, tuple(t.shape)) == (coll.device, torch.float64, size)
+        t.fill_(coll.rank + 1)
+        await coll.allreduce(t, impl="cuda_ipc")
+        assert set(t.flatten().tolist()) == {3.0}
+    assert coll.empty(3).device == coll.empty(3, device="cpu").device == torch.device("cpu")
