@@ -275,16 +275,20 @@ class Progress:
                 self._inside = False
                 transport_lock.release()
 
-    def exclusively(self, call: Callable[[], None]) -> None:
+    def exclusively(self, call: Callable[[], object]) -> None:
         """Make `call` with the transport lock held; on the loop's thread, which may hold it already.
 
         Whoever waits for a handle on the loop may be told while the loop polls, and so with the lock held.
         """
         if self._inside:
             call()
-        else:
-            with transport_lock:
+            return
+        with transport_lock:
+            self._inside = True
+            try:
                 call()
+            finally:
+                self._inside = False
 
     def spin(self, handle: Handle[Any]) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""

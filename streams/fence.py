@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import transport_lock
 from aiodist.streams.host import HostStream
 
 __all__ = ["Fence"]
@@ -39,9 +38,10 @@ class Fence:
             return
         if not self._queued.is_set():
             self._await_queued(handle)
-        if self._event is not None:
+        event = self._event  # it may be over just now
+        if event is not None:
             ordered = torch.cuda.current_stream(self._device) if stream is None else getattr(stream, "stream", stream)
-            ordered.wait_event(self._event)
+            ordered.wait_event(event)
 
     def _await_queued(self, handle: Handle[Any]) -> None:
         if not self._progress.owns_thread():
@@ -49,8 +49,8 @@ class Fence:
             while not self._queued.wait(_LOOK_SECONDS) and not handle.done() and not self._progress.loop.is_closed():
                 pass
             return
-        with transport_lock:  # it may only be waiting for the holder of the lock to come round to it
-            self._progress.called()
+        # It may only be waiting for the holder of the lock to come round to it.
+        self._progress.exclusively(self._progress.called)
         if not self._queued.is_set():
             raise RuntimeError(
                 f"{handle} goes by way of the host, which still has to begin a part of it (in checked mode, once the "
