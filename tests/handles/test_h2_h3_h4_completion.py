@@ -111,13 +111,18 @@ async def test_h3_a_failed_operation_stays_failed(bench: Any) -> None:
 async def test_h3_cancel_and_completion_race_to_one_outcome() -> None:
     ran: set[int] = set()
     dice = random.Random(0)
+    go = threading.Event()
     async with HostStream() as stream:
+        first = stream.submit(go.wait, 30)
         handles = [stream.submit(ran.add, i) for i in range(2000)]
         order = list(enumerate(handles))
         dice.shuffle(order)
-        withdrawn = {i for i, handle in order if handle.cancel()}
+        withdrawn = {i for i, handle in order[:500] if handle.cancel()}
+        go.set()
+        withdrawn |= {i for i, handle in order[500:] if handle.cancel()}
         await stream.sync()
-        assert withdrawn
+        assert await first
+        assert withdrawn >= {i for i, _ in order[:500]}
         assert ran == set(range(2000)) - withdrawn
         assert all(handle.cancelled() == (i in withdrawn) for i, handle in enumerate(handles))
         for i, handle in enumerate(handles):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -258,9 +257,13 @@ async def test_n3_cuda_each_step_on_a_stream_of_its_own(
 # --- threads of autograd ------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def backward_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Run every backward in a thread of its own, on the streams of the caller: as autograd does for a device."""
+@pytest.fixture
+def backward_threads(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Let every backward run in a thread of its own, on the streams of the caller, as autograd does for a device.
+
+    The names of the threads are added to the set. It is a fixture because the ranks of a test share one `torch`:
+    patched and restored by each of them in turn, it would stay patched.
+    """
     original: Callable[..., None] = torch.Tensor.backward
     names: set[str] = set()
 
@@ -283,31 +286,28 @@ def backward_in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         if raised:
             raise raised[0]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "backward", backward)
-        yield names
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    return names
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
     coll: Communicator,
-    simulated_cuda: SimulatedCuda,
     trial: type[Trial],
-    monkeypatch: pytest.MonkeyPatch,
+    backward_threads: set[str],
     pipelined: bool,
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
     make = trial.OPTIMIZERS["momentum"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     data = batches(trial, coll)
-    with backward_in_threads(monkeypatch) as names:
-        for x, y in data:
-            await net.step(partial(loss_of, net, x, y), opt)
-        if pipelined:
-            await opt.flush()
-        await coll.barrier()
-    assert names == {"pt_autograd_0"}
+    for x, y in data:
+        await net.step(partial(loss_of, net, x, y), opt)
+    if pipelined:
+        await opt.flush()
+    await coll.barrier()
+    assert backward_threads == {"pt_autograd_0"}
     same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
