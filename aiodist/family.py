@@ -24,8 +24,9 @@ from aiodist.errors import (
     OperationTimeout,
 )
 from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles.combinators import all_over
 from aiodist.handles.progress import transport_lock
-from aiodist.issuer import Issuer, all_over
+from aiodist.issuer import Issuer
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator

@@ -32,16 +32,16 @@ from aiodist.errors import (
     OperationTimeout,
 )
 from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight
+from aiodist.handles.combinators import all_over
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ledger import Fingerprint, Ledger
+from aiodist.stalls import Stalls
 
-__all__ = ["Issuer", "Plan", "all_over"]
+__all__ = ["Issuer", "Plan"]
 
 T = TypeVar("T")
 
-_STALL_SECONDS = 0.1  # an operation that is pending at two ticks in a row is published
-_MISMATCH_SECONDS = 1.0
 _FORK_SECONDS = 1.0
 _DISPUTED = (BackendError, MismatchError)
 
@@ -92,8 +92,9 @@ class Issuer:
         """In order of issue; True for collectives, which all ranks number alike."""
         self._refusal: AiodistError | RuntimeError | None = None
         self._thread_id = get_ident()
-        self._watching = False
-        self._old: set[Handle[Any]] = set()
+        self._stalls = Stalls(self._pending, self.ledger, self.progress.loop)
+        if transport.size == 1:
+            self._stalls.silence()
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
@@ -173,10 +174,10 @@ class Issuer:
     def quick(self, plan: Plan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""
         start, nbytes = t.data_ptr(), plan.nbytes
-        pending, progress, ledger = self._pending, self.progress, self.ledger
-        if self._refusal is not None or get_ident() != self._thread_id or not (self._watching and progress.armed):
+        pending, progress, ledger, stalls = self._pending, self.progress, self.ledger, self._stalls
+        if self._refusal is not None or get_ident() != self._thread_id or not (stalls.watching and progress.armed):
             self.check_usable()
-            self._keep_watch()
+            stalls.keep_watch()
         handle: Handle[Tensor] = Handle(progress, "allreduce", ledger.seq, nbytes, whence(3), self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
@@ -269,21 +270,14 @@ class Issuer:
             self._set_deadline(handle, timeout)
         in_flight.acquire_all(claims, handle)
         self._pending[handle] = collective
-        self._keep_watch()
+        self._stalls.keep_watch()
         return handle
-
-    def _keep_watch(self) -> None:
-        if not self._watching:
-            self._watching = True
-            self.progress.loop.call_later(_STALL_SECONDS, self._watch)
 
     def _set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else timeout
         assert seconds is not None
         handle.set_deadline(seconds, lambda: dict(self.ledger.late))
-        if seconds < 3 * _STALL_SECONDS:
-            # The late ranks must be known by then, so they are asked in good time.
-            self.progress.loop.call_later(seconds / 2, self._publish, handle)
+        self._stalls.expect(handle, seconds)
 
     # --- completion: with the transport lock held --------------------------------------------------------------
 
@@ -341,38 +335,17 @@ class Issuer:
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
         handle.reject(error)
 
-    # --- stalls and disagreements --------------------------------------------------------------------------
+    # --- disagreements ---------------------------------------------------------------------------------------
 
     def _ask_the_others(self, handle: Handle[Any], error: AiodistError) -> None:
         """A collective's transfer failed, most likely since ranks disagree: each of them knows the line of its call."""
-
-        def ask() -> None:
-            self._publish(handle)
-            self.progress.loop.call_later(_MISMATCH_SECONDS / 2, conclude)
 
         def conclude() -> None:
             with transport_lock:
                 self._pending.pop(handle, None)
                 self._failed(handle, error)
 
-        self.progress.post(ask)
-
-    def _watch(self) -> None:
-        """Ten times a second while something is pending: publish what has not moved since the last time."""
-        pending = list(self._pending)
-        if not pending:
-            self._watching = False
-            self._old.clear()
-            return
-        stalled = next((h for h in pending if h in self._old and self._pending.get(h)), None)
-        if stalled is not None:
-            self._publish(stalled)
-        self._old = set(pending)
-        self.progress.loop.call_later(_STALL_SECONDS, self._watch)
-
-    def _publish(self, handle: Handle[Any]) -> None:
-        if not handle.done() and self._pending.get(handle) and self.transport.size > 1 and self._refusal is None:
-            self.ledger.publish(handle.seq)
+        self.progress.post(lambda: self._stalls.ask(handle, conclude))
 
     def _disagreed(self, error: AiodistError) -> None:
         """On the listener thread: MPI cannot withdraw a collective, so the communicator is given up.
@@ -384,9 +357,8 @@ class Issuer:
 
     def _explain(self, seq: int) -> None:
         """The digests differ at the barrier `seq`: have the ranks show each other what they issued before it."""
-        self.ledger.publish_history()
         text = f"ranks issued different operations before barrier #{seq}, which are no longer kept"
-        self.progress.loop.call_later(_MISMATCH_SECONDS, lambda: self.abort(MismatchError(text)))
+        self._stalls.compare_history(lambda: self.abort(MismatchError(text)))
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -430,6 +402,7 @@ class Issuer:
         if self._refusal is not None:
             return
         self._refusal = self._aborted(error)
+        self._stalls.silence()
         self.progress.exclusively(partial(self._fail_all, error))
         self.ledger.give_up(error)
         for tell in list(self.on_abort):
@@ -449,6 +422,7 @@ class Issuer:
 
     def close(self) -> None:
         """Refuse every later call."""
+        self._stalls.silence()
         self.ledger.close()
         if self._refusal is None:
             self._refusal = CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name)
@@ -462,33 +436,6 @@ class Issuer:
     def forked(self) -> None:
         """This is a child of the process that opened it."""
         self._refusal = RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it")
-
-
-def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Return a future that is done when they are; to wait for them like this is not to look at their results."""
-    over: asyncio.Future[None] = loop.create_future()
-    waiter = _Countdown(over, len(handles))
-    for handle in handles:
-        consumed = handle._consumed
-        handle.add_waiter(waiter)
-        handle._consumed = consumed
-    return over
-
-
-class _Countdown:
-    """Waits for many handles on behalf of nobody."""
-
-    def __init__(self, over: asyncio.Future[None], left: int) -> None:
-        self._over = over
-        self._left = left
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it was told of its own deadline, and goes on
-            handle.add_waiter(self)
-            return
-        self._left -= 1
-        if self._left == 0 and not self._over.done():
-            self._over.set_result(None)
 
 
 def _coroutine() -> str:

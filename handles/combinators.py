@@ -1,10 +1,10 @@
-"""Many handles, one waiter: `gather` and `as_completed`."""
+"""Many handles, one waiter: `gather`, `as_completed` and, for the runtime itself, `all_over`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiodist.handles.handle import Handle
@@ -14,7 +14,7 @@ from aiodist.handles.progress import Progress
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
 
-__all__ = ["as_completed", "gather"]
+__all__ = ["all_over", "as_completed", "gather"]
 
 T = TypeVar("T")
 
@@ -116,6 +116,33 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncIterator[Handle[T]]
     finally:
         for member in members:
             member.remove_waiter(queue)
+
+
+def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    """Return a future that is done when they are; to wait for them like this is not to look at their results."""
+    over: asyncio.Future[None] = loop.create_future()
+    waiter = _Countdown(over, len(handles))
+    for handle in handles:
+        consumed = handle._consumed
+        handle.add_waiter(waiter)
+        handle._consumed = consumed
+    return over
+
+
+class _Countdown:
+    """Waits for many handles on behalf of nobody."""
+
+    def __init__(self, over: asyncio.Future[None], left: int) -> None:
+        self._over = over
+        self._left = left
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        if late is not None and not handle.done():  # it was told of its own deadline, and goes on
+            handle.add_waiter(self)
+            return
+        self._left -= 1
+        if self._left == 0 and not self._over.done():
+            self._over.set_result(None)
 
 
 def _value(handle: Handle[Any]) -> Any:  # noqa: ANN401

@@ -15,7 +15,7 @@ from aiodist.control import Channel, in_process
 from aiodist.errors import AiodistError, PeerError
 from aiodist.isolation import isolate
 from aiodist.issuer import Issuer
-from aiodist.runtime import Place, current_place
+from aiodist.opening import Place, current_place
 from aiodist.testing.clock import FakeClockLoop, Limit
 
 __all__ = ["Deadlock", "gather_ranks", "run_ranks"]

@@ -26,7 +26,7 @@ from aiodist.env import Environment
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.handles.progress import transport_lock
-from aiodist.runtime import Limits, _open_shared_memory
+from aiodist.opening import Limits, _open_shared_memory
 from aiodist.types import ANY
 
 SHORT = short_bytes(2)

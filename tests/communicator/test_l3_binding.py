@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiodist import Communicator, gather, init
-from aiodist.runtime import current_place
+from aiodist.opening import current_place
 from aiodist.testing import run_ranks, simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
 

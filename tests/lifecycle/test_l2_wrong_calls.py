@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.runtime import Limits, current_limits
+from aiodist.opening import Limits, current_limits
 from aiodist.testing import run_ranks
 
 CALLS: dict[str, Callable[[aiodist.Communicator], object]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aiodist
-from aiodist.runtime import current_place
+from aiodist.opening import current_place
 
 if TYPE_CHECKING:
     from aiodist import Communicator

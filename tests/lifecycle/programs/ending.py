@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.runtime import Limits, current_limits
+from aiodist.opening import Limits, current_limits
 
 
 def say(*words: object) -> None:

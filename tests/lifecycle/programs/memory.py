@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.runtime import Limits, current_limits
+from aiodist.opening import Limits, current_limits
 
 NUMEL = 16 << 20  # of float32: 64 MiB
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.runtime import Limits, current_limits
+from aiodist.opening import Limits, current_limits
 
 BEGAN = "mpi4py.MPI" in sys.modules
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.runtime import Limits, current_limits
+from aiodist.opening import Limits, current_limits
 from aiodist.testing import run_ranks
 
 if TYPE_CHECKING:
