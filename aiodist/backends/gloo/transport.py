@@ -67,7 +67,7 @@ class GlooTransport:
         self._receiving = Receiving(self._peers, self._disputes)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            long = Group(group, [rank for rank in range(self.size) if rank != self.rank])
+            long = Group(group, [rank for rank in range(self.size) if rank != self.rank], wire.tell)
             self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long, self._disputes)
             with transport_lock:
                 wire.groups.add(long)

@@ -70,6 +70,7 @@ class Wire:
             except Exception as error:  # noqa: BLE001  - it must not end the thread
                 self.progress.report("what a frame completed failed", error)
             self.progress.called()
+            self.progress.attend()
 
     def came(self, src: int, frame: Frame) -> None:
         """Deliver `frame`."""
