@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aiodist.backends import nccl
-from aiodist.backends.cuda_ipc import Mappings
+from aiodist.backends.base import Done
+from aiodist.backends.cuda_ipc import Burying, Mappings
 from aiodist.collectives.courier import DirectCourier, StagedCourier
 from aiodist.collectives.cuda_ipc import CudaIpc
 from aiodist.collectives.hierarchical import Hierarchical
@@ -18,18 +20,25 @@ from aiodist.collectives.nccl import Nccl as NcclCollectives
 from aiodist.collectives.on_device import DeviceWork, InOrder
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Courier, Endpoint
+from aiodist.collectives.queued import Queue, alone, by_nccl
 from aiodist.collectives.repertoire import Kit, Repertoire
 from aiodist.collectives.scheduled import LANE_TAGS
 from aiodist.collectives.staging import Staged
-from aiodist.env import Environment
-from aiodist.errors import AiodistError
+from aiodist.env import Environment, variables
+from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle, Progress
-from aiodist.streams import Events, Staging
+from aiodist.streams import Events, Fence, Staging
 from aiodist.topology import Means, Topology
+from aiodist.types import ReduceOp
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
 
 __all__ = ["Accelerator", "means_here", "visible_devices"]
 
 _MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
 _LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
 
 
@@ -45,17 +54,33 @@ def visible_devices(environment: Environment) -> list[str]:
 
 def means_here(*, nccl_shares: bool) -> Means:
     """Return what this rank has for its device; `nccl_shares`: NCCL was told that ranks may share one."""
-    allocator = torch.cuda.get_allocator_backend()
-    no_ipc = "" if allocator == "native" else f"torch allocates with {allocator}, whose memory no other process can map"
+    no_ipc = ""
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        no_ipc = f"torch allocates with {allocator}, whose memory no other process can map"
+    elif name := next((name for name in _ALLOCATOR_VARIABLES if _EXPANDABLE in variables().get(name, "")), None):
+        no_ipc = f"{name} has {_EXPANDABLE}: mapping such memory takes the right to trace the process that lends it"
+    return Means(*_nccl_here(), nccl_shares, no_ipc)
+
+
+def _nccl_here() -> tuple[tuple[int, ...], str]:
+    """Return NCCL's version, or why it cannot be had: what is installed but cannot be loaded is known to all in time.
+
+    Takes some 0.3 s at the first call, and opens no device.
+    """
     if (why := nccl.missing()) is not None:
-        return Means((), why, nccl_shares, no_ipc)
-    return Means(nccl.version_installed(), "", nccl_shares, no_ipc)
+        return (), why
+    try:
+        return nccl.load().version(), ""
+    except BackendUnavailable as error:
+        return (), str(error)
 
 
 class Accelerator:
     """Shared by all communicators of one rank's world; belongs to its loop."""
 
-    def __init__(self, progress: Progress, failed: Callable[[str, AiodistError], None], *, direct: bool) -> None:
+    def __init__(
+        self, progress: Progress, channel: Channel, failed: Callable[[str, AiodistError], None], *, direct: bool
+    ) -> None:
         """`failed` is told, on the loop, of communicators whose NCCL has failed.
 
         With `direct` the host's transports take memory of devices.
@@ -66,9 +91,9 @@ class Accelerator:
         self.courier: Courier = InOrder((DirectCourier if direct else StagedCourier)(self._staging))
         """Takes tensors to and from the host's transports."""
         self._mappings = Mappings()
+        self._burying = Burying(self._mappings, progress, channel)
         self._failed = failed
-        self._streams: dict[torch.device, dict[torch.cuda.Stream, int]] = {}
-        """Of each device, with how many operations have them."""
+        self._streams: dict[torch.device, list[_Stream]] = {}
         self._groups: nccl.NcclGroups | None = None
         self._members: dict[str, tuple[Sequence[int], int]] = {}
         """By the name of a communicator that has NCCL: its ranks and mine."""
@@ -87,28 +112,24 @@ class Accelerator:
         NCCL's kernels wait for one another: each of its communicators has one more, which is theirs alone.
         """
         stream = self._take_stream(device)
-        given_back = partial(self._give_stream, device, stream)
         if tag is None or name not in self._members:
-            return DeviceWork(self._progress, stream, given_back)
+            return DeviceWork(self._progress, stream.stream, stream.give_back)
         turn = self._take_turn(name, device, tag)
 
         def queued() -> None:
-            given_back()
+            stream.give_back()
             self._give_back(name, device, tag, turn)
 
-        return DeviceWork(self._progress, stream, queued)
+        return DeviceWork(self._progress, stream.stream, queued)
 
-    def _take_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
-        users = self._streams.setdefault(device, {})
-        least = min(users, key=users.__getitem__, default=None)
-        if least is None or (users[least] and len(users) < _MOST_STREAMS):
-            least = torch.cuda.Stream(device=device)
-        users[least] = users.get(least, 0) + 1
+        streams = self._streams.setdefault(device, [])
+        least = min(streams, key=_Stream.__len__, default=None)
+        if least is None or (len(least) and len(streams) < _MOST_STREAMS):
+            streams.append(least := _Stream(torch.cuda.Stream(device=device)))
+        least.take()
         return least
-
-    def _give_stream(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._streams[device][stream] -= 1
 
     def _take_turn(self, name: str, device: torch.device, tag: int) -> nccl.Turn:
         if self._groups is None:
@@ -120,9 +141,7 @@ class Accelerator:
         group = self._groups.of(f"{name} #{used.index(device)}", ranks, rank, device)
         turn = group.turns.take()
         self._turns.setdefault((name, tag), {})[device] = (group, turn)
-        if not self._looking:
-            self._looking = True
-            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        self._keep_looking()
         return turn
 
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
@@ -189,16 +208,43 @@ class Accelerator:
             missing["nccl"] = no_nccl
         return Kit(kits[0], kits[1], missing)
 
+    # --- reductions that only queue -----------------------------------------------------------------------------
+
+    def queue_alone(self, device: torch.device) -> Queue:
+        """Return how the only rank of a communicator reduces tensors on `device`, in place."""
+        return alone(self._progress, device)
+
+    def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
+        """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
+        if self._groups is None or self._used.get(name, [])[:1] != [device]:
+            return None
+        group = self._groups.of(f"{name} #0", *self._members[name], device)
+        if not group.opened:
+            return None
+        queue = by_nccl(self._progress, group, op)
+
+        def looked_after(t: Tensor, done: Done) -> tuple[Fence, Callable[[], None]]:
+            self._keep_looking()
+            return queue(t, done)
+
+        return looked_after
+
     # --- failures and the end -------------------------------------------------------------------------------
 
+    def _keep_looking(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
     def _look(self) -> None:
-        """Ask NCCL whether what is under way has failed; on the loop."""
-        self._looking = bool(self._turns) or self._progress.pending()
-        if not self._looking or self._groups is None:
+        """Ask NCCL whether what is under way has failed, once more when nothing is: what failed at once is over."""
+        if self._groups is None:
             self._looking = False
             return
+        self._looking = bool(self._turns) or self._progress.pending()
         self._progress.start(partial(self._ask, self._groups))
-        self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        if self._looking:
+            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
 
     def _ask(self, groups: nccl.NcclGroups) -> None:
         for group in groups:
@@ -226,9 +272,29 @@ class Accelerator:
 
     async def aclose(self) -> None:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
+        self._burying.close()
         if self._groups is not None:
             await self._groups.aclose(drained=False)
         await self._mappings.aclose()
+
+
+class _Stream:
+    """A stream, and how many operations have it; taken on the loop's thread, given back on any."""
+
+    __slots__ = ("_users", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._users: list[None] = []  # its ends are atomic, as a sum is not
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def take(self) -> None:
+        self._users.append(None)
+
+    def give_back(self) -> None:
+        self._users.pop()
 
 
 def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:

@@ -92,7 +92,10 @@ class Family:
         """Return the first communicator, over all ranks."""
         if topology.devices:
             self.accelerator = Accelerator(
-                Progress.current(), self._device_failed, direct="cuda" in transport.capabilities().devices
+                Progress.current(),
+                self._channel,
+                self._device_failed,
+                direct="cuda" in transport.capabilities().devices,
             )
         world = self._communicator("world", transport, range(transport.size), topology)
         self._channel.on_lost(lambda exit: world._issuer.progress.post(lambda: self._lost(exit)))
@@ -152,9 +155,12 @@ class Family:
                 self.near.close()
 
     def _device_failed(self, name: str, error: AiodistError) -> None:
-        for communicator in self._open:
-            if communicator.name == name:
-                communicator._issuer.abort(error)
+        """Give the communicator up on all ranks: the others may wait for this one on the device."""
+        for communicator in (*self._open, *self._closing):
+            issuer = communicator._issuer
+            if communicator.name == name and issuer.refusal is None:
+                issuer.abort(error)
+                issuer.ledger.tell_abort(f"rank {communicator.rank}: {error}")
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):

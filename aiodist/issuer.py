@@ -14,12 +14,13 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Transport
+from aiodist.backends.base import Begin, Done, Transport
 from aiodist.claims import Claim
 from aiodist.collectives import operations
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, run
+from aiodist.collectives.queued import Queue
 from aiodist.collectives.repertoire import Repertoire
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
@@ -37,8 +38,9 @@ from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ledger import Fingerprint, Ledger
 from aiodist.stalls import Stalls
+from aiodist.streams.events import failed
 
-__all__ = ["Issuer", "Plan"]
+__all__ = ["Issuer", "Plan", "QueuePlan"]
 
 T = TypeVar("T")
 
@@ -50,10 +52,18 @@ class Plan(NamedTuple):
     """How to reduce tensors of one kind with a single native call, worked out at the first of them."""
 
     what: Fingerprint
-    start: Begin
     nbytes: int
+    start: Begin
     inline_bytes: int
     """From here on it begins on the progress thread, unless the communicator says otherwise."""
+
+
+class QueuePlan(NamedTuple):
+    """The same for tensors on a device, where a call only queues."""
+
+    what: Fingerprint
+    nbytes: int
+    queue: Queue
 
 
 class _Differ(Exception):
@@ -171,7 +181,7 @@ class Issuer:
         handle.set_canceller(withdraw)
         self.start(partial(self.mailbox.receive, wanted), 0)
 
-    def quick(self, plan: Plan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+    def quick(self, plan: Plan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""
         start, nbytes = t.data_ptr(), plan.nbytes
         pending, progress, ledger, stalls = self._pending, self.progress, self.ledger, self._stalls
@@ -196,12 +206,21 @@ class Issuer:
             elif not handle.done():
                 handle.resolve(t)
 
-        if nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
+        if isinstance(plan, QueuePlan):
+            self._queue(plan.queue, t, handle, done)
+        elif nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
             then = progress.counted(done) if nbytes < plan.inline_bytes else done
             progress.start_in_thread(partial(plan.start, t, handle.seq, then))
         else:
             progress.start(partial(plan.start, t, handle.seq, done))
         return handle
+
+    def _queue(self, queue: Queue, t: Tensor, handle: Handle[Tensor], done: Done) -> None:
+        try:
+            handle.fence, call = queue(t, done)
+        except RuntimeError as raised:
+            call = partial(done, failed(raised))
+        self.progress.start(call)
 
     def barrier(self, p: Primitives, timeout: float | None) -> Handle[None]:
         """Issue a barrier that also compares what the ranks issued before it."""

@@ -25,7 +25,8 @@ class Stalls:
         self._pending = pending
         self._ledger = ledger
         self._loop = loop
-        self._old: set[Handle[Any]] = set()
+        self._old: set[int] = set()
+        """What was pending at the last tick, by number: a handle would keep its tensors."""
         self._silent = False
 
     def silence(self) -> None:
@@ -59,10 +60,11 @@ class Stalls:
             self.watching = False
             self._old.clear()
             return
-        stalled = next((h for h in pending if h in self._old and self._pending.get(h)), None)
+        collectives = [h for h in pending if self._pending.get(h)]
+        stalled = next((h for h in collectives if h.seq in self._old), None)
         if stalled is not None:
             self._publish(stalled)
-        self._old = set(pending)
+        self._old = {h.seq for h in collectives}
         self._loop.call_later(_STALL_SECONDS, self._watch)
 
     def _publish(self, handle: Handle[Any]) -> None:

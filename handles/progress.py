@@ -72,9 +72,14 @@ class Progress:
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
     `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber
     cores: whoever spins lets others run in between.
+
+    [Note: held while pending] A parked loop does not hold it, nor need anybody hold a handle: what is dropped is a
+    cycle, and a collection of garbage in the midst of a transfer would free its buffers. So `_held` has those with work
+    pending, from whoever makes it so until somebody finds that nothing is; beyond the loop's end, if that comes first.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
+    _held: ClassVar[set[Progress]] = set()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -163,10 +168,12 @@ class Progress:
             self.add_large(-1)
 
         self._inbox.append(counted)
+        self._held.add(self)
         _thread.wake(self)
 
     def _arm(self) -> None:
         """Have the loop poll from its next iteration on, and the thread see whether it does."""
+        self._held.add(self)
         self.armed = True
         self.parked = False
         self._quiet_since = perf_counter()
@@ -187,9 +194,22 @@ class Progress:
 
         With the transport lock held: for threads of transports, whose messages are what the next step waited for.
         """
-        if self.pending() and not self.armed:
-            self.parked = True
-            _thread.wake(self)
+        if self.pending():
+            self._held.add(self)  # a loop that was closed may seem armed
+            if not self.armed:
+                self.parked = True
+                _thread.wake(self)
+
+    def let_go(self) -> bool:
+        """Nothing is pending, and the loop will not poll: have nobody hold it; False where that is not so any more.
+
+        From any thread; see [Note: held while pending].
+        """
+        self._held.discard(self)
+        if not self.pending():
+            return True
+        self._held.add(self)  # whoever made it pending may have done so before us
+        return False
 
     def _rearm(self) -> None:
         if not self.armed:
@@ -328,7 +348,7 @@ class Progress:
         self.last_ran = now
         if not self.pending():
             self.armed = False
-            if self.pending():  # of a thread that saw us armed just now: see `attend`
+            if not self.let_go():  # of a thread that saw us armed just now: see `attend`
                 self._park()
             return
         if self.large:
@@ -351,6 +371,7 @@ class Progress:
             self._park()
 
     def _park(self) -> None:
+        self._held.add(self)
         self.armed = False
         self.parked = True
         _thread.wake(self)
@@ -437,6 +458,9 @@ class _ProgressThread:
             self.sleep_at(LockBell())
 
     def _add(self, progress: Progress) -> None:
+        for other in tuple(Progress._held):
+            if other.loop.is_closed() and not other.pending():  # it had no turn to find that
+                other.let_go()
         with self._members_lock:
             self._members = (*[member for member in self._members if member() is not None], ref(progress))
             progress.watched = True
@@ -494,6 +518,8 @@ def _drive(progress: Progress) -> bool:
         completed = progress.called() or progress.poll()
         if not progress.pending():
             progress.parked = False
+            if not progress.armed or progress.loop.is_closed():
+                progress.let_go()
     return completed
 
 

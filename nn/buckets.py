@@ -159,6 +159,7 @@ class Bucket:
                 earlier.add_(grad)
         self.unused = []
         self.data = data
+        self._flat = slot.view = None  # of a pass with nothing to bring
         slot.result = result
         slot.parameter.grad = None
         return True

@@ -44,7 +44,11 @@ class Compute:
         return self.stream.submit(behind, *args, **kwargs)
 
     def _behind(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
-        self.reducer.devices.follow()
+        try:
+            self.reducer.devices.follow()
+        except RuntimeError as error:
+            self.reducer.refuse(error)
+            raise
         return fn(*args, **kwargs)
 
     def is_current(self) -> bool:
@@ -156,8 +160,12 @@ class Compute:
         return loss.detach(), reduction
 
     def _begin(self, *, active: bool = True) -> Reduction:
-        self.drain()
-        return self.reducer.begin(active=active)
+        try:
+            self.drain()
+            return self.reducer.begin(active=active)
+        except Exception as error:  # a device is lost: what the others wait for will not come
+            self.reducer.refuse(error)
+            raise
 
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
         """As `reduce`, to the end."""

@@ -17,7 +17,7 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Compute
-from aiodist.nn.devices import placement
+from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.reducer import Reducer, Sizes, Statistics
@@ -30,8 +30,10 @@ __all__ = ["DataParallel", "Driver"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BUCKET_BYTES = 4 << 20
-FIRST_BUCKET_BYTES = 1 << 20
+SIZES = Sizes(4 << 20, 1 << 20)
+"""Of buckets, where nobody says how large."""
+SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
+"""The same with parameters on CUDA devices: what the host does for a bucket, it does while the devices compute."""
 _BACKGROUND_BYTES = 32 << 10
 
 
@@ -85,15 +87,15 @@ class DataParallel:
         coll: Communicator,
         *,
         op: str = "mean",
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
+        first_bucket_bytes: int | None = None,
     ) -> Self:
         """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
 
         Every rank calls it with the same arguments and a module of the same names, shapes and dtypes, of which the same
         are frozen, else all raise `MismatchError` naming the first that differs. `op` is "mean" or "sum" of the ranks'
         gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
-        the first backward had them.
+        the first backward had them; None are 4 and 1 MiB, with parameters on CUDA devices 32 and 4.
         Parameters that are frozen (`requires_grad=False`) stay out; to train one later make a new `DataParallel`.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
@@ -105,7 +107,11 @@ class DataParallel:
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
-        sizes = Sizes(bucket_bytes, first_bucket_bytes)
+        usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
+        sizes = Sizes(
+            usual.bucket if bucket_bytes is None else bucket_bytes,
+            usual.first if first_bucket_bytes is None else first_bucket_bytes,
+        )
         Reducer.check_free(module.named_parameters())
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
@@ -116,7 +122,7 @@ class DataParallel:
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
             given = f"op={op!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
             named = named_state(module)
-            await check_same_structure(named, own, given, f"frozen: {frozen or 'nothing'}", placement(named))
+            await check_same_structure(named, own, placement(named), given, f"frozen: {frozen or 'nothing'}")
             await synchronize_parameters(module, own)
             reducer = Reducer(own, marks, module.named_parameters(), op=op, sizes=sizes)
         except BaseException:
@@ -183,8 +189,9 @@ class DataParallel:
         reduced gradients. A step that was asked for ends on every rank alike: cancelling the await does not stop it.
 
         With parameters on CUDA devices the host waits neither for them nor for reductions that run there: what is
-        queued on the caller's current stream afterwards finds the updated parameters and the loss. What a reduction
-        fails with later is raised by the next step or backward, at the latest by `aclose`.
+        queued on the caller's current stream afterwards finds the updated parameters and the loss. Tensors among the
+        arguments may be dropped at once, whatever stream they were made on. What a reduction fails with later is
+        raised by the next step or backward, at the latest by `aclose`.
 
         Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,
@@ -199,14 +206,19 @@ class DataParallel:
         if opt is not self._optimizer:
             self._check_updated()
             self._optimizer = opt
+        self.reducer.devices.lend((args, kwargs))
         bound = partial(forward, *args, **kwargs)
         if isinstance(opt, Optimizer):
             return await self._timely(self.compute.submit(self._train, bound, opt))
         return await self._timely(self.compute.submit(opt.train, bound))
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier."""
+        """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier.
+
+        With parameters on CUDA devices tensors among the arguments may be dropped at once, as in `step`.
+        """
         self._check()
+        self.reducer.devices.lend((args, kwargs))
         return self.compute.submit(fn, *args, **kwargs)
 
     async def backward(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiodist.collectives.on_device import DeviceWork
 from aiodist.handles import Progress
-from aiodist.streams import Events, OnStream
+from aiodist.streams import Events, OnStream, lend
 
 __all__ = ["Devices", "Ending", "cuda_devices", "placement"]
 
@@ -44,7 +44,7 @@ def placement(named: Iterable[tuple[str, Tensor]]) -> str:
 class Devices:
     """The CUDA devices on which parameters of a net lie; it is false where all lie on the CPU.
 
-    `came`, `filled` belong to the thread in which a hook runs, `behind` and `time` to the loop, `follow` to the
+    `came`, `filled` belong to the thread in which a hook runs, `lend`, `behind` and `time` to the loop, `follow` to the
     thread that computes.
     """
 
@@ -63,13 +63,23 @@ class Devices:
         return bool(self._issuing)
 
     def follow(self) -> None:
-        """Let what is queued here now come behind what the compute thread has queued, on whatever streams."""
+        """Let what is queued here now come behind what the compute thread has queued, on whatever streams.
+
+        Raises RuntimeError where a device is lost.
+        """
         for device in self._issuing:
             current = torch.cuda.current_stream(device)
-            last = self._last.get(device)
-            if last is not None and last != current:
+            last = self._last.get(device, current)
+            if last != current or device not in self._last:
+                # The first time too: an event gives the thread a context of the device. Asking for streams gives it
+                # none, and cuBLAS warns where it is missing.
                 self._order(current, last)
             self._last[device] = current
+
+    def lend(self, values: object) -> None:
+        """Keep the memory of tensors in `values` from being reused before the current streams have used it."""
+        for device in self._issuing:
+            lend(values, torch.cuda.current_stream(device))
 
     def came(self, device: torch.device) -> None:
         """A gradient came on the current stream."""

@@ -18,7 +18,8 @@ from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.buckets import Bucket, Slot, deal
 from aiodist.nn.devices import Devices
-from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction
+from aiodist.nn.paths import WINDOW_BYTES, Paths
+from aiodist.nn.reduction import Reduction
 
 __all__ = ["Reducer", "Sizes", "Statistics"]
 
@@ -230,6 +231,11 @@ class Reducer:
         reduction.close(error or trouble)
         if trouble is not None:
             raise trouble
+
+    def refuse(self, error: Exception) -> None:
+        """Have all ranks know that this one cannot make another pass."""
+        for comm in (self._paths.data, self._paths.marks):
+            self.progress.post(partial(comm.abort, f"rank {comm.rank} cannot reduce gradients any more: {error}"))
 
     def _unfrozen(self) -> RuntimeError | None:
         name = next((name for name, parameter in self._frozen if parameter.requires_grad), None)

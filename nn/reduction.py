@@ -11,7 +11,6 @@ import asyncio
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,35 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout, PeerError, RemoteError
-from aiodist.handles import Handle, Lane, Permit, Progress
+from aiodist.handles import Handle, Permit
 from aiodist.nn.buckets import Bucket
-from aiodist.nn.devices import Devices
-from aiodist.streams import Fence
+from aiodist.nn.marks import Marks
+from aiodist.nn.paths import Arrival, Paths
+from aiodist.nn.queued import Queued
 
-__all__ = ["Observer", "Paths", "Reduction"]
-
-WINDOW_BYTES = 8 << 20
-"""What may be in flight where the order may still change, on a slow network; two buckets may, however large."""
-
-
-@dataclass(frozen=True)
-class Paths:
-    """What the passes of one net share: where they send, and who is asked for leave."""
-
-    data: Communicator
-    marks: Communicator
-    progress: Progress
-    lane: Lane
-    devices: Devices
-    op: str
-    parameters: int
-    """How many there are."""
-    urgent: bool
-    """What is left when backward ends goes in the order of the next forward (N7)."""
-    window: int = WINDOW_BYTES
-    """Then, how many bytes may be in flight. A rank's own affair."""
+__all__ = ["Observer", "Reduction"]
 
 
 class Observer(Protocol):
@@ -85,8 +63,6 @@ class Reduction:
         """Called on the loop when a bucket is reduced."""
         self.prompt = True
         """Not only when the marks are known, which may change it."""
-        self.failures: tuple[int, ...] = ()
-        """The ranks that failed in this pass."""
         self.began = perf_counter()
         self.closed: float | None = None
         """When backward ended, seconds of `perf_counter`."""
@@ -96,8 +72,12 @@ class Reduction:
         self.usable = self._handle("gradients") if paths.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
         self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
+        self._unsettled = len(self.buckets)
+        """How many of those are not done."""
         self._observer = observer
         self._error: BaseException | None = None
+        self._unsendable: Exception | None = None
+        """Why this rank cannot send what the others wait for."""
         self._full = [False] * len(self.buckets)
         self._order = list(range(len(self.buckets)))
         self._next = 0
@@ -112,10 +92,8 @@ class Reduction:
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
         self._reduced: set[int] = set()
-        self._filled: dict[int, torch.cuda.Event] = {}
-        """By bucket on a CUDA device: when it is full there."""
-        self._issued: dict[int, tuple[Handle[Any], object]] = {}
-        """The reductions of those, and where on the device they end."""
+        self._queued = Queued(paths.devices, self.buckets)
+        """Those on CUDA devices."""
         self._ordered: set[int] = set()
         self._behind = behind
         self._waits = self._closing = False
@@ -123,7 +101,7 @@ class Reduction:
         self._began: dict[int, float] = {}
         self._backward: list[torch.cuda.Stream] = []
         """The streams on which backward ended."""
-        self._marks: list[float] | None = None
+        self._marks: Marks | None = None
         self._marks_pending = False
         self._text: str | None = None
 
@@ -145,19 +123,16 @@ class Reduction:
         self.paths.progress.post(self._issue)
 
     def _fill(self, index: int, *, blank: bool = False) -> None:
-        bucket, devices = self.buckets[index], self.paths.devices
+        bucket = self.buckets[index]
         with bucket.lock:
             if self._full[index]:
                 return
             if blank:
                 bucket.blank()
-            elif bucket.on_device:
-                devices.gather(bucket.device, bucket.gradients())
-                bucket.fill()
             else:
+                self._queued.gather(index)
                 bucket.fill()
-            if bucket.on_device:
-                self._filled[index] = devices.filled(bucket.device)
+            self._queued.filled(index)
             self._full[index] = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -173,9 +148,13 @@ class Reduction:
             self._close_with(error)
 
     def _close_with(self, error: BaseException | None) -> None:
-        for index in range(len(self.buckets)):
-            if not self._full[index]:
-                self._fill(index, blank=True)
+        try:
+            for index in range(len(self.buckets)):
+                if not self._full[index]:
+                    self._fill(index, blank=True)
+        except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
+            self._unsendable = raised
+            error = error or raised
         self.closed = perf_counter()
         self._backward = self.paths.devices.currents()
         if error is not None:
@@ -191,11 +170,8 @@ class Reduction:
         Not on the loop's thread: it blocks until all of the reduction is queued, where the host has a part in it. What
         goes wrong is told by `error`, now or later.
         """
-        bucket = self.buckets[index]
-        if bucket.on_device:
-            handle, _ = self._issued[index]
-            handle.wait_stream(torch.cuda.current_stream(bucket.device))
-            bucket.scale()
+        if self._queued.order(index):
+            self.buckets[index].scale()
         self._ordered.add(index)
 
     @property
@@ -228,6 +204,8 @@ class Reduction:
             self._closing = True
             return
         self._open = False
+        if self._unsendable is not None:
+            self._leave_out(self._unsendable)
         for stream in self._backward:
             self.paths.devices.time(stream, self._backward_ended)
         if self.paths.urgent:
@@ -247,7 +225,11 @@ class Reduction:
             index = self._order[self._next]
             self._next += 1
             self._moving[index] = None
-            permit = self.paths.lane.request(self.buckets[index].nbytes, partial(self._granted, index))
+            bucket = self.buckets[index]
+            if bucket.on_device and not self.paths.lane.waiting:
+                self._granted(index)  # what devices have queued limits nothing here: a step must not wait for them
+                continue
+            permit = self.paths.lane.request(bucket.nbytes, partial(self._granted, index))
             if index in self._moving:
                 self._moving[index] = permit
             else:
@@ -276,39 +258,40 @@ class Reduction:
             permit = self._moving.pop(index)
             if permit is not None:
                 permit.release()
-            if not isinstance(error, (CommunicatorError, PeerError)):
-                # This rank leaves one out, which the others wait for.
-                self.paths.data.abort(str(error))
-            self._fail(error)
+            if isinstance(error, (CommunicatorError, PeerError)):
+                self._fail(error)
+            else:
+                self._leave_out(error)
             self._conclude()
         else:
             self._began.setdefault(index, perf_counter())
             handle.add_waiter(self._arrival(partial(self._came, index)))
             self._settle(index)
 
+    def _leave_out(self, error: Exception) -> None:
+        """Send no more, which the others would wait for: nobody can go on."""
+        self._next = len(self._order)
+        self._frozen = False
+        self.paths.data.abort(f"rank {self.paths.data.rank} cannot send its gradients: {error}")
+        self._fail(self._error or error)
+
     def _reduce(self, index: int) -> Handle[Any]:
-        bucket = self.buckets[index]
-        event = self._filled.pop(index, None)
-        if event is None:
-            return self.paths.data.allreduce(bucket.data, self.paths.op)
-        with self.paths.devices.behind(bucket.device, event) as stream:
-            handle = self.paths.data.allreduce(bucket.data, self.paths.op)
-        self._issued[index] = handle, handle.fence
-        self.paths.devices.time(stream, partial(self._began.__setitem__, index))
-        return handle
+        allreduce = partial(self.paths.data.allreduce, self.buckets[index].data, self.paths.op)
+        if self.buckets[index].on_device:
+            return self._queued.issue(index, allreduce, partial(self._began.__setitem__, index))
+        return allreduce()
 
     def _send_marks(self) -> None:
-        """Send, for each parameter, whether it had a gradient; whether this rank failed, is active, how far it is."""
-        n, rank = self.paths.parameters, self.paths.data.rank
-        marks = torch.ones(n + 2 + 2 * self.paths.data.size, dtype=torch.float64, device="cpu")
-        for bucket in self.buckets:
-            for slot in bucket.unused:
-                marks[slot.index] = 0
-        marks[n:] = 0
-        marks[n] = float(self._text is not None)
-        marks[n + 1] = float(self.active)
-        marks[n + 2 + rank] = self._next
-        marks[n + 2 + self.paths.data.size + rank] = marks[n]
+        data = self.paths.data
+        marks = Marks.pack(
+            self.paths.parameters,
+            data.size,
+            data.rank,
+            unused=[slot.index for bucket in self.buckets for slot in bucket.unused],
+            failed=self._text is not None,
+            active=self.active,
+            issued=self._next,
+        )
         try:
             handle = self.paths.marks.allreduce(marks)
         except Exception as error:  # noqa: BLE001
@@ -318,8 +301,8 @@ class Reduction:
             self._marks_pending = True
             handle.add_waiter(self._arrival(partial(self._marked, marks)))
 
-    def _arrival(self, then: Callable[[BaseException | None], None]) -> _Arrival:
-        return _Arrival(self.paths, self._late, then)
+    def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
+        return Arrival(self.paths, self._late, then)
 
     def _late(self, error: OperationTimeout) -> None:
         """Tell it once, as any deadline: the next await waits on."""
@@ -334,7 +317,7 @@ class Reduction:
         if permit is not None:
             permit.release()
         if error is not None:
-            self._let_go(index)
+            self._queued.let_go(index)
             self._fail(error)
         else:
             self.spans.append((self._began[index], perf_counter()))
@@ -350,14 +333,12 @@ class Reduction:
         if error is not None:
             self._fail(error)
         else:
-            n, size = self.paths.parameters, self.paths.data.size
-            self._marks = marks.tolist()
-            if self._marks[n]:
-                self.failures = tuple([r for r in range(size) if self._marks[n + 2 + size + r]])
+            self._marks = Marks.unpack(marks, self.paths.parameters, self.paths.data.size)
+            if self._marks.failures:
                 self._ask_why()
             if self._frozen:
-                self._turn(int(max(self._marks[n + 2 : n + 2 + size])))
-            for index in sorted(self._reduced | self._issued.keys()):
+                self._turn(self._marks.issued)
+            for index in sorted(self._reduced.union(self._queued.issued)):
                 self._settle(index)
         self._conclude()
 
@@ -376,29 +357,23 @@ class Reduction:
         if not self.settled[index].done() and (reduced or bucket.on_device):
             self._apply(bucket, self._marks)
             self.settled[index].resolve(None)
-            if self.usable is not self.finished and all(handle.done() for handle in self.settled):
+            self._unsettled -= 1
+            if not self._unsettled and self.usable is not self.finished:
                 self.usable.resolve(None)
         if reduced and not self.prompt:
             self._arrived(index)
 
-    def _apply(self, bucket: Bucket, marks: Sequence[float]) -> None:
-        active = marks[self.paths.parameters + 1]
-        if self.paths.op == "mean" and 0 < active < self.paths.data.size:
-            bucket.factor = self.paths.data.size / active
+    def _apply(self, bucket: Bucket, marks: Marks) -> None:
+        if self.paths.op == "mean" and 0 < marks.active < self.paths.data.size:
+            bucket.factor = self.paths.data.size / marks.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(marks.__getitem__)
-
-    def _let_go(self, index: int) -> None:
-        """Its reduction has failed, and will not be queued: whoever would wait for that goes on."""
-        _, fence = self._issued.get(index, (None, None))
-        if isinstance(fence, Fence):
-            fence.reached(None)
+        bucket.place(marks.used.__getitem__)
 
     def give_up(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""
-        for index in list(self._issued):
-            self._let_go(index)
+        for index in self._queued.issued:
+            self._queued.let_go(index)
 
     def _arrived(self, index: int) -> None:
         if self.on_arrival is not None:
@@ -412,7 +387,12 @@ class Reduction:
     @property
     def participants(self) -> int:
         """How many ranks brought data; known when it is finished."""
-        return 0 if self._marks is None else round(self._marks[self.paths.parameters + 1])
+        return 0 if self._marks is None else self._marks.active
+
+    @property
+    def failures(self) -> tuple[int, ...]:
+        """The ranks that failed in this pass, as far as is known."""
+        return () if self._marks is None else self._marks.failures
 
     # --- on the loop: the end -------------------------------------------------------------------------------
 
@@ -464,31 +444,3 @@ class Reduction:
                 self.finished.resolve(None)
         self._ended = True
         self._observer.ended(self, partial(self.over.resolve, None))
-
-
-class _Arrival:
-    """Waits for a handle on behalf of a pass."""
-
-    __slots__ = ("_late", "_on_devices", "_progress", "_then")
-
-    def __init__(
-        self,
-        paths: Paths,
-        late: Callable[[OperationTimeout], None],
-        then: Callable[[BaseException | None], None],
-    ) -> None:
-        self._progress = paths.progress
-        self._on_devices = bool(paths.devices)
-        self._late = late
-        self._then = then
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it goes on, and so do its buffers
-            self._late(late)
-            handle.add_waiter(self)
-        elif asyncio.current_task() is None and not self._on_devices:
-            self._then(handle.outcome_error())
-        else:
-            # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
-            # Whoever polls devices holds the transport lock.
-            self._progress.post(partial(self._then, handle.outcome_error()))

@@ -2,8 +2,8 @@
 
 While some thread captures a graph in the "global" mode, which is torch's, calls that CUDA holds to be unsafe fail in
 every thread, and end that capture: to ask for an event, to pin memory. A thread may say that its calls have nothing
-to do with captures. Torch does so around its own (PyTorch pull requests 104555 and 148594), through the driver, since
-the runtime's call may open a context.
+to do with captures. Torch does so around its own (PyTorch pull requests 104555 and 148594), with the runtime's call;
+here it is the driver's, since the runtime's would open a context on device 0 in a thread that is on none yet.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Uncaptured", "spoiled"]
+import torch
+
+__all__ = ["Uncaptured", "check_not_capturing", "spoiled"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_PUT_OFF = "operation not permitted when stream is capturing"  # cudaErrorStreamCaptureUnsupported
 
 
 @cache
@@ -36,7 +39,8 @@ class Uncaptured:
         self._exchange = _driver()
         if self._exchange is not None:
             self._mode = ctypes.c_int(_RELAXED)
-            self._exchange(ctypes.byref(self._mode))  # it holds the former mode now
+            if self._exchange(ctypes.byref(self._mode)):  # it holds the former mode now, unless this failed
+                self._exchange = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -46,5 +50,28 @@ class Uncaptured:
 
 
 def spoiled(error: BaseException) -> bool:
-    """Return True where a call failed for a capture's sake alone, and may be made again."""
-    return "captur" in str(error)
+    """Return True where a call failed for another stream's capture alone, and may be made again.
+
+    Not for an event that was itself recorded in a capture: that is over never.
+    """
+    return _PUT_OFF in str(error)
+
+
+def check_not_capturing(*devices: int) -> None:
+    """Raise RuntimeError while the current stream of one of `devices` captures a CUDA graph.
+
+    None named is the current device. Nothing in a graph can be waited for.
+    """
+    if torch.cuda.is_initialized() and any(map(_captures, devices or (torch.cuda.current_device(),))):
+        raise RuntimeError(
+            "the current stream captures a CUDA graph: a graph holds no communication and no handle; issue it outside "
+            "of the capture"
+        )
+
+
+def _captures(device: int) -> bool:
+    """Return True where the current stream of `device` captures; torch asks the current device alone."""
+    if device == torch._C._cuda_getDevice():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

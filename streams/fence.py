@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from aiodist.handles import Handle, Progress
+from aiodist.streams.capture import check_not_capturing
 from aiodist.streams.host import HostStream
 
 __all__ = ["Fence"]
@@ -33,6 +34,7 @@ class Fence:
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         """See `aiodist.handles.Fence`."""
+        check_not_capturing(self._device.index)
         if isinstance(stream, HostStream):  # the host waits there
             stream.wait_handle(handle)
             return

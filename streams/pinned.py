@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from aiodist.streams.capture import Uncaptured
+from aiodist.streams.leak import leak
 
 __all__ = ["PinnedPool", "pageable"]
 
@@ -80,6 +81,7 @@ class PinnedPool:
         """By address: whatever part of it is given back."""
         self._pinned_bytes = 0
         self._pieces = 0
+        self._all_pieces: list[Tensor] = []
         self._free_pieces: list[Tensor] = []
         self._waiting: deque[Callable[[Tensor], None]] = deque()
 
@@ -92,6 +94,12 @@ class PinnedPool:
     def lent(self) -> int:
         """Return how many buffers and pieces are out."""
         return len(self._lent) + self._pieces - len(self._free_pieces)
+
+    def leak(self) -> None:
+        """Have all that is pinned kept for ever: copies have used it, on a device that is lost; see `leak`."""
+        with self._lock:
+            for t in [*self._lent.values(), *self._all_pieces, *(t for free in self._free.values() for t in free)]:
+                leak(t)
 
     # --- buffers --------------------------------------------------------------------------------------------
 
@@ -190,7 +198,9 @@ class PinnedPool:
                 return None
             self._pieces += 1
         piece = self._allocated(self.piece_bytes)
-        if piece is None:
-            with self._lock:
+        with self._lock:
+            if piece is None:
                 self._pieces -= 1
+            else:
+                self._all_pieces.append(piece)
         return piece

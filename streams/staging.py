@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.streams.capture import Uncaptured, spoiled
 from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
 from aiodist.streams.pinned import PinnedPool
@@ -37,9 +38,8 @@ _as_it_is = nullcontext()
 class Staging:
     """What one loop copies between host and devices; get it with `Staging.of(progress)`.
 
-    Methods that copy are called with the transport lock held, from any thread, and raise nothing: errors reach
-    `finish`, which is called once, with the lock held too, when nothing touches the tensors any more. The caller
-    keeps the tensors until then.
+    Methods that copy raise nothing: errors reach `finish`, which is called once, when nothing touches the tensors any
+    more. The caller keeps the tensors until then.
     """
 
     def __init__(self, progress: Progress, pool: PinnedPool | None = None) -> None:
@@ -47,6 +47,9 @@ class Staging:
         self.events = Events.of(progress)
         self.pool = PinnedPool(warn=self._warn) if pool is None else pool
         self._streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
+        self._passing: dict[tuple[int, int], set[object]] = {}
+        """Of each stream, by device and number, the copies that are still to be queued."""
+        self.events.when_lost.append(self.pool.leak)
 
     @classmethod
     def of(cls, progress: Progress) -> Staging:
@@ -91,13 +94,14 @@ class Staging:
     def copy(self, into: Tensor, t: Tensor, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
         """Copy `t` into `into`, of equal shape and dtype, of which at least one lies on the device of `stream`.
 
-        As `copies`. Tensors may have any strides: what goes from one memory to another goes through a dense copy.
+        As `copies`, but on the loop's thread and without the lock: what the device copies by itself is queued when
+        this returns. Tensors may have any strides: what goes from one memory to another goes through a dense copy.
         """
         after: list[tuple[Tensor, Tensor]] = []
         try:
             into, t = into.detach(), t.detach()
-            if into.is_cpu is not t.is_cpu:
-                with OnStream(stream):
+            with Uncaptured(), OnStream(stream):
+                if into.is_cpu is not t.is_cpu:
                     t = t.resolve_conj().resolve_neg().contiguous()
                     if not into.is_contiguous() or into.is_conj() or into.is_neg():
                         dense = torch.empty(into.shape, dtype=into.dtype, device=into.device)
@@ -106,19 +110,50 @@ class Staging:
                         else:
                             after.append((into, dense))
                         into = dense
+                if direct := _is_direct(into, t):
+                    for pair in (into, t), *after:
+                        _copy(*pair)
+            event = self.events.record(stream) if direct else None
         except Exception as error:  # noqa: BLE001  - see the class
-            finish(_told(error, stream))
+            finish(self.told(error, stream))
             return
-        _Transfer(self, [(into, t)], after, stream, reached, finish).start()
+        if event is None:
+            self._pass(_Transfer(self, [(into, t)], after, stream, reached, finish))
+        else:
+            reached(event)
+            over = partial(_over, (into, t, after), finish)
+            self.progress.start(partial(self.events.add, stream, event, over))
+
+    def _pass(self, transfer: _Transfer) -> None:
+        """Start a copy that is queued later."""
+        passing = self._passing.setdefault(_key(transfer.stream), set())
+        passing.add(transfer)
+        transfer.on_queued = partial(passing.discard, transfer)
+        self.progress.start(transfer.start)
+
+    def passing(self, stream: torch.cuda.Stream) -> bool:
+        """Return True while a `copy` on `stream` is still to be queued: what is queued now would come before it."""
+        return bool(self._passing.get(_key(stream)))
 
     def copies(self, pairs: Copies, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
         """Make these copies between the host and the device of `stream`, behind what that has queued.
 
-        All go one way, between contiguous tensors. From and to pinned memory they are queued on `stream`; else they
-        begin when it comes there, in pieces. `reached(event)` is called when all is queued, and `event` is what ends
-        it; what `stream` queues from then on finds it done.
+        With the transport lock held, from any thread, as is `finish`. All go one way, between contiguous tensors. From
+        and to pinned memory they are queued on `stream`; else they begin when it comes there, in pieces.
+        `reached(event)` is called when all is queued, and `event` is what ends it; what `stream` queues from then on
+        finds it done.
         """
         _Transfer(self, pairs, (), stream, reached, finish).start()
+
+    def told(self, error: Exception, stream: torch.cuda.Stream) -> Exception:
+        """Return `error` of a copy on `stream` as one of ours."""
+        if isinstance(error, AiodistError) or not isinstance(error, RuntimeError):
+            return error
+        if isinstance(error, torch.AcceleratorError) and not spoiled(error):
+            self.events.lost(error)
+        told = BackendError(f"a copy on {stream.device} failed: {error}")
+        told.__cause__ = error
+        return told
 
 
 class _Transfer:
@@ -134,10 +169,12 @@ class _Transfer:
         finish: Done,
     ) -> None:
         """`after` are copies within the device, when the others are over."""
+        self.stream = self._via = stream
+        self.on_queued: Callable[[], None] = _nothing
+        """Called when all is queued, or none will be."""
         self._staging = staging
         self._pairs = pairs
         self._after = after
-        self._stream = self._via = stream
         self._reached = reached
         self._finish = finish
         self._left = 0
@@ -145,27 +182,32 @@ class _Transfer:
 
     def start(self) -> None:
         try:
-            if not all(_is_direct(into, t) for into, t in self._pairs):
-                self._staging.events.watch(self._stream, self._pass)
-                return
-            with OnStream(self._stream):
-                for into, t in self._pairs:
-                    _copy(into, t)
+            with Uncaptured():
+                if not all(_is_direct(into, t) for into, t in self._pairs):
+                    self._staging.events.watch(self.stream, self._pass)
+                    return
+                with OnStream(self.stream):
+                    for into, t in self._pairs:
+                        _copy(into, t)
         except Exception as error:  # noqa: BLE001  - see `Staging`
-            self._finish(_told(error, self._stream))
+            self._fail(error)
         else:
             self._all_queued()
 
     def _pass(self, error: BaseException | None) -> None:
         """All that was queued before is over: begin with the pieces."""
         if error is not None:
-            self._finish(error)
+            self._end(error)
             return
-        staging, pairs = self._staging, [(_bytes(into), _bytes(t)) for into, t in self._pairs]
-        self._via = staging._stream(self._stream.device_index, upwards=pairs[0][1].is_cpu)
+        try:
+            staging, pairs = self._staging, [(_bytes(into), _bytes(t)) for into, t in self._pairs]
+            self._via = staging._stream(self.stream.device_index, upwards=pairs[0][1].is_cpu)
+            by = _Passage if staging.pool.has_pieces() else _Unpinned
+        except Exception as raised:  # noqa: BLE001
+            self._fail(raised)
+            return
         if sum(t.nbytes for _, t in pairs) >= LARGE_BYTES:
             self._finish = staging.progress.counted(self._finish)  # the host copies for long: not on the loop
-        by = _Passage if staging.pool.has_pieces() else _Unpinned
         self._left = len(pairs)
         for into, t in pairs:
             by(staging, into, t, self._via, self._one_passed).start()
@@ -182,16 +224,24 @@ class _Transfer:
                 with OnStream(self._via):
                     for into, t in self._after:
                         _copy(into, t)
-            self._staging.order(self._stream, self._via)
+            self._staging.order(self.stream, self._via)
             event = self._staging.events.watch(self._via, self._over)
         except Exception as error:  # noqa: BLE001
-            self._finish(_told(error, self._stream))
+            self._fail(error)
         else:
+            self.on_queued()
             self._reached(event)
 
     def _over(self, error: BaseException | None) -> None:
         self._pairs = self._after = ()
         self._finish(self._error or error)
+
+    def _fail(self, error: Exception) -> None:
+        self._end(self._staging.told(error, self.stream))
+
+    def _end(self, error: BaseException) -> None:
+        self.on_queued()
+        self._finish(error)
 
 
 class _Passage:
@@ -201,6 +251,7 @@ class _Passage:
     """
 
     def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
+        self._staging = staging
         self._pool = staging.pool
         self._events = staging.events
         self._into, self._t = into, t
@@ -250,7 +301,7 @@ class _Passage:
                     _copy(pinned, self._t[begin:end])
             self._events.watch(self._via, partial(self._passed, piece, begin, end))
         except Exception as error:  # noqa: BLE001
-            self._error = self._error or _told(error, self._via)
+            self._error = self._error or self._staging.told(error, self._via)
             self._pool.give_piece(piece)
         else:
             self._out += 1
@@ -268,9 +319,8 @@ class _Unpinned:
     """The same where no memory can be pinned: the host waits for each copy, which has nothing to wait for."""
 
     def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
-        self._events = staging.events
+        self._staging = staging
         self._into, self._t = into, t
-        self._piece_bytes = staging.piece_bytes
         self._via = via
         self._done = done
         self._next = 0
@@ -283,13 +333,13 @@ class _Unpinned:
             self._done(error)
             return
         begin = self._next
-        end = self._next = min(begin + self._piece_bytes, self._t.nbytes)
+        end = self._next = min(begin + self._staging.piece_bytes, self._t.nbytes)
         try:
             with OnStream(self._via):
                 _copy(self._into[begin:end], self._t[begin:end], non_blocking=False)
-            self._events.watch(self._via, self._step)  # it is over, but others shall have their turn
+            self._staging.events.watch(self._via, self._step)  # it is over, but others shall have their turn
         except Exception as raised:  # noqa: BLE001
-            self._done(_told(raised, self._via))
+            self._done(self._staging.told(raised, self._via))
 
 
 def _is_direct(into: Tensor, t: Tensor) -> bool:
@@ -323,10 +373,14 @@ def _spread(into: Tensor, dense: Tensor, finish: Done, error: BaseException | No
     finish(error)
 
 
-def _told(error: Exception, stream: torch.cuda.Stream) -> Exception:
-    """Return `error` as one of ours."""
-    if isinstance(error, AiodistError) or not isinstance(error, RuntimeError):
-        return error
-    told = BackendError(f"a copy on {stream.device} failed: {error}")
-    told.__cause__ = error
-    return told
+def _over(keep: object, finish: Done, error: BaseException | None) -> None:
+    """Finish, with `keep` alive until then."""
+    finish(error)
+
+
+def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
+    return stream.device_index, stream.cuda_stream
+
+
+def _nothing() -> None:
+    pass

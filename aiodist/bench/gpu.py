@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -23,8 +24,9 @@ from aiodist.bench.cli import writable
 from aiodist.bench.gpu_cases import CASES, Case, Figure, State, Todo, figures, groups, without_value
 from aiodist.bench.gpu_notes import Notes, read_notes
 from aiodist.bench.plan import parse_names
+from aiodist.collectives.availability import state_of
 from aiodist.env import Environment, Starter
-from aiodist.errors import AiodistError, ConfigError
+from aiodist.errors import AiodistError, BackendUnavailable, ConfigError
 
 __all__ = ["Limits", "Run", "app"]
 
@@ -65,7 +67,9 @@ def gpu(
     devices = _devices()
     cases = _chosen(only, devices)
     first = environment.visible_devices[0] if environment.visible_devices else "0"
-    run = Run(cases, devices, time() + seconds, quick=quick, start=_Starter(mpi, first))
+    refused = {case.name: why for case in cases if (why := _refused(case, first))}
+    start = _Starter(mpi, first)
+    run = Run(cases, devices, time() + seconds, quick=quick, start=start, refused=refused)
     found = asyncio.run(run.all())
     width = max(100, shutil.get_terminal_size((120, 40)).columns)
     colour = sys.stdout.isatty() and "NO_COLOR" not in environment.variables
@@ -84,6 +88,20 @@ def _devices() -> int:
         built = torch.version.cuda or "without CUDA"
         raise ConfigError(f"there is no CUDA device here: torch {torch.__version__} (built: {built}) sees none")
     return count
+
+
+def _refused(case: Case, first: str) -> str:
+    """Return why NCCL does not connect the ranks of a case that share the device `first`; empty where it may."""
+    if not case.shares:
+        return ""
+    from aiodist.backends import nccl
+
+    try:
+        found = nccl.load().version()
+    except BackendUnavailable as error:
+        return f"nccl is {state_of(str(error))}: {error}"
+    why = nccl.refuses([(socket.gethostname(), first)] * case.ranks, found, shared=True)
+    return f"nccl is not possible here: {why}" if why else ""
 
 
 def _chosen(only: str | None, devices: int) -> list[Case]:
@@ -128,9 +146,13 @@ class Run:
         *,
         quick: bool,
         start: Start,
+        refused: Mapping[str, str] | None = None,
         limits: Limits = Limits(),
     ) -> None:
-        """`start(todo, ranks, shares=, together=)` runs a job; no case begins that may end after `until`."""
+        """`start(todo, ranks, shares=, together=)` runs a job; no case begins that may end after `until`.
+
+        `refused` says of cases, by name, why no job is started for them.
+        """
         self.machine: dict[str, object] = {}
         self.records: list[dict[str, object]] = []
         self._cases = cases
@@ -138,12 +160,17 @@ class Run:
         self._until = until
         self._quick = quick
         self._start = start
+        self._refused = refused or {}
         self._limits = limits
 
     async def all(self) -> list[Figure]:
         """Measure, job after job; return every line of every case, in the order of the cases."""
-        found: dict[str, list[Figure]] = {}
-        for group in groups(self._cases):
+        found = {
+            case.name: without_value(case, State.NOT_POSSIBLE, self._refused[case.name])
+            for case in self._cases
+            if case.name in self._refused
+        }
+        for group in groups([case for case in self._cases if case.name not in found]):
             left = list(group)
             while left:
                 found |= await self._some(left)

@@ -90,6 +90,7 @@ def _allreduce(ranks: int, seconds: float) -> Case:
             Line("copy", f"{what}: its bandwidth over that of copies", "x", 0.6, at_least=True),
             Line("gloo", f"{what}: times as fast as dist.all_reduce over gloo", "x", 5.0, at_least=True),
             Line("staged", f"{what}: times as fast as our own staged", "x", 5.0, at_least=True),
+            Line("serial", f"{what}: one awaited after the other", "ms"),
         ),
     )
 
@@ -135,10 +136,11 @@ CASES: Mapping[str, Case] = {
             "nccl_overhead",
             1,
             f"{_WAITS}:nccl_overhead",
-            30.0,
+            45.0,
             (
-                Line("call", "allreduce of one rank by NCCL, many in flight, each over nccl4py's own call", "us", 15.0),
-                Line("await", "the same awaited one by one, over nccl4py's and event.synchronize()", "us"),
+                Line("await", "await of one rank's allreduce by NCCL, over nccl4py's and a synchronise", "us", 15.0),
+                Line("issue", "the call alone, over nccl4py's", "us"),
+                Line("flight", "many in flight, waited for once: each, over nccl4py's", "us"),
             ),
         ),
         Case(
@@ -216,7 +218,7 @@ class Sizes:
     """Tokens."""
     samples: int = 32
     """Of one rank alone in a step; ranks that share the device have a quarter."""
-    batches: int = 30
+    batches: int = 60
     """Of an epoch."""
 
 

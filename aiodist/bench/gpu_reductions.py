@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,26 +12,27 @@ from torch import Tensor
 
 from aiodist.bench.gpu_cases import Measured
 from aiodist.bench.gpu_turns import Bench, NotPossible, Way, check, in_turns
-from aiodist.bench.peers import Buffers, Peer, opened
+from aiodist.bench.peers import opened
+from aiodist.bench.timing import slowest_of_each
 
 __all__ = ["beside_copies", "beside_nccl", "on_several_devices"]
 
 _KICK = 13  # elements more than are measured: nothing divides evenly
-_Reduce = Callable[[Tensor], Awaitable[object]]
+_SERIAL = "cuda_ipc, one by one"
+_Reduce = Callable[[Sequence[Tensor]], Awaitable[object]]
 
 
 async def beside_copies(bench: Bench) -> Measured:
-    """Measure `cuda_ipc` beside what must be copied, staging, and torch's gloo.
+    """Measure `cuda_ipc` beside what must be copied, staging, and torch's gloo; in flight, and one by one.
 
-    Each rank reads and writes as many bytes as if it copied its tensor once (see `aiodist.collectives.cuda_ipc`), so
-    the ratio of bandwidths is that of the times. The ranks copy at the same time, each within its own memory.
+    All ranks together read and write as many bytes as if each copied its tensor once (see
+    `aiodist.collectives.cuda_ipc`), so the ratio of bandwidths is that of the times. The ranks copy at the same time,
+    each within its own memory; as copies are queued one behind the other, so are as many operations in flight.
     """
     _require(bench, "cuda_ipc")
-    async with opened(["gloo"], bench.coll) as peers:
-        reduces: dict[str, _Reduce] = {"cuda_ipc": _ours(bench, "cuda_ipc"), "staged": _ours(bench, "staged")}
-        for peer in peers:
-            reduces[peer.name] = partial(_theirs, bench, peer)
-        return await _measure(bench, reduces, quick=("cuda_ipc",), copies=True)
+    async with opened(["gloo"], bench.coll):
+        reduces = {name: _ours(bench, name) for name in ("cuda_ipc", "staged")} | {"gloo": partial(_theirs, bench)}
+        return await _measure(bench, reduces, quick=("cuda_ipc",), bounds=True)
 
 
 async def beside_nccl(bench: Bench) -> Measured:
@@ -38,7 +40,7 @@ async def beside_nccl(bench: Bench) -> Measured:
     _require(bench, "cuda_ipc")
     _require(bench, "nccl")
     reduces = {name: _ours(bench, name) for name in ("cuda_ipc", "nccl")}
-    return await _measure(bench, reduces, quick=tuple(reduces), copies=False)
+    return await _measure(bench, reduces, quick=tuple(reduces))
 
 
 async def on_several_devices(bench: Bench) -> Measured:
@@ -63,42 +65,59 @@ def _require(bench: Bench, impl: str) -> None:
 
 def _ours(bench: Bench, impl: str) -> _Reduce:
     allreduce: Any = bench.coll.allreduce
-    return partial(allreduce, impl=impl)
+
+    async def reduce(ts: Sequence[Tensor]) -> None:
+        await asyncio.gather(*(allreduce(t, impl=impl) for t in ts))
+
+    return reduce
 
 
-async def _theirs(bench: Bench, peer: Peer, t: Tensor) -> None:
-    """Reduce `t` as torch.distributed does: gloo copies it to the host and back."""
-    buffers = Buffers(bench.coll.rank, bench.coll.size, t, None)
-    for contender in peer.contenders("allreduce", buffers):
-        contender.once()
+async def _theirs(bench: Bench, ts: Sequence[Tensor]) -> None:
+    """Reduce `ts` as torch.distributed does: gloo copies them to the host and back, on threads of its own."""
+    import torch.distributed as dist
+
+    works = [dist.all_reduce(t, async_op=True) for t in ts]
+    for work in works:
+        work.wait()
     torch.cuda.synchronize(bench.device)
 
 
 async def _measure(
-    bench: Bench, reduces: dict[str, _Reduce], *, quick: Sequence[str], copies: bool = False
+    bench: Bench, reduces: dict[str, _Reduce], *, quick: Sequence[str], bounds: bool = False
 ) -> Measured:
-    """Return how many times as fast `cuda_ipc` is as each other way; the `quick` ones are repeated in a sample."""
+    """Return how many times as fast `cuda_ipc` is as each other way, by the time of one operation of several in flight.
+
+    The `quick` ways have `Sizes.batch` in flight, the others a fifth. With `bounds` copies are measured as well, and
+    what `cuda_ipc` takes where each operation is awaited before the next.
+    """
     await _check(bench, reduces)
     nbytes = bench.sizes.allreduce_bytes
     source = torch.randn(nbytes // 4, device=bench.device)
-    t = torch.empty_like(source)
+    ts = [torch.empty_like(source) for _ in range(bench.sizes.batch)]
 
     def refill() -> None:  # sums of sums would be infinite soon
-        t.copy_(source)
+        for t in ts:
+            t.copy_(source)
 
     async def copied() -> None:
-        t.copy_(source, non_blocking=True)
+        for t in ts:
+            t.copy_(source, non_blocking=True)
 
-    ways = [
-        Way(name, partial(reduce, t), bench.sizes.batch if name in quick else 1, refill)
-        for name, reduce in reduces.items()
-    ]
-    if copies:
-        ways.append(Way("copy", copied, bench.sizes.batch))
-    samples = await in_turns(bench, ways)
+    flights = {name: len(ts) if name in quick else max(1, len(ts) // 5) for name in reduces}
+    ways = [Way(name, partial(reduce, ts[: flights[name]]), prepare=refill) for name, reduce in reduces.items()]
+    if bounds:
+        flights["copy"] = len(ts)
+        ways.append(Way("copy", copied))
+        ways.append(Way(_SERIAL, partial(reduces["cuda_ipc"], ts[:1]), len(ts), refill))
+    everywhere = await bench.coll.allgather_object(await in_turns(bench, ways))
+    samples = {way.name: slowest_of_each([one[way.name] for one in everywhere]) for way in ways}
+    samples = {name: [each / flights.get(name, 1) for each in found] for name, found in samples.items()}
     records = await bench.session.timed("allreduce", nbytes, samples)
     seconds = {record.impl: record.seconds or float("nan") for record in records}
-    values = {name: took / seconds["cuda_ipc"] for name, took in seconds.items() if name != "cuda_ipc"}
+    ours, serial = seconds.pop("cuda_ipc", 0.0), seconds.pop(_SERIAL, None)
+    values = {name: took / ours for name, took in seconds.items()}
+    if serial is not None:
+        values["serial"] = serial * 1e3
     return Measured(values, records=records)
 
 
@@ -116,5 +135,5 @@ async def _check(bench: Bench, reduces: dict[str, _Reduce]) -> None:
         # It is NaN until the copy is done: who begins too soon, or leaves something out, is seen.
         t = torch.full((numel,), float("nan"), device=bench.device)
         t.copy_(mine.pin_memory(), non_blocking=True)
-        await reduce(t)
+        await reduce([t])
         check(f"allreduce of {bench.coll.size} ranks by {name}", t, expected, rtol=1e-5, atol=1e-5)

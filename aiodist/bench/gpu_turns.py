@@ -34,6 +34,9 @@ __all__ = [
 
 _PROBE_CYCLES = 2_000_000  # about a millisecond: launching it does not count
 _PROBES = 5
+_WAKE_SECONDS = 0.2  # of work, after which an idle device has raised its clock
+_TRIES = 10
+_AGREE = 0.01
 _WARMUPS = 2
 _LEAST = 3
 
@@ -122,16 +125,29 @@ def median(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def spin_rate() -> float:
-    """Return how many cycles a second the kernel of `torch.cuda._sleep` counts on the current device."""
+    """Return how many cycles a second the kernel of `torch.cuda._sleep` counts on the current device, once awake."""
+    until = perf_counter() + _WAKE_SECONDS
+    while perf_counter() < until:
+        _probe()
+    found = _rate()
+    for _ in range(_TRIES - 1):
+        before, found = found, _rate()
+        if abs(found - before) <= _AGREE * before:
+            break
+    return found
+
+
+def _rate() -> float:
+    return statistics.median(_PROBE_CYCLES / max(_probe(), 1e-9) for _ in range(_PROBES))
+
+
+def _probe() -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    rates = []
-    for _ in range(1 + _PROBES):  # the first wakes the device
-        begin.record()
-        torch.cuda._sleep(_PROBE_CYCLES)
-        end.record()
-        end.synchronize()
-        rates.append(_PROBE_CYCLES / max(seconds_between(begin, end), 1e-9))
-    return statistics.median(rates[1:])
+    begin.record()
+    torch.cuda._sleep(_PROBE_CYCLES)
+    end.record()
+    end.synchronize()
+    return seconds_between(begin, end)
 
 
 def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -27,6 +27,7 @@ from aiodist.bench.gpu_turns import (
     seconds_between,
     spin_rate,
 )
+from aiodist.errors import BackendUnavailable
 from aiodist.handles import gather
 from aiodist.streams import CudaStream
 
@@ -34,14 +35,16 @@ __all__ = ["behind_a_kernel", "finished_soon", "nccl_overhead", "parked"]
 
 _NUMEL = 1 << 20
 _SMALL_NUMEL = 256
+_NCCL_TIMES = ("await", "issue", "flight")
 _TRIES = 10
 
 
 async def finished_soon(bench: Bench) -> Measured:
     """Measure the await of an event behind a short kernel, from the launch on, beside `event.synchronize`."""
     await _check_order(bench, _awaited)
-    cycles = max(1, round(spin_rate() * bench.sizes.kernel))
-    stream, event = CudaStream(), torch.cuda.Event()
+    ahead, cycles = _cycles(bench)
+    stream, event, events = CudaStream(), torch.cuda.Event(), _timing_events()
+    kernels: list[float] = []
 
     async def awaited() -> None:
         torch.cuda._sleep(cycles)
@@ -52,10 +55,43 @@ async def finished_soon(bench: Bench) -> Measured:
         event.record()
         event.synchronize()
 
-    ways = [Way("await", awaited, queues=False), Way("blocking", blocking, queues=False)]
+    async def alone() -> None:
+        kernels.append(_kernel_alone(stream.stream, (ahead, cycles), events))
+
+    ways = [
+        Way("await", awaited, queues=False),
+        Way("blocking", blocking, queues=False),
+        Way("kernel", alone, queues=False),
+    ]
     samples = await in_turns(bench, ways, bench.sizes.waits)
-    values = {name: (seconds - bench.sizes.kernel) * 1e6 for name, seconds in median(samples).items()}
+    samples["kernel"] = kernels[-len(samples["kernel"]) :]  # as the device timed it
+    seconds = median(samples)
+    values = {name: (seconds[name] - seconds["kernel"]) * 1e6 for name in ("await", "blocking")}
     return Measured(values, records=await bench.session.timed("gpu_await", None, samples))
+
+
+def _cycles(bench: Bench) -> tuple[int, int]:
+    """Return how long the kernel `ahead` and the one that is measured count."""
+    rate = spin_rate()
+    return max(1, round(rate * bench.sizes.ahead)), max(1, round(rate * bench.sizes.kernel))
+
+
+def _timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _kernel_alone(
+    stream: torch.cuda.Stream, cycles: tuple[int, int], events: tuple[torch.cuda.Event, torch.cuda.Event]
+) -> float:
+    """Return what the second kernel takes by itself, queued with its events while the first one runs."""
+    begin, end = events
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles[0])
+        begin.record(stream)
+        torch.cuda._sleep(cycles[1])
+        end.record(stream)
+    end.synchronize()
+    return seconds_between(begin, end)
 
 
 async def parked(bench: Bench) -> Measured:
@@ -93,26 +129,18 @@ async def behind_a_kernel(bench: Bench) -> Measured:
     """Measure the time on the device from the end of a kernel to the begin of one on another stream behind it."""
     await _check_order(bench, _waited_for)
     first, second = CudaStream.of("compute"), torch.cuda.Stream()
-    rate = spin_rate()
-    ahead, cycles = (max(1, round(rate * seconds)) for seconds in (bench.sizes.ahead, bench.sizes.kernel))
+    cycles, events = _cycles(bench), _timing_events()
     orders: dict[str, _Order] = {"wait_stream": _waited_for, "wait_event": _by_event, "await": _awaited}
     gaps: dict[str, list[float]] = {name: [] for name in orders}
     alone: list[float] = []
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for turn in range(_TRIES + bench.sizes.waits // 5):
         for name, order in orders.items():
-            seconds = await _pair(first, second, order, (ahead, cycles), (begin, end))
+            seconds = await _pair(first, second, order, cycles, events)
             if turn >= _TRIES:
                 gaps[name].append(seconds)
-        # The second kernel by itself, between the same two events, queued as early.
-        with torch.cuda.stream(second):
-            torch.cuda._sleep(ahead)
-            begin.record(second)
-            torch.cuda._sleep(cycles)
-            end.record(second)
-        end.synchronize()
+        kernel = _kernel_alone(second, cycles, events)
         if turn >= _TRIES:
-            alone.append(seconds_between(begin, end))
+            alone.append(kernel)
     kernel = statistics.median(alone)
     values = {name: (seconds - kernel) * 1e6 for name, seconds in median(gaps).items()}
     records = await bench.session.timed("gpu_gap", None, {**gaps, "kernel": alone})
@@ -142,7 +170,7 @@ async def _pair(
 async def _check_order(bench: Bench, order: _Order) -> None:
     """Compute on one stream, behind a kernel, and go on at once on another; in memory that held NaN."""
     first, second = CudaStream.of("compute"), torch.cuda.Stream()
-    cycles = max(1, round(spin_rate() * bench.sizes.ahead))
+    cycles, _ = _cycles(bench)
     generator = torch.Generator().manual_seed(await bench.seed())
     for _ in range(_TRIES):
         host = torch.randn(_NUMEL // _TRIES, generator=generator)
@@ -164,13 +192,14 @@ async def _check_order(bench: Bench, order: _Order) -> None:
 
 
 async def nccl_overhead(bench: Bench) -> Measured:
-    """Measure small allreduces of one rank by NCCL beside nccl4py's own calls."""
-    if (reason := nccl.missing()) is not None:
-        raise NotPossible(reason)
+    """Measure small allreduces of one rank by NCCL beside nccl4py's own calls: issued, in flight, and awaited."""
+    try:
+        library = nccl.load()
+    except BackendUnavailable as why:
+        raise NotPossible(str(why)) from None
     ours: Any = partial(bench.coll.allreduce, impl="nccl")
-    library = nccl.load()
-    comm = library.connect(1, 0, library.unique_id(), "aiodist bench", threading.Event())
-    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    comm = library.connect(1, 0, library.unique_id(), threading.Event())
+    stream = torch.cuda.Stream()
 
     def theirs(t: torch.Tensor) -> None:
         comm.allreduce(t, t, library.ops["sum"], stream=stream.cuda_stream)
@@ -179,15 +208,12 @@ async def nccl_overhead(bench: Bench) -> Measured:
 
     try:
         await _check_nccl(bench, ours)
-        samples = await _nccl_samples(bench, ours, theirs, stream, event)
+        samples = await _nccl_samples(bench, ours, theirs, stream)
     finally:
         with suppress(Exception):  # what went wrong before is the one to tell
             await asyncio.to_thread(library.close, comm, 5.0)
     seconds = median(samples)
-    values = {
-        "call": (seconds["aiodist"] - seconds["nccl4py"]) * 1e6,
-        "await": (seconds["aiodist:await"] - seconds["nccl4py:synchronize"]) * 1e6,
-    }
+    values = {name: (seconds[f"aiodist:{name}"] - seconds[f"nccl4py:{name}"]) * 1e6 for name in _NCCL_TIMES}
     return Measured(values, records=await bench.session.timed("gpu_nccl", _SMALL_NUMEL * 4, samples))
 
 
@@ -196,31 +222,45 @@ async def _nccl_samples(
     ours: Any,  # noqa: ANN401
     theirs: Callable[[torch.Tensor], None],
     stream: torch.cuda.Stream,
-    event: torch.cuda.Event,
 ) -> dict[str, list[float]]:
+    """Return seconds of one allreduce; both sides wait until the device is done, each time or once for all."""
     count = bench.sizes.flight
     mine = [torch.ones(_SMALL_NUMEL, device=bench.device) for _ in range(count)]
     others = [t.clone() for t in mine]
+    issued: dict[str, list[float]] = {"aiodist": [], "nccl4py": []}
 
-    async def together() -> None:
-        await gather(*[ours(t) for t in mine])
+    async def our_flight() -> None:
+        began = perf_counter()
+        handles = [ours(t) for t in mine]
+        issued["aiodist"].append(perf_counter() - began)
+        await gather(*handles)
 
-    async def called() -> None:
+    async def their_flight() -> None:
+        began = perf_counter()
         for t in others:
             theirs(t)
+        issued["nccl4py"].append(perf_counter() - began)
+        stream.synchronize()
 
     async def awaited() -> None:
         await ours(mine[0])
 
     async def synchronised() -> None:
         theirs(others[0])
-        event.record(stream)
-        event.synchronize()
+        stream.synchronize()
 
-    many = await in_turns(bench, [Way("aiodist", together), Way("nccl4py", called)])
-    ways = [Way("aiodist:await", awaited, queues=False), Way("nccl4py:synchronize", synchronised, queues=False)]
-    each = {name: [seconds / count for seconds in found] for name, found in many.items()}
-    return {**each, **await in_turns(bench, ways, bench.sizes.waits)}
+    ways = [
+        Way("aiodist:flight", our_flight, queues=False),
+        Way("nccl4py:flight", their_flight, queues=False),
+        Way("aiodist:await", awaited, bench.sizes.batch, queues=False),
+        Way("nccl4py:await", synchronised, bench.sizes.batch, queues=False),
+    ]
+    samples = await in_turns(bench, ways, bench.sizes.waits)
+    for name, found in issued.items():
+        flights = samples[f"{name}:flight"]
+        samples[f"{name}:issue"] = [seconds / count for seconds in found[-len(flights) :]]
+        samples[f"{name}:flight"] = [seconds / count for seconds in flights]
+    return samples
 
 
 async def _check_nccl(bench: Bench, ours: Any) -> None:  # noqa: ANN401

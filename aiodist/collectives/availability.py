@@ -10,7 +10,7 @@ from enum import StrEnum
 from aiodist.collectives.columns import columns
 from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS, OPERATIONS
 
-__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library"]
+__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
 
 ONE_FORM = {"gather": "direct", "scatter": "direct", "alltoall": "direct", "exscan": "chain"}
 """Operations with one implementation, made of messages: `impl=` changes nothing."""
@@ -27,6 +27,11 @@ class State(StrEnum):
     """The implementation exists, and this communicator's ranks, hosts or settings rule it out."""
     NOT_INSTALLED = "not installed"
     NOT_IMPLEMENTED = "not implemented"
+
+
+def state_of(missing: str) -> State:
+    """Return the state of what cannot be had for this reason."""
+    return State.NOT_INSTALLED if "pip install" in missing else State.NOT_HERE
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,25 @@ the work, in its own memory and in that of the others, waits until the device ha
 said so it is over. All waiting is on the host. A kernel that spins would keep the GPU from the very process that it
 waits for, since those that share a GPU take turns on it; and an event of a process that was killed would never come.
 
-What is reduced elementwise is cut into one share for each rank, who does all that there is to do with it: it reads
-the share of every rank, and writes the result wherever it belongs. So no two ranks touch the same bytes, nothing is
-copied on the way, and all ranks have the same bits. n bytes per rank, p ranks:
+Ranks that share a device take turns on it, which the driver gives them: one of them keeps it as busy as all would, and
+where several have work each turn costs a switch between their contexts. So the first rank of each device does what is
+to be reduced elementwise for all on it. It is cut into one share for each device; whoever has a share reads it of every
+rank, and writes the result wherever it belongs. So no two ranks touch the same bytes, nothing is copied on the way, and
+all ranks have the same bits. n bytes per rank, p ranks, all of them together:
 
-    allreduce       each rank reads n and writes n, as if it copied its tensor once; pieces stay in the device's
+    allreduce       reads and writes pn, as if each rank copied its tensor once; pieces stay in the device's
                     cache between their reduction and its last copy
-    reduce          reads n, writes n/p
-    reduce_scatter  reads n, writes n/p
-    scan            reads 2n(p-1)/p, writes n(p-1)/p
-    allgather       reads and writes what all bring
-    broadcast       reads and writes n, root nothing
+    reduce          reads pn, writes n
+    scan            reads 2n(p-1), writes n(p-1)
 
-of which (p-1)/p lies with others. 16-bit floats are added up in float32 and rounded once.
+The others do their own part of each operation:
+
+    reduce_scatter  each rank reads n, writes n/p
+    allgather       each rank reads and writes what all bring
+    broadcast       each rank reads and writes n, root nothing
+
+16-bit floats are added up in float32 and rounded once. On a stream that has nothing queued no event is waited for:
+it would be over only at the next turn.
 
 A rank that hears that another one died touches nobody's memory any more. Whoever has not heard of it yet may still be
 writing its share into the tensors of all: after such a failure they hold anything. Memory that was freed meanwhile is
@@ -45,6 +51,7 @@ from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Events
+from aiodist.streams.events import idle
 from aiodist.types import ReduceOp
 
 __all__ = ["CudaIpc"]
@@ -55,7 +62,8 @@ _VERDICT_BYTES = 256
 _ALIGNED_BYTES = 512  # shares begin at multiples of it, so that kernels read whole words
 
 Parts = Sequence[Tensor]  # of all ranks, flat, mine included; of those who lend nothing, nothing
-Work = Callable[[Parts], None]
+Places = Sequence[str]  # the physical devices that they lie on, by name
+Work = Callable[[Parts, Places], None]
 
 
 class CudaIpc:
@@ -90,8 +98,8 @@ class CudaIpc:
         """Reduce `t` in place; equal to the bit on all ranks."""
         yield from self._with_all(ep, t, partial(self._allreduced, ep.rank, op))
 
-    def _allreduced(self, me: int, op: ReduceOp, parts: Parts) -> None:
-        for mine, *others in self._share(me, parts):
+    def _allreduced(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
+        for mine, *others in self._share(me, parts, places):
             _reduce(mine, [mine, *others], op)
             for other in others:
                 copy(other, mine)
@@ -100,8 +108,8 @@ class CudaIpc:
         """Reduce into root's `t`; the others' is only read."""
         yield from self._with_all(ep, t, partial(self._reduced, ep.rank, op, root))
 
-    def _reduced(self, me: int, op: ReduceOp, root: int, parts: Parts) -> None:
-        for pieces in self._share(me, parts):
+    def _reduced(self, me: int, op: ReduceOp, root: int, parts: Parts, places: Places) -> None:
+        for pieces in self._share(me, parts, places):
             into = pieces[root - me]  # they begin with mine
             _reduce(into, [*(piece for piece in pieces if piece is not into), into] if root != me else pieces, op)
 
@@ -109,8 +117,8 @@ class CudaIpc:
         """Reduce `t` over the ranks up to mine."""
         yield from self._with_all(ep, t, partial(self._scanned, ep.rank, op))
 
-    def _scanned(self, me: int, op: ReduceOp, parts: Parts) -> None:
-        for pieces in self._share(me, parts):
+    def _scanned(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
+        for pieces in self._share(me, parts, places):
             in_order = [pieces[rank - me] for rank in range(len(parts))]
             total = in_order[0]
             if widened := _is_widened(total.dtype, op, len(parts)):
@@ -133,7 +141,7 @@ class CudaIpc:
             copy(out, t)
         yield from self._with_all(ep, t, partial(self._block_reduced, ep.rank, op, _plain(out), block))
 
-    def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
+    def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts, places: Places) -> None:
         if out.numel():
             in_place = out.data_ptr() == parts[me][block].data_ptr()
             for into, *pieces in self._pieces([out, *(parts[rank][block] for rank in _around(me, len(parts)))]):
@@ -142,7 +150,7 @@ class CudaIpc:
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         """Overwrite `t` with root's."""
 
-        def work(parts: Parts) -> None:
+        def work(parts: Parts, places: Places) -> None:
             if ep.rank != root:
                 copy(parts[ep.rank], parts[root])
 
@@ -155,7 +163,7 @@ class CudaIpc:
         if blocks[ep.rank].data_ptr() != t.data_ptr():
             copy(blocks[ep.rank], _plain(t))
 
-        def work(parts: Parts) -> None:
+        def work(parts: Parts, places: Places) -> None:
             for rank in _around(ep.rank, ep.size)[1:]:
                 copy(blocks[rank], parts[rank])
 
@@ -163,10 +171,9 @@ class CudaIpc:
 
     # --- pieces -----------------------------------------------------------------------------------------------
 
-    def _share(self, me: int, parts: Parts) -> Iterator[Sequence[Tensor]]:
+    def _share(self, me: int, parts: Parts, places: Places) -> Iterator[Sequence[Tensor]]:
         """Yield piece after piece of my share: mine, and those of the ranks behind me, around to the one before."""
-        cut = _shares(parts[me].numel(), parts[me].dtype.itemsize, len(parts))
-        share = slice(cut[me], cut[me + 1])
+        share = _share(me, places, parts[me].numel(), parts[me].dtype.itemsize)
         return self._pieces([parts[rank][share] for rank in _around(me, len(parts))])
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -219,8 +226,11 @@ class CudaIpc:
                 failure = failure or error
         if failure is None:
             try:
-                mine = {ep.rank: t}
-                work([visit.tensor(known_as[r]) if r in heard else mine.get(r, t[:0]) for r in range(ep.size)])
+                parts, places = [t[:0]] * ep.size, [""] * ep.size
+                parts[ep.rank], places[ep.rank] = t, self._mappings.place(t.device)
+                for rank in heard:
+                    parts[rank], places[rank] = visit.tensor(known_as[rank]), visit.place(known_as[rank])
+                work(parts, places)
             except Exception as error:  # noqa: BLE001  - raised once the others have been told
                 failure = error
         return failure
@@ -238,12 +248,14 @@ class CudaIpc:
         return None
 
     def _settled(self, device: torch.device, done: Done) -> None:
+        stream = torch.cuda.current_stream(device)
+        if idle(stream):
+            done(None)
+            return
         try:
-            self._events.watch(torch.cuda.current_stream(device), done)
+            self._events.watch(stream, done)
         except RuntimeError as error:
-            failed = BackendError(f"the CUDA device failed: {error}")
-            failed.__cause__ = error
-            done(failed)
+            done(self._events.lost(error))
 
     def _agree(
         self, ep: Endpoint, lenders: Sequence[int], hearers: Sequence[int], failure: Exception | None
@@ -301,11 +313,16 @@ def _around(me: int, size: int) -> list[int]:
     return [*range(me, size), *range(me)]
 
 
-def _shares(numel: int, itemsize: int, ranks: int) -> list[int]:
-    """Return where the ranks' shares of so many elements begin, and the end."""
+def _share(me: int, places: Places, numel: int, itemsize: int) -> slice:
+    """Return which of so many elements are mine to reduce: none, unless I am the first rank of my device."""
+    workers = [places.index(place) for place in dict.fromkeys(places)]
+    if me not in workers:
+        return slice(0)
+    mine = workers.index(me)
     unit = max(_ALIGNED_BYTES // itemsize, 1)
     units = -(-numel // unit)
-    return [min(units * rank // ranks * unit, numel) for rank in range(ranks + 1)]
+    start, stop = (min(units * i // len(workers) * unit, numel) for i in (mine, mine + 1))
+    return slice(start, stop)
 
 
 def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:

@@ -15,6 +15,7 @@ from aiodist.backends.base import Done, Transport
 from aiodist.collectives.program import Call, Courier, Nested, Program
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream, lend
+from aiodist.streams.events import idle
 
 __all__ = ["DeviceWork", "InOrder", "attach", "on_devices"]
 
@@ -39,8 +40,9 @@ class DeviceWork:
         self._events = Events.of(progress)
         self.keep: object = None
         """What must stay alive until its end."""
+        self._lent: object = None
         self._behind: torch.cuda.Event | None = None
-        if self._caller != stream:
+        if self._caller != stream and not idle(self._caller):
             self._behind = self._events.record(self._caller)
 
     def current(self) -> AbstractContextManager[object]:
@@ -57,14 +59,22 @@ class DeviceWork:
     def end(self, done: Done) -> None:
         """Call `done` when the device has done all that is queued."""
         self._on_queued()
+        if idle(self.stream):
+            self._over(done, None)
+            return
         try:
             self.fence.reached(self._events.watch(self.stream, partial(self._over, done)))
-        except RuntimeError as error:  # the device is lost
-            self.fence.reached(None)
-            done(error)
+        except RuntimeError as error:
+            self._over(done, self._events.lost(error))
 
     def _over(self, done: Done, error: BaseException | None) -> None:
         self.fence.reached(None)  # its event is somebody else's from now on
+        if error is None:
+            try:
+                lend(self._lent, self._caller)
+            except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
+                error = raised
+        self._lent = None
         done(error)
 
     def drop(self) -> None:
@@ -77,8 +87,11 @@ class DeviceWork:
         self._progress.post(partial(self._progress.start, self._on_queued))
 
     def lend(self, result: object) -> None:
-        """Keep the memory of a result that was made on this stream from being reused while the caller's reads it."""
-        lend(result, self._caller)
+        """Keep the memory of a result that is made on this stream from being reused while the caller's reads it.
+
+        From the end on, if that is a good one: on a device that is lost, torch cannot even free what was lent.
+        """
+        self._lent = result
 
 
 class InOrder:
@@ -150,10 +163,11 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
         raise
     except BaseException as raised:  # noqa: BLE001  - raised again below
         error = raised
+    else:
+        work.lend(result)
     yield [work.end]
     if error is not None:
         raise error
-    work.lend(result)
     return result
 
 

@@ -16,6 +16,7 @@ from aiodist.collectives.availability import (
     Offer,
     State,
     missing_library,
+    state_of,
 )
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation, Library, Messages, SharedMemory, Wanted
@@ -216,7 +217,7 @@ class Repertoire:
             if isinstance(self._cuda, str):
                 return State.NOT_HERE, self._cuda
             if (why := self._missing_on_cuda.get(impl)) is not None:
-                return (State.NOT_INSTALLED if "pip install" in why else State.NOT_HERE), why
+                return state_of(why), why
             if impl in ("shm", "mpi", "gloo"):
                 return State.NOT_HERE, f"tensors on a device go by way of the host: staged, which may use {impl} there"
         if impl == "shm":

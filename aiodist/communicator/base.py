@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from aiodist.collectives.selector import Selector
 from aiodist.collectives.table import Edit, LimitEdit
 from aiodist.collectives.wrappers import side_by_side
 from aiodist.handles import Handle
-from aiodist.issuer import Issuer, Plan
+from aiodist.issuer import Issuer, Plan, QueuePlan
 from aiodist.ledger import Fingerprint
 from aiodist.levels import Levels
 from aiodist.streams import check_not_capturing
@@ -61,6 +61,7 @@ class Base:
         self._made_of: tuple[Base, Sequence[int]] | None = None
         self._family = family
         self._plans: dict[tuple[torch.dtype, int, str, str], Plan] = {}
+        self._queue_plans: dict[tuple[torch.dtype, int, str, str, torch.device], QueuePlan] = {}
         self._repertoire = issuer.repertoire
         self._selector = Selector(self._repertoire, lambda edit: family.edit(self, edit), issuer.large_bytes)
         self._can_be_quick = self._transport.size > 1 and not issuer.checked
@@ -239,7 +240,7 @@ class Base:
             attach(handle, work, (ts, outs, old))
         return handle
 
-    def _work_on(self, devices: Iterable[torch.device], tag: int | None) -> list[DeviceWork]:
+    def _work_on(self, devices: Collection[torch.device], tag: int | None) -> list[DeviceWork]:
         """Return what the next operation, a collective of `tag` or a message, does on `devices`; raise where it cannot.
 
         ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
@@ -249,13 +250,14 @@ class Base:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
         assert self._family.accelerator is not None
-        check_not_capturing()
+        check_not_capturing(*(device.index for device in devices))
         return [self._family.accelerator.work(self.name, device, tag) for device in devices]
 
     def _adopt(self, edits: Sequence[Edit]) -> None:
         """Have the selector's table be as after `edits`, for every operation from the next one on."""
         self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
         self._plans.clear()
+        self._queue_plans.clear()
         for edit in edits:
             if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
                 self._issuer.large_bytes = edit.value

@@ -16,6 +16,7 @@ from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.implementations import Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
+from aiodist.collectives.queued import Queue
 from aiodist.collectives.wrappers import alike_lists, copied_to_all, local_first, mapped, nothing, returning
 from aiodist.communicator.base import (
     Base,
@@ -28,8 +29,9 @@ from aiodist.communicator.base import (
     tensors_of,
 )
 from aiodist.handles import Handle
-from aiodist.issuer import Plan
+from aiodist.issuer import Plan, QueuePlan
 from aiodist.ledger import Fingerprint
+from aiodist.streams import check_not_capturing
 from aiodist.types import ReduceOp
 
 __all__ = ["Reductions"]
@@ -63,12 +65,17 @@ class Reductions(Base):
         `mean` of integers raises TypeError; 16-bit floats are summed in float32 and rounded once. Cost: the native
         library's, or 2(p-1) messages of the tensor's size through rank 0 (`impl="direct"`).
         """
-        if self._can_be_quick and out is None and type(t) in (Tensor, Parameter):
-            one: Any = t
+        one: Any = t
+        if self._can_be_quick and out is None and type(t) in (Tensor, Parameter) and one.is_cpu:
             key = (one.dtype, one.numel(), op, impl)
             plan = self._plans.get(key) or self._plan(key)
-            if plan is not None and one.layout is torch.strided and one.is_cpu and one.is_contiguous():
+            if plan is not None and one.layout is torch.strided and one.is_contiguous():
                 return self._issuer.quick(plan, one, timeout)  # type: ignore[return-value]
+        elif out is None and not across and isinstance(t, Tensor) and t.is_cuda:
+            queued = self._queue_plan(t, op, impl)
+            if queued is not None:
+                check_not_capturing(t.get_device())
+                return self._issuer.quick(queued, t, timeout)
         if across:
             return self._allreduce_across(t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
@@ -209,8 +216,33 @@ class Reductions(Base):
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), numel, how(known.value, impl))
-        plan = self._plans[key] = Plan(what, begin, numel * kind.itemsize, chosen.inline_bytes)
+        plan = self._plans[key] = Plan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
         return plan
+
+    def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
+        """Remember how a device is given the reduction of tensors like `t` in a single call, where that is possible."""
+        kind, numel, device = t.dtype, t.numel(), t.device
+        key = (kind, numel, op, impl, device)
+        plan = self._queue_plans.get(key)
+        if plan is None:
+            self._repertoire.check(impl)
+            if self._issuer.checked or op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
+                return None
+            queue = self._queue_of(kind, numel, check_op(op, kind), device, impl) if kind in SUPPORTED else None
+            if queue is None:
+                return None
+            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, queue)
+            self._queue_plans[key] = plan
+        return plan if t.layout is torch.strided and t.is_contiguous() else None
+
+    def _queue_of(self, kind: torch.dtype, numel: int, op: ReduceOp, device: torch.device, impl: str) -> Queue | None:
+        accelerator = self._family.accelerator
+        if accelerator is None or not self._repertoire.on_cuda:
+            return None
+        if self.size == 1 and impl == "auto":
+            return accelerator.queue_alone(device)
+        chosen = self._repertoire.pick(Wanted("allreduce", kind, wire_op(op), numel, "cuda"), impl)
+        return accelerator.queue_by_nccl(self.name, device, op) if chosen.name == "nccl" else None
 
     def _reduction(
         self,

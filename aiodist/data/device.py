@@ -14,6 +14,7 @@ from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import rebuilt
 from aiodist.handles import Handle, Progress
 from aiodist.streams import CudaStream, OnStream, Staging
+from aiodist.streams.capture import Uncaptured
 
 __all__ = ["DeviceLike", "ToDevice", "device_of"]
 
@@ -80,7 +81,7 @@ class ToDevice:
         began = perf_counter()
         room = _Room(self._device)
         try:
-            with OnStream(self._stream):
+            with Uncaptured(), OnStream(self._stream):  # others may capture graphs meanwhile
                 made.value = rebuilt(made.value, room.copy_of)
             parts = [part for part in room.parts() if part]
         except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built

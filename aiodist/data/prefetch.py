@@ -111,7 +111,9 @@ def prefetch(
     processes have not.
 
     With `device` an item is handed over when its tensors are on that CUDA device, where any stream may read them at
-    once; item k + 1 is copied while item k is computed on, `depth` items ahead. Tensors are found where torch's
+    once; one that was not the current stream when the item was taken is told of with `t.record_stream(stream)`, as
+    anywhere in torch, else the memory is reused before it has read. `DataParallel.step` and `run` do so for their
+    arguments. Item k + 1 is copied while item k is computed on, `depth` items ahead. Tensors are found where torch's
     `DataLoader` looks for what it pins, and in dataclasses; the containers are copied. They pass through pinned memory,
     unless they lie there already (`pin_memory=True`), on the stream `CudaStream.of("to-device", device)`. Tensors of a
     subclass, sparse ones, those that require grad, and objects that have `pin_memory()` and `to()` of their own, are

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.cuda_ipc.mapping import Mapped, Own
+from aiodist.testing.cuda.device import active
+from aiodist.testing.cuda.lanes import Lane
 
 __all__ = ["SimulatedMapper"]
 
@@ -15,19 +17,27 @@ __all__ = ["SimulatedMapper"]
 class SimulatedMapper:
     """A `Mapper` among ranks of one process, for CPU tensors too; give it to `Mappings`.
 
-    A description is opened or discarded once, as the real ones: `open` and `discard` raise AssertionError otherwise.
-    Unlike CUDA's, its memory goes back when the tensor dies, so that whoever uses it later reads poison.
+    It demands what the real one does, and raises AssertionError otherwise: a description is opened or discarded once;
+    memory is not closed on a device that failed, nor while a stream that was current where it was asked for has work
+    queued. As there, `record_stream` does nothing for memory that was described. Unlike CUDA's, memory goes back when
+    the tensor dies, so that whoever uses it later reads poison.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: str = "") -> None:
+        """`place` names the device: ranks whose mappers say the same share one. Empty: as many as are simulated."""
         self.exported = 0
         self.opened: set[bytes] = set()
         """Descriptions that are opened now."""
+        self.leaked: set[bytes] = set()
+        """Descriptions that stay open."""
         self._used: set[bytes] = set()
+        self._place = place
 
     def export(self, t: Tensor) -> bytes:
         """See `Mapper`."""
         self.exported += 1
+        if t.is_cuda and (block := active().memory.block(t)) is not None:
+            block.users = _Unheard(block.users)  # type: ignore[misc]
         return pickle.dumps((t.untyped_storage()._cdata, id(self), self.exported))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
@@ -40,9 +50,20 @@ class SimulatedMapper:
         """See `Mapper`."""
         self._use(description)
 
+    def place(self, device: torch.device) -> str:
+        """See `Mapper`."""
+        return self._place or str(device)
+
     def _use(self, description: bytes) -> None:
         assert description not in self._used, "a description is opened or discarded once"
         self._used.add(description)
+
+
+class _Unheard(set[Lane]):
+    """Streams that read a block, as far as the allocator was told before it was described."""
+
+    def add(self, lane: Lane) -> None:
+        pass
 
 
 class _Opened(Own):
@@ -50,6 +71,29 @@ class _Opened(Own):
         super().__init__(pickle.loads(description)[0], device)
         self._mapper = mapper
         self._description = description
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def memory(self) -> Tensor:
+        memory = super().memory()
+        if memory.is_cuda:
+            self._streams.add(torch.cuda.current_stream(memory.device))
+        return memory
+
+    def lost(self) -> bool:
+        try:
+            self._busy()
+        except RuntimeError:
+            return True
+        return False
 
     def close(self) -> None:
+        assert not self.lost(), "memory is closed on a device that failed, which ends the process"
+        assert not self._busy(), "memory is closed that a stream may still use"
         self._mapper.opened.remove(self._description)
+
+    def leak(self) -> None:
+        self._mapper.opened.remove(self._description)
+        self._mapper.leaked.add(self._description)
+
+    def _busy(self) -> bool:
+        return any(not stream.query() for stream in self._streams)

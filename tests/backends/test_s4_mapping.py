@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count, repeat
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.backends.cuda_ipc import Mappings, TorchMapper, Visit
 from aiodist.backends.cuda_ipc import mapping as mapping_module
 from aiodist.errors import BackendError, MismatchError
+from aiodist.testing import SimulatedCuda
 from aiodist.testing.simulated_mapper import SimulatedMapper
 
 CPU = torch.device("cpu")
@@ -23,10 +27,10 @@ CPU = torch.device("cpu")
 class Pair:
     """Rank 0 lends, rank 1 borrows."""
 
-    def __init__(self, most: int = 64) -> None:
+    def __init__(self) -> None:
         self.mapper = SimulatedMapper()
-        self.lender = Mappings(self.mapper, most)
-        self.borrower = Mappings(self.mapper, most)
+        self.lender = Mappings(self.mapper)
+        self.borrower = Mappings(self.mapper)
 
     def say(self, t: Tensor) -> tuple[Visit, bytes]:
         visit = Visit(self.lender, t)
@@ -115,8 +119,22 @@ def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     assert pair.lender.lent == 1
 
 
+def test_s4_memory_that_a_living_storage_gave_up_is_let_go_of() -> None:
+    pair = Pair()
+    kept, given_up, grown = torch.ones(3), torch.ones(4), torch.ones(5)
+    for t in (kept, given_up, grown):
+        pair.visit(t)
+    given_up.untyped_storage().resize_(0)
+    grown.untyped_storage().resize_(4000)
+    pair.visit(kept)
+    assert len(pair.mapper.opened) == 1
+    given_up.untyped_storage().resize_(16)
+    assert torch.equal(pair.visit(given_up.fill_(2)), given_up)
+    assert torch.equal(pair.visit(grown.fill_(3)), grown)
+
+
 def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
-    pair = Pair(most=1000)
+    pair = Pair()
     kept = [torch.full((2,), float(i)) for i in range(100)]
     dying = [torch.full((3,), float(i)) for i in range(100)]
     for one, other in zip(kept, dying, strict=True):
@@ -141,38 +159,18 @@ def test_s4_what_is_dead_for_the_others_stays_while_my_visit_uses_it() -> None:
     assert len(pair.mapper.opened) == 1
 
 
-def test_s4_the_least_recently_used_goes_first_and_none_that_is_in_use() -> None:
-    pair = Pair(most=3)
-    ts = [torch.full((4,), float(i)) for i in range(5)]
-    busy, said = pair.say(ts[0])
-    for t in ts[1:3]:
-        pair.visit(t)
-    pair.visit(ts[1])  # so ts[2] has not been used for longest, but for ts[0], which is in use
-    pair.visit(ts[3])
-    assert pair.lender.lent == 3
-    exported = pair.mapper.exported
-    pair.visit(ts[1])
-    assert pair.mapper.exported == exported, "what was used just before has been forgotten"
-    pair.visit(ts[2])
-    assert pair.mapper.exported == exported + 1, "what was not used for longest was kept"
-    visit, seen = pair.hear(said, ts[0])
-    assert torch.equal(seen, ts[0])
-    busy.end()
-    visit.end()
-
-
-def test_s4_more_than_the_limit_are_lent_while_all_are_in_use() -> None:
-    pair = Pair(most=2)
-    ts = [torch.full((4,), float(i)) for i in range(5)]
-    said = [pair.say(t) for t in ts]
-    heard = [pair.hear(words, t) for (_, words), t in zip(said, ts, strict=True)]
-    for (_, seen), t in zip(heard, ts, strict=True):
-        assert torch.equal(seen, t)
-    assert pair.lender.lent == 5
-    for visit, _ in [*said, *heard]:
-        visit.end()
-    pair.visit(ts[0])
-    assert pair.lender.lent == pair.borrower.borrowed == 2
+def test_s4_what_lives_is_described_once_however_much_there_is() -> None:
+    """Each description of a storage stays with it for as long as it lives."""
+    pair = Pair()
+    ts = [torch.full((2,), float(i)) for i in range(2000)]
+    for _ in range(3):
+        for t in ts:
+            pair.visit(t)
+        assert pair.mapper.exported == len(pair.mapper.opened) == len(ts)
+    del ts[1:], t
+    for _ in range(2000):
+        pair.visit(ts[0])
+    assert pair.lender.lent == len(pair.mapper.opened) == 1
 
 
 def test_s4_two_visits_in_flight_are_understood_in_either_order() -> None:
@@ -192,7 +190,7 @@ def test_s4_two_visits_in_flight_are_understood_in_either_order() -> None:
 
 
 def test_s4_a_failed_visit_keeps_what_it_used() -> None:
-    pair = Pair(most=1)
+    pair = Pair()
     t = torch.ones(3)
     visit, said = pair.say(t)
     del t, visit  # it never ends
@@ -249,11 +247,47 @@ async def test_s4_closing_lets_go_of_everything() -> None:
         Visit(Mappings(pair.mapper), ts[0]).hear(0, refused, 1)
 
 
+async def test_s4_closing_leaves_what_a_visit_is_under_way_in() -> None:
+    """Kernels of mine may be queued in it: its rank died, and I was to wait for them no more."""
+    pair = Pair()
+    kept, used = torch.ones(3), torch.ones(4)
+    pair.visit(kept)
+    pair.visit(used)
+    lending, said = pair.say(used)
+    visit, seen = pair.hear(said, used)
+    await pair.borrower.aclose()
+    assert not pair.mapper.opened
+    assert len(pair.mapper.leaked) == 1
+    assert torch.equal(seen, used)
+    visit.end()
+    lending.end()
+
+
+def test_s4_what_was_described_stays_while_the_default_stream_reads_it(simulated_cuda: SimulatedCuda) -> None:
+    """Torch takes no notes of who reads memory once it is described: it is told before, of the default stream."""
+    pair = Pair()
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for reader in (torch.cuda.default_stream(), other):
+        with torch.cuda.stream(side):
+            t = torch.ones(1000, device="cuda")
+        torch.cuda.synchronize()
+        pair.say(t)[0].end()
+        t.record_stream(reader)
+        with simulated_cuda.paused(reader), torch.cuda.stream(reader):
+            copied = t.clone()
+            del t
+            side.synchronize()
+        torch.cuda.synchronize()
+        assert bool(simulated_cuda.hazards) == (reader == other)
+        assert bool(copied.isnan().any()) == (reader == other)
+    simulated_cuda.hazards.clear()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_s4_any_order_of_visits_deaths_and_messages(seed: int) -> None:
     """Tensors of any size at few addresses, messages of visits in flight in any order: what is seen is right."""
     chance = random.Random(seed)
-    pair = Pair(most=chance.choice([1, 2, 5]))
+    pair = Pair()
     places = [bytearray(64) for _ in range(3)]
     living: dict[int, Tensor] = {}
     under_way: list[tuple[Visit, bytes, Tensor]] = []
@@ -372,6 +406,58 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
     with pytest.raises(BackendError, match="let go of"):
         mapped.memory()
     assert not shared.released
+
+
+def opened_elsewhere(monkeypatch: pytest.MonkeyPatch, query: Callable[[], bool]) -> TorchMapper:
+    """Return a mapper for which all descriptions are of another process, and its stream's `query`."""
+    monkeypatch.setattr(mapping_module, "_process", partial(next, zip(repeat(0), count())))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
+    monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: type("_", (), {"query": staticmethod(query)}))
+    monkeypatch.setattr(mapping_module, "OnStream", lambda stream: nullcontext())
+    return TorchMapper()
+
+
+def test_s4_torch_knows_when_its_device_is_lost(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that ends there would end the process: torch checks what it calls, in a destructor."""
+
+    def fails() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    for query, lost in ((lambda: True, False), (lambda: False, False), (fails, True)):
+        description = shared.described(torch.zeros(10))
+        mapped = opened_elsewhere(monkeypatch, query).open(description, torch.device("cuda:1"))
+        assert mapped.lost() == lost
+
+
+def test_s4_torch_never_ends_what_is_leaked(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    description = shared.described(torch.zeros(10))
+    mapper = opened_elsewhere(monkeypatch, lambda: True)
+    for leaked in (False, True):
+        mapped = mapper.open(description, torch.device("cuda:1"))
+        storage = StorageWeakRef(mapped.memory().untyped_storage())
+        if leaked:
+            mapped.leak()
+        else:
+            mapped.close()
+        del mapped
+        gc.collect()
+        assert storage.expired() != leaked
+
+
+def test_s4_torch_opens_an_allocation_for_one_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows by its handle alone what is open: another storage in it would be given the first one's mapping."""
+    mapper = opened_elsewhere(monkeypatch, lambda: True)
+    one, other = shared.described(torch.zeros(10)), shared.described(torch.zeros(5))
+    first = mapper.open(one, torch.device("cuda:1"))
+    second = mapper.open(other, torch.device("cuda:1"))
+    with pytest.raises(BackendError, match="mapped on cuda:1: it cannot be on cuda:0"):
+        mapper.open(shared.described(torch.zeros(3)), torch.device("cuda:0"))
+    first.close()
+    with pytest.raises(BackendError, match="mapped on cuda:1"):
+        mapper.open(shared.described(torch.zeros(3)), torch.device("cuda:0"))
+    second.close()
+    mapper.open(shared.described(torch.zeros(3)), torch.device("cuda:0"))
 
 
 def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Shared) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,15 +19,24 @@ import torch
 
 import aiodist
 from aiodist.backends import nccl
-from aiodist.bench import cli, gpu, gpu_cases, gpu_reductions, gpu_report, gpu_training, gpu_turns, gpu_worker, peers
+from aiodist.bench import (
+    cli,
+    gpu,
+    gpu_cases,
+    gpu_reductions,
+    gpu_report,
+    gpu_training,
+    gpu_turns,
+    gpu_waits,
+    gpu_worker,
+    peers,
+)
 from aiodist.bench.gpu import Limits, Run
 from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
 from aiodist.bench.gpu_notes import read_notes
 from aiodist.bench.gpu_turns import Bench, NotPossible, WrongResult
-from aiodist.bench.peers import Buffers
 from aiodist.bench.plan import Plan
 from aiodist.bench.session import Session
-from aiodist.bench.timing import Contender
 from aiodist.launch import commands as launcher
 from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
 from aiodist.testing.cuda.device import active
@@ -44,6 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     """One device with all that the cases call."""
     with simulated_cuda(devices=1, delay=2e-5) as device:
         monkeypatch.setattr(torch.cuda, "_sleep", spin)
+        monkeypatch.setattr(gpu_turns, "_WAKE_SECONDS", 0.0)
         monkeypatch.setattr(gpu_training, "_CHECKED", replace(TINY, words=9, window=3))
         yield device
         assert not device.hazards
@@ -85,36 +95,76 @@ def test_s2_bench_gpu_cases_of_one_rank_run(name: str, device: SimulatedCuda) ->
     check_values(name, result)
 
 
-class FakeGloo:
-    """gloo among ranks of this process: what it does to a tensor is done by a collective of ours."""
+def test_s2_bench_gpu_the_kernel_is_what_was_measured(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock went down since it was measured: kernels take 500 times as long as they should."""
+    monkeypatch.setattr(gpu_waits, "spin_rate", lambda: 500 * 20e9)
+    (result,) = measured("await", replace(TINY, ahead=1e-6))
+    took = {record.impl: record.seconds or 0.0 for record in result.records}
+    assert took["kernel"] >= 500 * TINY.kernel
+    assert result.values == {name: (took[name] - took["kernel"]) * 1e6 for name in ("await", "blocking")}
+    assert result.values["blocking"] < 250 * TINY.kernel * 1e6
 
-    name = "gloo"
 
-    def __init__(self, coll: aiodist.Communicator) -> None:
-        self.coll = coll
-        self.handles: list[Any] = []
+class Waking:
+    """A device that raises its clock while it works: to 2 GHz, by its thirtieth kernel."""
 
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        assert op == "allreduce"
-        return [Contender("gloo", lambda: self.handles.append(self.coll.allreduce(buffers.t, impl="ring")))]
+    def __init__(self) -> None:
+        self.kernels = 0
+        self.now = 0.0
 
-    def barrier(self) -> None: ...
+    def sleep(self, cycles: int) -> None:
+        self.kernels += 1
+        self.now += cycles / (2e9 * min(1.0, 0.2 + 0.8 * self.kernels / 30))
 
-    def close(self) -> None: ...
+    def event(self, *, enable_timing: bool) -> Any:
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, device: Waking) -> None:
+        self.device = device
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self.device.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+@pytest.mark.parametrize("wake", [None, 0.0])
+def test_s2_bench_gpu_kernels_are_timed_at_the_full_clock(monkeypatch: pytest.MonkeyPatch, wake: float | None) -> None:
+    """After a while of work, and where that is not enough as soon as the clock rises no more."""
+    waking = Waking()
+    monkeypatch.setattr(torch.cuda, "_sleep", waking.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", waking.event)
+    if wake is not None:
+        monkeypatch.setattr(gpu_turns, "_WAKE_SECONDS", wake)
+    assert gpu_turns.spin_rate() == pytest.approx(2e9, rel=0.01)
+    assert wake is None or 30 < waking.kernels <= 50
+
+
+def test_s2_bench_gpu_a_clock_that_never_rests_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_turns, "_WAKE_SECONDS", 0.0)
+    seconds = (0.001 * 1.1**number for number in range(1000))
+    monkeypatch.setattr(gpu_turns, "_probe", lambda: next(seconds))
+    assert gpu_turns.spin_rate() == pytest.approx(2e6 / (0.001 * 1.1**47))
 
 
 @pytest.fixture
 def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for torch's process group, of which a process has one."""
+    """Stands in for torch's process group, of which a process has one: it blocks, which ranks of one thread may not."""
 
     @asynccontextmanager
-    async def opened(names: list[str], coll: aiodist.Communicator) -> AsyncIterator[list[FakeGloo]]:
+    async def opened(names: list[str], coll: aiodist.Communicator) -> AsyncIterator[None]:
         assert names == ["gloo"]
-        yield [FakeGloo(coll)]
+        yield
 
-    async def theirs(bench: Bench, peer: FakeGloo, t: torch.Tensor) -> None:
-        peer.contenders("allreduce", Buffers(bench.coll.rank, bench.coll.size, t, None))[0].once()
-        await peer.handles.pop()  # gloo's own blocks, which ranks of one thread may not
+    async def theirs(bench: Bench, ts: Sequence[torch.Tensor]) -> None:
+        for t in ts:
+            await bench.coll.allreduce(t, impl="ring")
 
     monkeypatch.setattr(gpu_reductions, "opened", opened)
     monkeypatch.setattr(gpu_reductions, "_theirs", theirs)
@@ -128,6 +178,25 @@ def test_s2_bench_gpu_cases_of_several_ranks_run(name: str, device: SimulatedCud
     check_values(name, first)
     assert all(not other.records for other in others)
     assert {record.ranks for record in first.records} == {CASES[name].ranks}
+
+
+async def test_s2_bench_gpu_operations_are_in_flight_together() -> None:
+    """As the copies are that they are compared with."""
+    here: list[torch.Tensor] = []
+    all_here = asyncio.Event()
+
+    class Coll:
+        async def allreduce(self, t: torch.Tensor, *, impl: str) -> None:
+            here.append(t)
+            if len(here) == 3:
+                all_here.set()
+            await all_here.wait()
+
+    session: Any = type("_", (), {"coll": Coll()})
+    ts = [torch.ones(1) for _ in range(3)]
+    async with asyncio.timeout(10):
+        await gpu_reductions._ours(Bench(session, TINY), "cuda_ipc")(ts)
+    assert all(one is t for one, t in zip(here, ts, strict=True))
 
 
 @pytest.fixture
@@ -147,9 +216,16 @@ def test_s2_bench_gpu_beside_nccl(name: str, fake_nccl: FakeNccl) -> None:
     assert fake_nccl.communicators
 
 
+def test_s2_bench_gpu_nccls_own_calls_are_awaited_as_ours_are(fake_nccl: FakeNccl) -> None:
+    (result,) = measured("nccl_overhead")
+    took = {record.impl: record.seconds or 0.0 for record in result.records}
+    for name in ("await", "issue", "flight"):
+        assert result.values[name] == pytest.approx((took[f"aiodist:{name}"] - took[f"nccl4py:{name}"]) * 1e6)
+
+
 @pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
 def test_s2_bench_gpu_says_why_nccl_is_not_there(name: str, device: SimulatedCuda) -> None:
-    with pytest.raises(NotPossible, match="nccl4py is not installed"):
+    with pytest.raises(NotPossible, match="this one is simulated"):
         measured(name)
 
 
@@ -157,7 +233,7 @@ def test_s2_bench_gpu_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     with simulated_cuda(devices=2, delay=2e-5):
         first, _ = measured("allreduce_devices")
     assert set(first.values) == {"staged"}
-    assert "nccl4py is not installed" in first.missing["nccl"]
+    assert "this one is simulated" in first.missing["nccl"]
     (without, with_value) = gpu_cases.figures(CASES["allreduce_devices"], first.values, first.missing)
     assert (without.state, with_value.state) == (State.NOT_POSSIBLE, State.SEEN)
 
@@ -167,11 +243,10 @@ def test_s2_bench_gpu_results_are_looked_at(device: SimulatedCuda, monkeypatch: 
 
     async def too_soon(first: Any, second: Any) -> None: ...
 
-    from aiodist.bench import gpu_waits
-
     monkeypatch.setattr(gpu_waits, "_waited_for", too_soon)
     with pytest.raises(WrongResult, match="is nan, expected"):
         measured("wait_stream", replace(TINY, ahead=20e-3))
+    torch.cuda.synchronize()  # what it had queued uses memory that was given back
     device.hazards.clear()
 
     def twice(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -198,14 +273,14 @@ def test_s2_bench_gpu_gloo_reduces_what_lies_on_a_device(device: SimulatedCuda) 
     """The way itself, on the one rank that a process can have in a group of torch's."""
 
     async def main() -> list[float]:
-        async with aiodist.init() as coll, peers.opened(["gloo"], coll) as (gloo,):
+        async with aiodist.init() as coll, peers.opened(["gloo"], coll):
             session = Session(Plan("gpu", 1, (), ()), coll, (), (), coll.barrier)
-            t = torch.full((3,), 2.0, device=coll.device)
-            await gpu_reductions._theirs(Bench(session, TINY), gloo, t)
-            found: list[float] = t.tolist()
+            ts = [torch.full((3,), 2.0, device=coll.device) for _ in range(2)]
+            await gpu_reductions._theirs(Bench(session, TINY), ts)
+            found: list[float] = torch.cat(ts).tolist()
             return found
 
-    assert run_ranks(1, main) == [[2.0] * 3]
+    assert run_ranks(1, main) == [[2.0] * 6]
 
 
 # --- what the ranks write down ------------------------------------------------------------------------------
@@ -222,7 +297,7 @@ def test_s2_bench_gpu_worker_notes_each_case(
     assert notes.machine["device"] == "simulated CUDA device 0"
     assert (notes.began, notes.running) == (set(cases), None)
     assert set(notes.results["parked"]["values"]) == {"cpu"}
-    assert "nccl4py" in notes.results["nccl_overhead"]["not_possible"]
+    assert "this one is simulated" in notes.results["nccl_overhead"]["not_possible"]
     assert notes.results["wait_stream"]["records"]
 
 
@@ -436,6 +511,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_s2_bench_gpu_the_whole_command(
     device: SimulatedCuda,
+    fake_nccl: FakeNccl,
     outside: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -461,6 +537,36 @@ def test_s2_bench_gpu_the_whole_command(
     jobs.jobs.append(fails)
     assert cli.main(["gpu", "--only", "parked"]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("release", [(2, 28, 9), None])
+def test_s2_bench_gpu_starts_no_ranks_that_nccl_does_not_connect(
+    device: SimulatedCuda,
+    outside: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    release: tuple[int, ...] | None,
+) -> None:
+    """What it says is what the ranks would have said."""
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    why = "nccl is not possible here: NCCL needs a CUDA device, and this one is simulated"
+    if release is not None:
+        library = FakeNccl()
+        library.release = release
+        monkeypatch.setattr(nccl, "missing", lambda: None)
+        monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
+        why = "NCCL 2.28.9 takes one rank on a device, from 2.30 on more"
+    jobs = Jobs()
+    monkeypatch.setattr(gpu, "_Starter", lambda mpi, first: jobs)
+    file = tmp_path / "out.json"
+    assert cli.main(["gpu", "--only", "parked,nccl_2,nccl_4", "--json", str(file)]) == 0
+    assert [cases for cases, *_ in jobs.seen] == [("parked",)]
+    said = {figure["case"]: figure for figure in json.loads(file.read_text())["figures"]}
+    assert [said[name]["state"] for name in ("parked", "nccl_2", "nccl_4")] == ["yes", *["not possible here"] * 2]
+    assert why in said["nccl_2"]["why"]
+    with pytest.raises(NotPossible) as raised:
+        measured("nccl_2")
+    assert str(raised.value) == said["nccl_2"]["why"]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +605,7 @@ def test_s2_bench_gpu_targets_are_the_issues() -> None:
         "await.await": (30.0, False),
         "parked.cpu": (0.05, False),
         "wait_stream.wait_stream": (10.0, False),
-        "nccl_overhead.call": (15.0, False),
+        "nccl_overhead.await": (15.0, False),
         "train.datapar": (1.03, False),
         "prefetch.prefetch": (1.1, False),
         **{f"allreduce_{n}.copy": (0.6, True) for n in (2, 4)},
@@ -529,5 +635,5 @@ def test_s2_bench_gpu_table_shows_reasons(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "nccl4py is [not] installed" in printed
     assert "1.5 x" in printed
-    assert printed.count("it burnt") == 1  # of its three lines
-    assert "missed: 1, not possible here: 1, failed: 3" in printed
+    assert printed.count("it burnt") == 1  # of its four lines
+    assert "missed: 1, not possible here: 1, failed: 4" in printed

@@ -8,7 +8,17 @@ import pytest
 from aiodist.bench.plan import Plan, default_sizes, parse_names, parse_sizes
 from aiodist.bench.records import Record, bandwidths, dumps, loads
 from aiodist.bench.targets import verdicts
-from aiodist.bench.timing import WARMUPS, Contender, Pace, figures, interleaved, pace, percentile, slowest
+from aiodist.bench.timing import (
+    WARMUPS,
+    Contender,
+    Pace,
+    figures,
+    interleaved,
+    pace,
+    percentile,
+    slowest,
+    slowest_of_each,
+)
 from aiodist.errors import ConfigError
 
 FIELDS = ["op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"]
@@ -79,6 +89,10 @@ def test_t1_figures_are_of_the_slowest_rank() -> None:
     assert rank == 1
     assert (found.median, found.p99) == (2.0, 3.0)
     assert math.isclose(found.mean, 2.2)
+
+
+def test_t1_where_ranks_take_turns_each_sample_is_that_of_its_slowest() -> None:
+    assert slowest_of_each([[1.0, 9.0, 1.0], [9.0, 1.0, 2.0]]) == [9.0, 9.0, 2.0]
 
 
 def test_t1_percentile_and_median() -> None:

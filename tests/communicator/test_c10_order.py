@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -217,3 +218,17 @@ async def test_c10_what_waits_for_a_verdict_when_given_up_gives_its_buffers_back
             await handle
     await coll.barrier()
     assert (await coll.allreduce(t)).tolist() == [2.0] * 1000
+
+
+@both_modes
+async def test_c10_who_watches_for_ranks_that_are_late_keeps_no_tensors(coll: Communicator) -> None:
+    """An operation that was pending when the watch looked frees its memory at its end, not at the next look."""
+    if coll.rank == 0:
+        await asyncio.sleep(0.25)  # the others are looked at twice
+    t = torch.ones(4)
+    freed = weakref.ref(t)
+    await coll.allreduce(t)
+    del t
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert freed() is None

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiodist import AiodistError, Communicator, OperationTimeout, gather
+from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather, init
 from aiodist.backends import nccl
+from aiodist.errors import BackendUnavailable
 from aiodist.streams import CudaStream
-from aiodist.testing import simulated_cuda
+from aiodist.testing import run_ranks, simulated_cuda
 from aiodist.testing.fake_nccl import FakeNccl
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from tests.conftest import NcclOnDevices
 
 REDUCED = ("allreduce", "reduce", "reduce_scatter")
@@ -203,6 +206,42 @@ async def test_s3_a_failure_that_comes_later_is_raised_by_the_await(coll: Commun
     await coll.barrier()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("call", ["init", "allreduce"])
+async def test_s3_a_rank_that_fails_alone_gives_up_on_all(coll: Communicator, fake: FakeNccl, call: str) -> None:
+    """The others, whose kernels would wait for it or who connect without it, hear of it."""
+    work = await coll.dup()
+    if call == "allreduce":
+        await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
+    await coll.barrier()
+    fake.refuse[call, 1] = 3
+    await coll.barrier()
+    expected = BackendError if coll.rank == 1 else CommunicatorAborted
+    says = "NCCL: " if coll.rank == 1 else "rank 1: NCCL: "
+    async with asyncio.timeout(20):
+        with pytest.raises(expected, match=f"^{says}.*internal error"):
+            await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
+        with pytest.raises(expected, match=f"^{says}.*internal error"):
+            await work.allreduce(torch.ones(4).to(coll.device))
+    await coll.barrier()
+    assert [comm for comm in fake.communicators if comm.is_valid] == []
+
+
+@pytest.mark.ranks(1)
+async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
+    coll: Communicator, fake: FakeNccl, until: Callable[[Callable[[], object]], Awaitable[None]]
+) -> None:
+    """In a process of its own, where no other rank's operation keeps anybody looking."""
+    work = await coll.dup()
+    await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
+    fake.refuse["allreduce"] = 3
+    with pytest.raises(BackendError, match="internal error"):
+        await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
+    await until(lambda: work._issuer.refusal)
+    with pytest.raises(BackendError, match="internal error"):
+        await work.allreduce(torch.ones(4))  # on the CPU: it was given up, as the others are told
+
+
 async def _refusals(coll: Communicator) -> None:
     offer = coll.availability().of("allreduce", "nccl", "cuda")
     assert offer.state == "not possible here"
@@ -213,9 +252,6 @@ async def _refusals(coll: Communicator) -> None:
 
 
 def test_s3_ranks_that_share_a_device_go_by_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiodist import init
-    from aiodist.testing import run_ranks
-
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "load", partial(nccl.Library, library))
@@ -227,3 +263,30 @@ def test_s3_ranks_that_share_a_device_go_by_cuda_ipc(monkeypatch: pytest.MonkeyP
     with simulated_cuda(devices=1):
         run_ranks(2, main)
     assert not library.communicators
+
+
+def test_s3_nccl_that_one_rank_cannot_load_is_used_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed, so nothing is missing; only importing it tells."""
+    broken = iter(["nccl4py cannot be imported: cuda.core has no 'system': pip install it again"])
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+
+    def load() -> nccl.Library:
+        for why in broken:
+            raise BackendUnavailable(why)
+        return nccl.Library(FakeNccl())
+
+    monkeypatch.setattr(nccl, "load", load)
+
+    async def main() -> str:
+        async with init() as coll:
+            x = torch.ones(3).to(coll.device)
+            assert (await coll.allreduce(x)).tolist() == [2.0] * 3
+            assert (await coll.allreduce(x, impl="staged")).tolist() == [4.0] * 3
+            with pytest.raises(BackendUnavailable, match=r"impl='nccl': .*nccl4py cannot be imported"):
+                coll.allreduce(x, impl="nccl")
+            return coll.availability().of("allreduce", "nccl", "cuda").reason
+
+    with simulated_cuda(devices=2):
+        mine, others = sorted(run_ranks(2, main))
+    assert mine.startswith("nccl4py cannot be imported: cuda.core has no 'system'")
+    assert others in (f"rank {rank}: {mine}" for rank in range(2))

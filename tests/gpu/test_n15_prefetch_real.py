@@ -41,8 +41,7 @@ async def test_n15_items_are_right_at_once_on_any_stream(numel: int, pinned: boo
                 expected = 0.0
                 async for t in items:
                     with torch.cuda.stream(side):
-                        equal = (t == expected).all()
-                    assert bool(equal)
+                        assert bool((t == expected).all())
                     expected += 1
             assert expected == 20
     assert Scheduler.current().in_flight == 0

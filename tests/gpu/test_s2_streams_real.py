@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import subprocess
+import sys
+import textwrap
 import time
 import weakref
 from collections.abc import Callable
@@ -127,6 +131,15 @@ async def test_s2_a_copy_begins_after_what_the_current_stream_has_queued(spin: S
         assert bool((back == 7).all())
 
 
+async def test_s2_what_follows_a_copy_from_pinned_memory_comes_behind_it() -> None:
+    stream = CudaStream.of("to-device")
+    for i in range(50):
+        host, there = torch.full((4 << 20,), float(i), pin_memory=True), poisoned(4 << 20)
+        stream.copy(there, host)
+        async with asyncio.timeout(10):
+            assert bool(((await stream.submit(torch.mul, there, 2)) == 2 * i).all())
+
+
 async def test_s2_any_layout_is_copied() -> None:
     host = torch.randn(40, 50)
     for view in (host.T, host[:, ::2], host[3:7]):
@@ -161,6 +174,32 @@ async def test_s2_memory_of_a_dropped_handle_is_not_used_before_its_end(spin: Sp
         while gone() is not None:  # noqa: ASYNC110  - what is waited for sets no event
             await asyncio.sleep(0)
     assert float(total) == 5.0 * NUMEL
+
+
+async def test_s2_a_collection_of_garbage_frees_nothing_in_flight(spin: Spin) -> None:
+    """As above, after the loop has parked, when nobody holds even what it polls for."""
+    total = torch.zeros((), dtype=torch.float64, device="cuda")
+    total += torch.zeros(NUMEL, device="cuda").sum(dtype=torch.float64)  # what is loaded at first use is loaded
+    torch.cuda.synchronize()
+
+    def issue() -> weakref.ref[Tensor]:
+        stream, t = CudaStream.of("compute"), torch.full((NUMEL,), 1.0, device="cuda")
+        stream.wait()
+
+        def work() -> None:
+            spin(1.0)  # a collection takes its time
+            total.add_(t.sum(dtype=torch.float64))
+
+        stream.submit(work).add_done_callback(lambda _: None)
+        return weakref.ref(t)
+
+    gone = issue()
+    await asyncio.sleep(0.02)
+    gc.collect()
+    assert gone() is not None
+    async with asyncio.timeout(10):
+        await CudaStream.of("compute").record()
+    assert float(total) == NUMEL
 
 
 async def test_s2_roles_are_made_once_for_each_device() -> None:
@@ -206,3 +245,35 @@ async def test_s2_an_awaited_event_costs_little_cpu_when_it_is_far(spin: Spin) -
     share = (time.process_time() - used) / (time.perf_counter() - began)
     print(f"{share:.3f} CPU s/s")
     assert share < 0.5  # `aiodist bench gpu` has the figure to reach
+
+
+def test_s2_a_device_that_is_lost_does_not_end_the_process() -> None:
+    """A kernel's assertion, in a process of its own: the error is caught, and all is freed without an abort."""
+    program = """
+        import asyncio, gc
+        import torch
+        from aiodist.errors import BackendError
+        from aiodist.streams import CudaStream
+
+        async def main():
+            stream = CudaStream.of("compute")
+            x = torch.zeros(1 << 20, device="cuda")
+            await CudaStream.of("to-device").copy(x, torch.ones(1 << 20))
+            torch.cuda.synchronize()
+            bad = torch.full((1,), 10, device="cuda")
+            handle = stream.submit(torch.gather, x[:3], 0, bad)
+            try:
+                await handle
+            except BackendError:
+                print("caught", flush=True)
+            del handle
+            gc.collect()
+
+        asyncio.run(main())
+        print("went on", flush=True)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert ran.stdout == "caught\nwent on\n", ran.stderr
+    assert ran.returncode == 0, ran.stderr

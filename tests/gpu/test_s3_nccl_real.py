@@ -19,7 +19,7 @@ from torch import Tensor
 from aiodist.backends import nccl
 from aiodist.backends.base import Done
 from aiodist.backends.nccl import NcclGroup, NcclGroups, NcclNative
-from aiodist.errors import BackendError, CommunicatorAborted
+from aiodist.errors import BackendError, BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
@@ -33,15 +33,23 @@ REDUCED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, 
 MOVED = (torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.complex128)
 
 
+def loaded() -> nccl.Library:
+    """Return NCCL, or skip the test with the reason."""
+    try:
+        return nccl.load()
+    except BackendUnavailable as why:
+        pytest.skip(str(why))
+
+
 class Rank:
-    """One rank of `ids`, its communicators and its stream."""
+    """One rank, its communicators and its stream."""
 
     def __init__(self, rank: int, size: int, exchange: nccl.Exchange) -> None:
         self.rank = rank
         self.size = size
         self.device = torch.device("cuda", rank)
         self.progress = Progress.current()
-        self.groups = NcclGroups(nccl.load(), self.progress)
+        self.groups = NcclGroups(loaded(), self.progress)
         self.stream = torch.cuda.Stream(device=self.device)
         self._exchange = exchange
 
@@ -103,8 +111,6 @@ class Post:
 @pytest.fixture(params=[1, 2])
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[Rank]]:
     """All ranks in this process, each with a device of its own."""
-    if (reason := nccl.missing()) is not None:
-        pytest.skip(reason)
     size: int = request.param
     if torch.cuda.device_count() < size:
         pytest.skip(f"{size} devices are needed, there are {torch.cuda.device_count()}")
@@ -132,9 +138,7 @@ def check(t: Tensor, expected: Tensor) -> None:
 
 
 async def test_s3_nccl_says_its_version() -> None:
-    if (reason := nccl.missing()) is not None:
-        pytest.skip(reason)
-    assert tuple(int(part) for part in nccl.version().split(".")) >= (2, 23)
+    assert loaded().version() >= (2, 23)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -351,8 +355,7 @@ async def test_s3_nccl_costs_little_more_than_calling_it(ranks: list[Rank]) -> N
 
 
 async def test_s3_nccl_errors_keep_its_text() -> None:
-    if (reason := nccl.missing()) is not None:
-        pytest.skip(reason)
+    library = loaded()
     with pytest.raises(BackendError, match="NCCL: connecting 1 ranks: ") as raised:
-        nccl.load().connect(1, 7, nccl.load().unique_id(), "wrong rank", threading.Event())
+        library.connect(1, 7, library.unique_id(), threading.Event())
     assert raised.value.code

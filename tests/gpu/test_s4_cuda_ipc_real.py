@@ -144,6 +144,24 @@ async def test_s4_many_in_flight_on_parts_of_one_tensor(coll: Communicator) -> N
 
 
 @ranks
+async def test_s4_many_in_flight_on_different_tensors(coll: Communicator) -> None:
+    """Small ones overtake large ones; in the second round they are mapped already, in the third some are new."""
+    device = device_of(coll)
+    kinds = (torch.float32, torch.bfloat16, torch.int32)
+    numels = [(3_000_000, 1000, 100_003, 7)[i % 4] + i for i in range(24)]
+    ts = [poisoned(numel, kinds[i % 3], device) for i, numel in enumerate(numels)]
+    for round_ in range(3):
+        for i in range(0, len(ts), 5) if round_ == 2 else ():
+            ts[i] = poisoned(numels[i], kinds[i % 3], device)
+        all_parts = [brought(coll, t.numel(), t.dtype, 100 * round_ + i) for i, t in enumerate(ts)]
+        for t, parts in zip(ts, all_parts, strict=True):
+            t.copy_(parts[coll.rank])
+        await asyncio.wait_for(asyncio.gather(*(coll.allreduce(t, impl=IPC) for t in ts)), 60)
+        for t, parts in zip(ts, all_parts, strict=True):
+            check(t, total(parts), coll.size)
+
+
+@ranks
 async def test_s4_inputs_that_are_still_being_computed(coll: Communicator) -> None:
     """What the current stream has queued comes first, however much that is; the result may be read at once."""
     device = device_of(coll)

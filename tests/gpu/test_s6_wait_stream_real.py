@@ -1,14 +1,11 @@
-"""S6 and H11 on a CUDA device: `wait_stream` orders the device and not the host; a graph that is captured refuses.
-
-Graphs are captured with `capture_error_mode="thread_local"`: with "global" CUDA lets no thread ask for an event
-meanwhile, as whoever waits for handles does.
-"""
+"""S6 and H11 on a CUDA device: `wait_stream` orders the device and not the host; a graph that is captured refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 Spin = Callable[[float], None]
 NUMEL = 1 << 18
+MODES = ("global", "thread_local")  # of captures; the first is torch's, and forbids other threads to ask for events
 
 
 def late(spin: Spin, into: Tensor, value: float, seconds: float = 2e-3) -> Tensor:
@@ -121,24 +119,33 @@ async def test_s6_behind_a_collective_of_one_rank(spin: Spin) -> None:
             await handle
 
 
-@pytest.mark.parametrize("what", ["submit", "record", "copy", "allreduce", "recv"])
-async def test_s6_a_captured_graph_holds_no_handles(what: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["submit", "record", "copy", "wait", "wait_handle", "wait_stream", "allreduce", "recv"]
+)
+async def test_s6_a_captured_graph_holds_no_handles(what: str, spin: Spin) -> None:
     async with aiodist.init() as coll, asyncio.timeout(60):
         stream = CudaStream.of("compute")
         t, host = torch.ones(NUMEL, device=coll.device), torch.ones(NUMEL)
+        torch.cuda.synchronize()
+        handle = stream.submit(spin, 50e-3)
         calls: dict[str, Callable[[], Any]] = {
             "submit": lambda: stream.submit(t.add_, 1),
             "record": stream.record,
             "copy": lambda: stream.copy(t, host),
+            "wait": stream.wait,
+            "wait_handle": lambda: stream.wait_handle(handle),
+            "wait_stream": handle.wait_stream,
             "allreduce": lambda: coll.allreduce(t),
             "recv": lambda: coll.recv(t, 0),
         }
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.stream(torch.cuda.Stream()):  # `torch.cuda.graph` would wait for the device first
+            graph.capture_begin(capture_error_mode="thread_local")
             y = t * 2
             with pytest.raises(RuntimeError, match="captures a CUDA graph"):
                 calls[what]()
+            graph.capture_end()
+        await handle
         graph.replay()  # the capture is none the worse for it
         torch.cuda.synchronize()
         assert bool((y == 2).all())
@@ -158,7 +165,8 @@ async def test_s6_a_graph_may_be_replayed_between_handles() -> None:
             assert float(t[0]) == i + 1
 
 
-async def test_s6_handles_are_looked_at_while_a_graph_is_captured(spin: Spin) -> None:
+@pytest.mark.parametrize("mode", MODES)
+async def test_s6_handles_are_looked_at_while_a_graph_is_captured(mode: str, spin: Spin) -> None:
     """The progress thread asks for their events, though this thread captures and its loop does not run."""
     t, x = torch.zeros(NUMEL, device="cuda"), torch.ones(NUMEL, device="cuda")
     side = torch.cuda.Stream()
@@ -166,7 +174,7 @@ async def test_s6_handles_are_looked_at_while_a_graph_is_captured(spin: Spin) ->
     graph = torch.cuda.CUDAGraph()
     handle = CudaStream.of("compute").submit(late, spin, t, 5.0, 20e-3)
     with torch.cuda.stream(side):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(capture_error_mode=mode)
         y = x + 1
         until = time.perf_counter() + 0.1
         while time.perf_counter() < until and not handle.done():
@@ -174,6 +182,38 @@ async def test_s6_handles_are_looked_at_while_a_graph_is_captured(spin: Spin) ->
         graph.capture_end()
     assert handle.done()
     assert bool((await handle == 5).all())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((y == 2).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_s6_items_are_prefetched_while_a_graph_is_captured(mode: str) -> None:
+    """The reader's thread makes room on the device, and copies pass through memory that is pinned for them."""
+    x = torch.ones(NUMEL, device="cuda")
+    torch.cuda.synchronize()
+    going, captured = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Tensor]:
+        for i in range(20):
+            yield torch.full((NUMEL << 2,), float(i))
+            if i == 2:
+                going.wait(20)
+        captured.wait(20)
+
+    async with aiodist.data.prefetch(source(), depth=25, device="cuda") as items, asyncio.timeout(60):
+        assert bool(((await anext(items)) == 0).all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            y = x + 1
+            going.set()
+            await asyncio.sleep(0.3)  # others may issue meanwhile, and this task does not
+        captured.set()
+        seen = 0
+        async for t in items:
+            seen += 1
+            assert bool((t == seen).all())
+    assert seen == 19
     graph.replay()
     torch.cuda.synchronize()
     assert bool((y == 2).all())

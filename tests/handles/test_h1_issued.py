@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import _thread
+from aiodist.handles.progress import _thread, transport_lock
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -108,6 +108,37 @@ async def test_h1_a_poller_that_fails_is_reported_and_stops_nobody_else(
     await asyncio.wait_for(asyncio.gather(handle, transport.issue(after=20).handle), 10)
     await until(lambda: reports)
     assert [type(report["exception"]) for report in reports] == [ZeroDivisionError]
+
+
+async def test_h1_what_a_thread_of_a_transport_begins_is_driven(until: Any) -> None:
+    """Nothing was pending, so that neither the loop nor the progress thread looks; and nobody issues anything."""
+    progress = Progress.current()
+    handle: Handle[None] = Handle(progress, "next step")
+
+    class Events:
+        rings = False
+        pending = 0
+
+        def __len__(self) -> int:
+            return self.pending
+
+        def poll(self, until: float = 0.0) -> bool:
+            if self.pending:
+                self.pending = 0
+                handle.resolve(None)
+            return True
+
+    events = Events()
+    progress.add_poller(events)
+
+    def came() -> None:
+        with transport_lock:
+            events.pending = 1
+            progress.attend()
+
+    await asyncio.to_thread(came)
+    await until(handle.done)  # an await would look for itself
+    handle.result()
 
 
 async def test_h1_a_callback_that_fails_keeps_no_other_from_being_told(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
+from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.testing.cuda import SimulatedCuda
 
@@ -36,10 +37,12 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def communication(net: DataParallel) -> list[torch.cuda.Stream]:
-    """Return the streams on which the gradients of `net` are reduced: NCCL's, or a rank's that is alone."""
+    """Return the streams on which the gradients of `net` are reduced: NCCL's; a rank that is alone only waits."""
+    if net._coll.size == 1:
+        return list(net.reducer.devices._issuing.values())
     accelerator: Any = net._coll._family.accelerator
     (group,) = accelerator._of(net._coll.name)
-    return list(accelerator._streams[group.device]) if group.stream is None else [group.stream]
+    return [group.stream]
 
 
 def same(net: DataParallel, expected: nn.Module) -> None:
@@ -74,9 +77,13 @@ async def test_n3_cuda_a_step_synchronises_nothing(
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("limit", [256 << 20, 1])
 async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], limit: int
 ) -> None:
+    """However many bytes there are: `limit` is what the loop may have in flight, and others have it all."""
+    Scheduler.current().limit = limit
+    others = Scheduler.current().lane("others").request(2 * limit, lambda: None)
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
     opt = trial.OPTIMIZERS["momentum"](net.parameters())
     data = batches(trial, coll)
@@ -93,6 +100,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     for ours, theirs in zip(after, trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
     await net.aclose()
+    others.release()
     assert net.statistics().passes == 4
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from aiodist import gather
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.streams import CudaStream, Events, HostStream, PinnedPool, capture
+from aiodist.handles.progress import transport_lock
+from aiodist.streams import CudaStream, Events, HostStream
+from aiodist.streams.cuda import event_handle
 from aiodist.testing import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")
@@ -126,15 +132,6 @@ async def test_h11_what_ends_on_the_host_is_waited_for_elsewhere() -> None:
     await waited
 
 
-async def test_s6_a_graph_that_is_captured_refuses(simulated_cuda: SimulatedCuda) -> None:
-    stream = CudaStream.of("compute")
-    with simulated_cuda.capturing():
-        for call in (stream.record, lambda: stream.submit(torch.ones, 3), lambda: stream.copy(*[torch.ones(3)] * 2)):
-            with pytest.raises(RuntimeError, match="captures a CUDA graph"):
-                call()
-    await stream.record()
-
-
 async def test_s2_a_thousand_in_flight_on_three_streams() -> None:
     streams = [CudaStream.of(role) for role in ("compute", "local", "global")]
     dice = random.Random(0)
@@ -196,32 +193,168 @@ async def test_s2_the_result_of_submit_is_not_reused_while_the_caller_reads_it(s
     assert not simulated_cuda.hazards
 
 
-async def test_s6_a_capture_elsewhere_puts_off_what_it_forbids_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    query: Any = torch.cuda.Event.query
-    refused: list[torch.cuda.Event] = []
+BUSY: list[Callable[[], AbstractContextManager[Any]]] = [nullcontext, lambda: transport_lock]  # somebody else has it
 
-    def forbidden(event: torch.cuda.Event) -> bool:
-        if len(refused) < 3:
-            refused.append(event)
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+@pytest.mark.parametrize("lock", BUSY, ids=["free", "taken"])
+async def test_s2_what_follows_a_copy_comes_behind_it(lock: Callable[[], AbstractContextManager[Any]]) -> None:
+    stream = CudaStream.of("to-device")
+    for shape in ((1000,), (20, 50)):
+        host, there = torch.full(shape, 5.0, pin_memory=True), torch.zeros(*reversed(shape), device="cuda").t()
+        there = there if there.shape == shape else there.t()
+        torch.cuda.synchronize()
+        with lock():
+            copied = stream.copy(there, host)
+            doubled = stream.submit(torch.mul, there, 2)
+        assert (await doubled).eq(10).all()
+        await copied
+
+
+@pytest.mark.parametrize("lock", BUSY, ids=["free", "taken"])
+async def test_s2_a_record_is_of_what_was_queued_by_then(
+    simulated_cuda: SimulatedCuda, lock: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    stream, held = CudaStream.of("compute"), torch.cuda.Stream()
+    with simulated_cuda.paused(held):
+        with lock():
+            recorded = stream.record()
+            stream.stream.wait_event(held.record_event())
+        async with asyncio.timeout(10):
+            await recorded
+        last = stream.record()
+        assert not last.done()
+    await last
+
+
+async def test_s2_to_order_a_stream_takes_no_lock() -> None:
+    stream, side = CudaStream.of("compute"), torch.cuda.Stream()
+    host, there = torch.full((1000,), 5.0, pin_memory=True), torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    with transport_lock:
+        for issue in (stream.record, lambda: stream.submit(torch.ones, 3), partial(stream.copy, there, host)):
+            issue().wait_stream(side)
+    with torch.cuda.stream(side):
+        there = there + 1
+    side.synchronize()
+    assert there.eq(6).all()
+
+
+async def test_s2_nothing_comes_before_a_copy_that_passes_in_pieces(simulated_cuda: SimulatedCuda) -> None:
+    stream, other = CudaStream.of("to-device"), CudaStream.of("compute")
+    host, there, back = torch.full((1000,), 5.0), torch.zeros(1000, device="cuda"), torch.zeros(1000)
+    torch.cuda.synchronize()
+    same = CudaStream(stream.stream)
+    with simulated_cuda.paused(stream.stream):
+        copied = stream.copy(there, host)
+        for call in (
+            lambda: stream.submit(torch.mul, there, 2),
+            stream.record,
+            same.record,
+            partial(other.wait, stream),
+            partial(other.wait, stream.stream),
+        ):
+            with pytest.raises(RuntimeError, match="this could come before it: await the copy first"):
+                call()
+        with pytest.raises(RuntimeError, match="await it, or call wait_stream"):
+            copied.wait_stream()
+        copies = [stream.copy(torch.zeros(100, device="cuda"), torch.ones(100)) for _ in range(3)]  # they may go on
+    await copied
+    await gather(*copies)
+    assert (await stream.submit(torch.mul, there, 2)).eq(10).all()
+    await stream.copy(back, there)
+    other.wait(stream)
+    assert back.eq(5).all()
+
+
+async def test_s2_a_copy_that_fails_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made at the first copy cannot be; those who wait for other things are told all the same."""
+    stream, other = CudaStream.of("to-device"), CudaStream.of("compute")
+
+    def lost(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lost)
+        copied = stream.copy(torch.zeros(100, device="cuda"), torch.ones(100))
+        recorded = other.record()
+        async with asyncio.timeout(10):
+            with pytest.raises(BackendError, match="illegal memory access"):
+                await copied
+            await recorded
+    await stream.record()
+
+
+async def test_s2_whoever_raises_when_told_keeps_nobody_waiting(reports: list[dict[str, Any]]) -> None:
+    stream = CudaStream.of("compute")
+    progress = Progress.current()
+
+    def wrong(_: BaseException | None) -> None:
+        raise ValueError("wrong")
+
+    events = Events.of(progress)
+    progress.start(partial(events.add, stream.stream, events.record(stream.stream), wrong))
+    handles = [stream.record(), CudaStream.of("local").record(), stream.record()]
+    async with asyncio.timeout(10):
+        await gather(*handles)
+    assert [str(report["exception"]) for report in reports] == ["wrong"]
+
+
+async def test_s2_what_a_submitted_function_holds_is_kept(simulated_cuda: SimulatedCuda) -> None:
+    stream = CudaStream.of("compute")
+    x = torch.full((1000,), 2.0, device="cuda")
+    stream.wait()
+    with simulated_cuda.paused(stream.stream):
+        doubled = stream.submit(lambda x=x: torch.mul(x, 2))  # type: ignore[misc]
+        del x
+        torch.cuda.default_stream().synchronize()  # the memory would be somebody else's now
+    assert (await doubled).eq(4).all()
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    more: dict[str, Any]
+
+
+async def test_s2_a_nested_result_is_not_reused_while_the_caller_reads_it(simulated_cuda: SimulatedCuda) -> None:
+    stream, current = CudaStream.of("compute"), torch.cuda.current_stream()
+    nests: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
+        (lambda t: {"y": [t]}, lambda r: r["y"][0]),
+        (lambda t: Batch(torch.ones(1), {"y": (t,)}), lambda r: r.more["y"][0]),
+    ]
+    for pack, unpack in nests:
+        x = torch.full((1000,), 2.0, device="cuda")
+        stream.wait()
+        result = await stream.submit(lambda x=x, pack=pack: pack(torch.mul(x, 3)))  # type: ignore[misc]
+        with simulated_cuda.paused(current):
+            read = unpack(result) + 1
+            del result
+            await stream.record()
+        assert read.eq(7).all()
+
+
+async def test_s2_others_events_are_handles_of_one_poller(
+    simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress.current()
+    query: Any = torch.cuda.Event.query
+    asked: list[torch.cuda.Event] = []
+
+    def counted(event: torch.cuda.Event) -> bool:
+        asked.append(event)
         return bool(query(event))
 
-    monkeypatch.setattr(torch.cuda.Event, "query", forbidden)
-    await asyncio.wait_for(CudaStream.of("compute").record(), 20)
-    assert len(refused) == 3
-
-
-async def test_s6_asking_has_nothing_to_do_with_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[int] = []
-
-    def exchange(mode: Any) -> None:
-        modes.append(mode._obj.value)
-        mode._obj.value = 0  # what it was before
-
-    monkeypatch.setattr(capture, "_driver", lambda: exchange)
-    await CudaStream.of("compute").record()
-    assert modes[:2] == [2, 0]
-    assert len(modes) % 2 == 0
-    before = len(modes)
-    PinnedPool().take(100)
-    assert modes[before:] == [2, 0]
+    monkeypatch.setattr(torch.cuda.Event, "query", counted)
+    current = torch.cuda.current_stream()
+    with simulated_cuda.paused():
+        torch.ones(3, device="cuda")
+        handles = [event_handle(current.record_event()) for _ in range(100)]
+        events = Events.of(progress)
+        with transport_lock:
+            events._looked = 0.0
+            asked.clear()
+            events.poll()
+        assert len(asked) == 16
+    async with asyncio.timeout(10):
+        await gather(*handles)
+    assert len(events) == 0

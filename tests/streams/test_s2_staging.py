@@ -284,6 +284,7 @@ async def test_s2_a_device_that_fails_is_told_and_gives_the_memory_back(
 
 
 @pytest.mark.usefixtures("simulated_cuda")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, once
 async def test_s2_what_cannot_be_copied_is_an_error_of_the_copy() -> None:
     staging, stream = small(), torch.cuda.Stream()
     with pytest.raises(BackendError, match="a copy on cuda:0 failed"):

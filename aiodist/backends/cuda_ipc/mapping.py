@@ -1,10 +1,11 @@
 """How a process describes memory of a CUDA device so that another one of its host can map it, and how that maps it.
 
-By torch's own storage sharing: it knows where in which allocation a storage lies, also in expandable segments, and it
-counts for us. [Note: limbo] Each description carries a counter in shared memory that is 1 until whoever opened it lets
-go of the memory. A storage that dies before goes to torch's limbo: its memory is neither reused nor given back until
-all its counters are 0, so nobody ever sees something else where a tensor was. So a description is for one process,
-which opens it once.
+By torch's own storage sharing: it knows where in which allocation a storage lies, and it counts for us. [Note: limbo]
+Each description carries a counter in shared memory that is 1 until whoever opened it lets go of the memory. A storage
+that dies before goes to torch's limbo: its memory is neither reused nor given back until all its counters are 0, so
+nobody ever sees something else where a tensor was. So a description is for one process, which opens it once. It stays
+with its storage for as long as that lives: an event, a place in a file, and a layer around its memory, through which
+the allocator hears of no `record_stream` any more.
 
 Whoever opens a description makes its memory memory of the device that it works on itself, also when it lies on another
 GPU: kernels read and write it across the link between them. Torch's event is left alone: ranks tell one another on the
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import pickle
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream
+from aiodist.streams.capture import Uncaptured
+from aiodist.streams.leak import leak
 
 __all__ = ["Mapped", "Mapper", "TorchMapper"]
 
@@ -35,8 +39,14 @@ class Mapped(Protocol):
     def memory(self) -> Tensor:
         """Return all of it, flat, as bytes; raise BackendError where it is gone."""
 
+    def lost(self) -> bool:
+        """Return True where its device failed: it can only be leaked."""
+
     def close(self) -> None:
         """Let go of it, when nothing that was queued uses it any more."""
+
+    def leak(self) -> None:
+        """Keep it mapped for as long as the process lives."""
 
 
 class Mapper(Protocol):
@@ -51,19 +61,25 @@ class Mapper(Protocol):
     def discard(self, description: bytes) -> None:
         """Say that what another rank's `export` describes is never opened."""
 
+    def place(self, device: torch.device) -> str:
+        """Return a name of the physical device that no other one of the host has, the same in all processes."""
+
 
 class TorchMapper:
     """See the module."""
 
     def __init__(self) -> None:
         self._idle: dict[torch.device, torch.cuda.Stream] = {}
+        self._places: dict[torch.device, str] = {}
+        self._allocations: WeakValueDictionary[bytes, _Allocation] = WeakValueDictionary()
+        """Those of others in which something is mapped, by handle."""
 
     def export(self, t: Tensor) -> bytes:
         """See `Mapper`; costs an event and 20 us."""
         storage = t.untyped_storage()
         try:
             device, *shared, _waits = storage._share_cuda_()
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            uuid = self.place(torch.device("cuda", device))
         except RuntimeError as error:
             raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {_REMEDY}") from error
         return pickle.dumps((_process(), storage._cdata, uuid, *shared))
@@ -75,6 +91,10 @@ class TorchMapper:
             self.discard(description)
             return Own(cdata, device)
         _check_reachable(uuid, device)
+        # Torch knows by its handle alone which allocation is open.
+        allocation = self._allocations.setdefault(handle, _Allocation(device))
+        if allocation.device != device:
+            raise BackendError(f"memory of another rank is mapped on {allocation.device}: it cannot be on {device} too")
         try:
             storage = torch.UntypedStorage._new_shared_cuda(
                 device.index, handle, nbytes, offset, counter, slot, event, False
@@ -83,12 +103,18 @@ class TorchMapper:
             raise BackendError(f"memory of the GPU {uuid} cannot be mapped on {device}: {error}; {_REMEDY}") from error
         if device not in self._idle:
             self._idle[device] = torch.cuda.Stream(device=device)
-        return _Foreign(flat(storage, device), self._idle[device])
+        return _Foreign(flat(storage, device), self._idle[device], allocation)
 
     def discard(self, description: bytes) -> None:
         """See `Mapper`."""
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
+
+    def place(self, device: torch.device) -> str:
+        """See `Mapper`."""
+        if device not in self._places:
+            self._places[device] = str(torch.cuda.get_device_properties(device.index).uuid)
+        return self._places[device]
 
 
 class Own:
@@ -103,26 +129,55 @@ class Own:
         """See `Mapped`."""
         return flat(_living(self._storage.cdata), self._device)
 
+    def lost(self) -> bool:
+        """See `Mapped`."""
+        return False
+
     def close(self) -> None:
         """See `Mapped`."""
 
+    def leak(self) -> None:
+        """See `Mapped`."""
+
+
+class _Allocation:
+    """What storages of other processes lie in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
 
 class _Foreign:
-    """Memory of another process."""
+    """Memory of another process.
 
-    def __init__(self, memory: Tensor, idle: torch.cuda.Stream) -> None:
+    Torch checks what it calls when it ends, in a destructor: on a device that is lost that is the end of the process.
+    """
+
+    def __init__(self, memory: Tensor, idle: torch.cuda.Stream, allocation: _Allocation) -> None:
         self._memory: Tensor | None = memory
         self._idle = idle
+        self._allocation: _Allocation | None = allocation
 
     def memory(self) -> Tensor:
         if self._memory is None:
             raise BackendError("memory of another rank is used after it was let go of")
         return self._memory
 
+    def lost(self) -> bool:
+        with Uncaptured():
+            try:
+                self._idle.query()
+            except RuntimeError:
+                return True
+        return False
+
     def close(self) -> None:
         # Its end waits for the current stream, which has things to do: let it be one that has none.
-        with OnStream(self._idle):
-            self._memory = None
+        with Uncaptured(), OnStream(self._idle):
+            self._memory = self._allocation = None
+
+    def leak(self) -> None:
+        leak(self._memory)
 
 
 def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

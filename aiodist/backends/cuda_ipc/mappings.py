@@ -3,13 +3,15 @@
 A rank *lends* a storage under a number of its own. A description travels to each of the others until it is known to
 have come; from then on the number alone does. Numbers are never used again, and neither is an address trusted: a
 storage is known by torch's own object, to which a weak reference is kept, so that another one at the same address is
-another one. What died here is named in the next announcement to whoever had it, who lets go of its mapping; until then
-torch keeps the memory (see [Note: limbo]). So it is with what has not been used for longest, where too much is lent.
+another one. What died here is named in the next announcement to whoever had it, or by `Burying` where none follows, and
+they let go of their mapping; until then torch keeps the memory (see [Note: limbo]). So it is with the memory that a
+storage had before it was resized. What lives is never described again to whom it was: each description stays with it.
 
 [Note: visits] One operation is one *visit*: it announces a tensor to some ranks and hears of theirs. It ends when all
 to whom it was announced have said that they are through with it, and so have heard of it. A number is declared dead
 only when no visit uses it, so whatever order messages of several operations come in, nobody hears of a number that was
-declared dead before. A visit that failed is never over: what it used stays as it is until all is closed.
+declared dead before. A visit that failed is never over: what it used stays as it is, and stays mapped when all is
+closed, for kernels that use it may still be queued.
 
 Everything here runs with the transport lock held.
 """
@@ -18,9 +20,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from aiodist.handles.progress import transport_lock
 
 __all__ = ["Mappings", "Visit"]
 
-_LOOKS = 16  # how many storages a visit looks at, in turn, whether they have died: each costs 0.2 us
+_LOOKS = 8  # how many storages a visit looks at, in turn, whether they have died: each costs 1 us
 
 
 class _Announcement(NamedTuple):
@@ -46,7 +47,9 @@ class _Announcement(NamedTuple):
     dead: Sequence[int]
     """Numbers of storages to let go of."""
     description: bytes | None
-    refusal: str | None
+    place: str = ""
+    """The physical device that it lies on."""
+    refusal: str | None = None
     """Why the tensor cannot be mapped; None where it can."""
 
 
@@ -56,8 +59,9 @@ class _Lent:
     def __init__(self, number: int, t: Tensor) -> None:
         storage = t.untyped_storage()
         self.number = number
-        self.place = storage.data_ptr(), storage.nbytes()
-        self._alive = StorageWeakRef(storage)
+        self.start = storage.data_ptr()
+        self._nbytes = storage.nbytes()
+        self._storage = StorageWeakRef(storage)
         self.descriptions: dict[int, bytes] = {}
         """Of each rank that it was announced to."""
         self.known: set[int] = set()
@@ -67,7 +71,9 @@ class _Lent:
 
     @property
     def dead(self) -> bool:
-        return bool(self._alive.expired())
+        """Whether its memory is given up: the storage died, or was resized."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
 
 
 class _Borrowed:
@@ -92,6 +98,8 @@ class _Borrowed:
     def close(self) -> None:
         if self._mapped is None:
             self._mapper.discard(self._description)
+        elif self.visits or self._mapped.lost():
+            self._mapped.leak()
         else:
             self._mapped.close()
 
@@ -103,13 +111,12 @@ class Mappings:
     ranks part for good: torch warns of processes that end while others have their memory mapped.
     """
 
-    def __init__(self, mapper: Mapper | None = None, most: int = 1024) -> None:
-        """`mapper` is torch's unless it is given; `most` storages are lent at a time, and more only while in use."""
+    def __init__(self, mapper: Mapper | None = None) -> None:
+        """`mapper` is torch's unless it is given."""
         self._mapper = mapper or TorchMapper()
-        self._most = most
         self._numbers = itertools.count(1)
         self._looked: Iterator[int] = iter(())
-        self._lent: OrderedDict[int, _Lent] = OrderedDict()  # by torch's object, the least recently used first
+        self._lent: dict[int, _Lent] = {}  # by torch's object
         self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
         self._borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
         self._closed = False
@@ -120,18 +127,23 @@ class Mappings:
         return len(self._lent)
 
     @property
+    def lends(self) -> bool:
+        """Whether others may have something mapped, be it dead."""
+        return bool(self._lent or self._dead)
+
+    @property
     def borrowed(self) -> int:
         """The number of others' storages that are mapped here."""
         return len(self._borrowed)
 
     async def aclose(self) -> None:
-        """Let go of everything; all operations are over, or given up."""
+        """Let go of everything but what a visit is under way in; all operations are over, or given up."""
         with transport_lock:
             self._closed = True
             for borrowed in self._borrowed.values():
                 borrowed.close()
             self._borrowed.clear()
-            self._lent = OrderedDict((key, lent) for key, lent in self._lent.items() if lent.visits)
+            self._lent = {key: lent for key, lent in self._lent.items() if lent.visits}
             self._dead.clear()
 
     # --- lending ----------------------------------------------------------------------------------------------
@@ -140,22 +152,18 @@ class Mappings:
         """Return what the storage of `t` is lent as, in use until `give_back`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
-        storage = t.untyped_storage()
-        key = storage._cdata
+        key = t.untyped_storage()._cdata
         self._bury()
         lent = self._lent.get(key)
-        if lent is not None and lent.place != (storage.data_ptr(), storage.nbytes()):
-            self._forget(key)  # it was resized: its memory is another
+        if lent is not None and lent.dead:  # it was resized while another visit uses what it was
+            self._forget(key)
             lent = None
         if lent is None:
             # Once it is described to others torch's allocator takes no more notes of who reads it.
             if t.is_cuda:
                 t.record_stream(torch.cuda.default_stream(t.device))
             lent = self._lent[key] = _Lent(next(self._numbers), t)
-        self._lent.move_to_end(key)
         lent.visits += 1
-        while len(self._lent) > self._most and (idle := self._idle()) is not None:
-            self._forget(idle)
         return lent
 
     def give_back(self, lent: _Lent) -> None:
@@ -171,14 +179,26 @@ class Mappings:
         return pickle.dumps(
             _Announcement(
                 lent.number,
-                t.data_ptr() - lent.place[0],
+                t.data_ptr() - lent.start,
                 _name(t.dtype),
                 t.numel(),
                 self._dead.pop(rank, ()),
                 None if rank in lent.known else lent.descriptions[rank],
-                None,
+                self.place(t.device),
             )
         )
+
+    def place(self, device: torch.device) -> str:
+        """Return a name of the physical device, the same on all ranks."""
+        return self._mapper.place(device)
+
+    def bury(self) -> Mapping[int, Sequence[int]]:
+        """Forget all that died; return what each rank is to `drop`, unless it has heard of it already."""
+        for key, lent in list(self._lent.items()):
+            if lent.dead and not lent.visits:
+                self._forget(key)
+        told, self._dead = self._dead, {}
+        return told
 
     def _bury(self) -> None:
         """Forget some of those that died: all of them, where they are few."""
@@ -191,9 +211,6 @@ class Mappings:
                 self._forget(key)
             if not self._lent:
                 return
-
-    def _idle(self) -> int | None:
-        return next((key for key, lent in self._lent.items() if not lent.visits), None)
 
     def _forget(self, key: int) -> None:
         lent = self._lent.pop(key)
@@ -261,7 +278,7 @@ class Visit:
             else:
                 self._told.append(rank)
                 return said
-        return pickle.dumps(_Announcement(0, 0, _name(self._t.dtype), self._t.numel(), (), None, str(failure)))
+        return pickle.dumps(_Announcement(0, 0, _name(self._t.dtype), self._t.numel(), (), None, refusal=str(failure)))
 
     def hear(self, rank: int, said: bytes, numel: int) -> None:
         """Take what `rank` announces, which is to be `numel` elements.
@@ -285,6 +302,10 @@ class Visit:
         memory = borrowed.memory(self._t.device)
         size = announced.numel * self._t.dtype.itemsize
         return memory[announced.offset : announced.offset + size].view(self._t.dtype)
+
+    def place(self, rank: int) -> str:
+        """Return a name of the physical device that what `rank` announced lies on."""
+        return self._heard[rank][0].place
 
     def let_go(self) -> None:
         """Drop what was declared dead to me, which waits for the device.

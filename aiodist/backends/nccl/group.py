@@ -40,7 +40,10 @@ _Work = concurrent.futures.Future[Any]
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    stream: torch.cuda.Stream
+    stream: torch.cuda.Stream | None
+    """Takes part in the order: what it has queued comes first, what it queues next comes after."""
+    behind: torch.cuda.Event | None
+    """Without a stream: comes first."""
     launch: Launch
     what: str
     after: Callable[[], None] | None
@@ -137,7 +140,7 @@ class NcclGroup:
             self.connect_in_thread(partial(self._connect, message))
 
     def _connect(self, unique_id: bytes) -> Any:  # noqa: ANN401
-        return self.library.connect(self.size, self.rank, unique_id, self.name, self._give_up)
+        return self.library.connect(self.size, self.rank, unique_id, self._give_up)
 
     def connect_in_thread(self, connect: Callable[[], Any]) -> None:
         """Have `connect` make the communicator in a thread whose current device is the group's."""
@@ -165,14 +168,17 @@ class NcclGroup:
         *,
         after: Callable[[], None] | None = None,
         turn: Turn | None = None,
+        behind: torch.cuda.Event | None = None,
     ) -> None:
         """Have `launch` enqueue its calls as if on the stream that is the device's current one now.
 
         They are made on the group's stream, behind those of earlier calls, with `turn` in its turn. `done(None)` is
         called when they and what `after` queues are enqueued and the caller's stream is ordered behind them,
-        `done(error)` when they cannot be; `what` names them in errors.
+        `done(error)` when they cannot be; `what` names them in errors. With `behind` they come behind that event, the
+        caller's until `done`, and the order of the current stream is left alone.
         """
-        call = _Call(torch.cuda.current_stream(self.device), launch, what, after, done)
+        stream = torch.cuda.current_stream(self.device) if behind is None else None
+        call = _Call(stream, behind, launch, what, after, done)
         if turn is None:
             self._submit(call)
         else:
@@ -202,7 +208,10 @@ class NcclGroup:
             if self.stream is None:
                 self.stream = torch.cuda.Stream(device=self.device, priority=_PRIORITY)
             with OnStream(self.stream):
-                self._staging.order(self.stream, call.stream)
+                if call.behind is not None:
+                    self.stream.wait_event(call.behind)
+                if call.stream is not None:
+                    self._staging.order(self.stream, call.stream)
                 call.launch(self._comm, self.stream.cuda_stream)
             until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
             while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
@@ -239,7 +248,8 @@ class NcclGroup:
                 with OnStream(self.stream):
                     call.after()
         finally:
-            self._staging.order(call.stream, self.stream)
+            if call.stream is not None:
+                self._staging.order(call.stream, self.stream)
 
     # --- what is pending --------------------------------------------------------------------------------
 
@@ -319,7 +329,7 @@ class NcclGroup:
         if (launching := self._launching) is not None:
             self._launching = None
             calls.insert(0, launching)
-            if self.stream is not None:
+            if self.stream is not None and launching.stream is not None:
                 with suppress(RuntimeError):  # the device is lost
                     # What it may have launched uses the tensors until it is over, which the abort sees to.
                     self._staging.order(launching.stream, self.stream)
@@ -335,10 +345,10 @@ class NcclGroup:
         `color` is None where there is no child. Nothing may be in flight on the device: NCCL would hang.
         """
         made: list[Any] = []
-        key, name = (0, self.name) if child is None else (child.rank, child.name)
+        key = 0 if child is None else child.rank
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            made.append(self.library.split(comm, color, key, name))
+            made.append(self.library.split(comm, color, key))
 
         def done(error: BaseException | None) -> None:
             if child is None:
@@ -362,12 +372,12 @@ class NcclGroup:
             child.abort(again(self._error or BackendError("NCCL: there is nothing to shrink: never opened")))
             return
         comm = self._detach(BackendError("NCCL: the communicator was shrunk"))
-        library, name, give_up = self.library, child.name, child._give_up
+        library, give_up = self.library, child._give_up
 
         def shrink() -> Any:  # noqa: ANN401
             made: list[Any] = []
             try:
-                made.append(library.shrink(comm, lost, name))
+                made.append(library.shrink(comm, lost))
                 library.wait(comm, "shrinking", give_up)
                 return library.settle(made[0], "shrinking", give_up)
             finally:

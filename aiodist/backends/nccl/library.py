@@ -6,6 +6,8 @@
   NCCL's own: neither connecting to peers at the first collective, nor a peer that is late, holds up the caller, and
   what hangs can be aborted. Until its state is "success" again no other call may be made on it. So all are made so.
 - nccl4py creates communicators with `ncclCommInitRankScalable`, which NCCL has since 2.23.
+- NCCL keeps a pointer to the name in a communicator's settings, and nccl4py the name itself no longer than the call: so
+  they are given none.
 - NCCL adds 16-bit floats in 16 bits, rounding at each hop of a ring or tree, except within a switch. So it is given
   float32 instead, and offers 16-bit floats only for what rounds nothing.
 - Its average of floats multiplies each summand by 1/n before the sum: that rounds n more times, and keeps the sum
@@ -86,9 +88,9 @@ class Library:
         except Exception as error:
             raise self.error(error, "a unique id") from error
 
-    def connect(self, size: int, rank: int, unique_id: bytes, name: str, give_up: threading.Event) -> Any:  # noqa: ANN401
+    def connect(self, size: int, rank: int, unique_id: bytes, give_up: threading.Event) -> Any:  # noqa: ANN401
         """Return a communicator on the current device; waits until all ranks have come or `give_up` is set."""
-        config = self._core.NCCLConfig(blocking=False, comm_name=name)
+        config = self._core.NCCLConfig(blocking=False)
         try:
             comm = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id), config)
         except Exception as error:
@@ -129,19 +131,19 @@ class Library:
         if state != SUCCESS:
             raise self.failure(comm, state, what)
 
-    def split(self, comm: Any, color: int | None, key: int, name: str) -> Any:  # noqa: ANN401
+    def split(self, comm: Any, color: int | None, key: int) -> Any:  # noqa: ANN401
         """Begin a communicator of the ranks of `color`, in the order of `key`; every rank of `comm` calls it.
 
         It is there when `comm` is no longer in progress, and kept until then.
         """
-        return comm.split(color, key, self._core.NCCLConfig(blocking=False, comm_name=name))
+        return comm.split(color, key, self._core.NCCLConfig(blocking=False))
 
-    def shrink(self, comm: Any, lost: Sequence[int], name: str) -> Any:  # noqa: ANN401
+    def shrink(self, comm: Any, lost: Sequence[int]) -> Any:  # noqa: ANN401
         """Begin a communicator without the ranks `lost`, aborting what is in flight; all others call it.
 
         It is there when `comm` is no longer in progress, and kept until then.
         """
-        config = self._core.NCCLConfig(blocking=False, comm_name=name)
+        config = self._core.NCCLConfig(blocking=False)
         try:
             return comm.shrink(list(lost), config, self._core.CommShrinkFlag.ABORT)
         except Exception as error:
@@ -195,7 +197,7 @@ class Library:
 
 
 def load() -> Library:
-    """Return NCCL, imported now, in 0.1 s; raise `BackendUnavailable`, which says why, where it cannot be had."""
+    """Return NCCL, imported now, in some 0.3 s; raise `BackendUnavailable`, which says why, where it cannot be had."""
     reason = missing()
     if reason is not None:
         raise BackendUnavailable(reason)
@@ -244,8 +246,8 @@ def version() -> str:
 def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
     """Return why NCCL would not connect ranks on these devices, None where it would.
 
-    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, () where it is unknown, and
-    `shared` says whether NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all of them.
+    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` says whether
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all of them.
     """
     first: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
@@ -253,8 +255,6 @@ def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared:
         if other == rank:
             continue
         where = f"ranks {other} and {rank} share device {device[1]} of {device[0]}"
-        if not found:
-            return f"{where}: it is not known before NCCL is loaded whether it takes more than one rank on a device"
         if tuple(found[:2]) < MULTI_RANK_VERSION:
             return (
                 f"{where}: NCCL {_dotted(found)} takes one rank on a device, from {_dotted(MULTI_RANK_VERSION)} on more"

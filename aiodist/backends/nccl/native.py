@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done
@@ -31,9 +32,11 @@ class NcclNative:
     ranks must make the same calls in the same order; see `Turns`.
     """
 
-    def __init__(self, group: NcclGroup, turn: Turn | None = None) -> None:
+    def __init__(self, group: NcclGroup, turn: Turn | None = None, behind: torch.cuda.Event | None = None) -> None:
+        """With `behind`, the calls come behind that event, and no stream is ordered behind them."""
         self._group = group
         self._turn = turn
+        self._behind = behind
         self._steps: list[_Step] | None = None
 
     def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
@@ -184,7 +187,7 @@ class NcclNative:
                 one(error)
 
         what = ", ".join(dict.fromkeys(step[0] for step in steps))
-        self._group.call(launch, what, done, after=after, turn=self._turn)
+        self._group.call(launch, what, done, after=after, turn=self._turn, behind=self._behind)
 
     def _call(
         self, what: str, launch: Launch, done: Done, *, after: Callable[[], None] | None = None, empty: bool = False
@@ -192,7 +195,7 @@ class NcclNative:
         if empty:  # on all ranks: they know the counts
             done(None)
         elif self._steps is None:
-            self._group.call(launch, what, done, after=after, turn=self._turn)
+            self._group.call(launch, what, done, after=after, turn=self._turn, behind=self._behind)
         else:
             self._steps.append((what, launch, after, done))
 

@@ -23,7 +23,8 @@ How mistakes show
     New memory holds poison (NaN, or a number far off) until the work that fills it is done, and so does the target of
     a copy from the moment when the copy is next in its stream: who reads without waiting for the right event reads
     that. Freed memory is poisoned when the stream that it was allocated on gets there, and those named to
-    `record_stream`: work that another stream still does on it reads poison, and `device.hazards` names it. A race is
+    `record_stream`: work that another stream still does on it reads poison, and `device.hazards` names it, as it does
+    what is freed after `device.fail()` and with torch would end the process. A race is
     seen where it is lost: `device.paused(stream)` and `stream.hold()` make sure of it. `device.synchronisations` and
     `device.launches` count what the host waited for and what was queued.
 

@@ -60,14 +60,19 @@ def _to_host(world: SimulatedCuda, into: torch.Tensor, t: DeviceTensor, non_bloc
     lane = world.current_stream(t._index).lane
     plain, block = world.memory.alias(t)
     _launch_copy(world, lane, "d2h", into.detach(), plain, [block])
-    if not (non_blocking and world.memory.is_pinned(into)):
+    if non_blocking and world.memory.is_pinned(into):
+        world.memory.copied(into, lane.index)
+    else:
         world.wait(lane.mark(), lane.index, "implicit")
 
 
 def _from_host(world: SimulatedCuda, into: DeviceTensor, t: torch.Tensor, non_blocking: bool) -> None:
     lane = world.current_stream(into._index).lane
     plain, block = world.memory.alias(into)
-    source = t.detach() if world.memory.is_pinned(t) else t.detach().clone()
+    pinned = world.memory.is_pinned(t)
+    source = t.detach() if pinned else t.detach().clone()
+    if pinned and non_blocking:
+        world.memory.copied(t, lane.index)
     _launch_copy(world, lane, "h2d", plain, source, [block])
     if not non_blocking and t.dim():
         world.wait(lane.mark(), lane.index, "implicit")

@@ -80,6 +80,7 @@ class Memory:
         self._world: Final = world
         self._blocks: Final[dict[int, Block]] = {}  # by address
         self._pinned: Final[dict[int, weakref.ref[object]]] = {}
+        self._copied: Final[dict[int, set[int]]] = {}  # by address of pinned memory, the devices
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """Return the device of a storage; RuntimeError where it is on none."""
@@ -108,6 +109,8 @@ class Memory:
 
         def dead(_: object) -> None:
             del self._blocks[address]
+            if block.users - {block.lane}:
+                self._freed(lane.index, "memory that was lent to another stream (record_stream)")
             if not self._world.closed:
                 block.free()
 
@@ -141,9 +144,24 @@ class Memory:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8, device="cpu").untyped_storage()
         lease, storage = _lent(base)
-        address, pinned = base.data_ptr(), self._pinned
-        pinned[address] = weakref.ref(lease, lambda _: pinned.pop(address, None))
+        address = base.data_ptr()
+
+        def dead(_: object) -> None:
+            del self._pinned[address]
+            for index in self._copied.pop(address, ()):
+                self._freed(index, "pinned memory that a copy had used without waiting for it")
+
+        self._pinned[address] = weakref.ref(lease, dead)
         return _over(storage, dtype, 0, size, stride)
+
+    def _freed(self, index: int, what: str) -> None:
+        """Note what ends the process with torch, whose destructors record an event then, and raise."""
+        if index in self._world.errors and not self._world.closed:
+            self._world.hazards.append(f"{what} was freed when cuda:{index} was lost: torch aborts there")
+
+    def copied(self, t: torch.Tensor, index: int) -> None:
+        """Note a copy between pinned memory and a device for which the host does not wait."""
+        self._copied.setdefault(t.untyped_storage().data_ptr(), set()).add(index)
 
     def is_pinned(self, t: torch.Tensor) -> bool:
         """Whether a host tensor lies in pinned memory."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 import torch._dynamo  # torch does so when the shape of a result is first asked for; it must see no patched names
 
+from aiodist.backends import nccl
 from aiodist.testing.cuda.device import SimulatedCuda, active
 from aiodist.testing.cuda.operators import SimulatedTensor
 from aiodist.testing.cuda.streams import DeviceContext, Event, Stream, StreamContext
@@ -61,11 +62,18 @@ def patched(world: SimulatedCuda) -> Iterator[None]:
             (torch.nn.Module, {"_apply": _applying(torch.nn.Module._apply)}),
             (torch.autograd, {"_engine_run_backward": backward}),
             (torch.autograd.graph, {"_engine_run_backward": backward}),
+            # Unless a stand-in took its place before.
+            (nccl, {"missing": _no_nccl} if nccl.missing is nccl.library.missing else {}),
+            (nccl.library, {"missing": _no_nccl}),
         ):
             for name, value in names.items():
                 undo.callback(_restorer(owner, name))
                 setattr(owner, name, value)
         yield
+
+
+def _no_nccl() -> str:
+    return "NCCL needs a CUDA device, and this one is simulated"
 
 
 def _restorer(owner: Any, name: str) -> Callable[[], None]:  # noqa: ANN401
@@ -146,6 +154,7 @@ def _cuda_in_c(world: SimulatedCuda) -> dict[str, object]:
     return {
         "_cuda_getDevice": world.index,
         "_cuda_setDevice": world.set_index,
+        "_cuda_exchangeDevice": exchange_device,
         "_cuda_maybeExchangeDevice": exchange_device,
         "_cuda_getDeviceCount": lambda: world.count,
         "_cuda_getCurrentStream": lambda index: triple(world.current_stream(index)),

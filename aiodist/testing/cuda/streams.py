@@ -20,6 +20,7 @@ class Stream:
     """A queue of work on one device: two streams wait for each other only where an event says so."""
 
     lane: Lane
+    device_type = 1  # CUDA's number among the kinds of device
 
     def __init__(
         self,

@@ -58,7 +58,6 @@ class FakeCommunicator:
         self.nranks = nranks
         self.rank = rank
         self.device_id = device
-        self.name = None if config is None else config.comm_name
         self.is_valid = True
         self.hangs = False
         self.error: int | None = None
@@ -79,7 +78,7 @@ class FakeCommunicator:
             nccl.violations.append(f"{self}: it is blocking")
 
     def __repr__(self) -> str:
-        return f"<rank {self.rank} of {self.nranks}, {self.name!r}>"
+        return f"<rank {self.rank} of {self.nranks}>"
 
     def fail_later(self, code: int = 6) -> None:
         """From now on say that something failed after its call, by default the network."""
@@ -228,8 +227,7 @@ class FakeCommunicator:
                     self._nccl.calls.append(name)
                     if (current := torch.cuda.current_device()) != self.device_id:
                         self._nccl.violations.append(f"{self}: {name} while device {current} is current")
-                if (status := self._nccl.refuse.pop(name, None)) is not None:
-                    raise NCCLError(status)
+                self._nccl.check(name, self.rank)
                 yield
         finally:
             self._using = None

@@ -35,8 +35,9 @@ class FakeNccl:
 
     `dawdle` is how often at most a communicator says that it is in progress before it launches what it was given;
     only then is that queued on the stream. `multi_rank` allows several ranks on a device. `calls` counts native calls
-    by name. `refuse[name]` is the code of the error that the next call of that name raises. `unique_id_error` is the
-    code of what `get_unique_id` raises. `release` is NCCL's version.
+    by name. `refuse[name]` is the code of the error that the next call of that name raises, `refuse[name, rank]` that
+    of the next one of that rank. `unique_id_error` is the code of what `get_unique_id` raises. `release` is NCCL's
+    version.
     """
 
     SUM, PROD, MAX, MIN, AVG = RedOp.SUM, RedOp.PROD, RedOp.MAX, RedOp.MIN, RedOp.AVG
@@ -47,10 +48,10 @@ class FakeNccl:
     def __init__(self, *, seed: int = 0, dawdle: int = 0, multi_rank: bool = True) -> None:
         self.dawdle = dawdle
         self.multi_rank = multi_rank
-        self.release = (2, 32, 3)
+        self.release: tuple[int, ...] = (2, 32, 3)
         self.violations: Final[list[str]] = []
         self.calls: Final[list[str]] = []
-        self.refuse: Final[dict[str, int]] = {}
+        self.refuse: Final[dict[str | tuple[str, int], int]] = {}
         self.unique_id_error: int | None = None
         self.communicators: Final[list[FakeCommunicator]] = []
         self.lock: Final = threading.RLock()
@@ -94,6 +95,12 @@ class FakeNccl:
                 self.violations.append(f"{comm}: a group on several streams")
             comm.launch([work for _, work in mine], mine[0][0])
 
+    def check(self, name: str, rank: int) -> None:
+        """Raise what a call of `rank` is to raise."""
+        status = self.refuse.pop(name, None) or self.refuse.pop((name, rank), None)
+        if status is not None:
+            raise NCCLError(status)
+
     def clique(self, key: bytes, size: int) -> Clique:
         """Return what the ranks of one communicator share."""
         with self.lock:
@@ -119,6 +126,7 @@ class _Class:
         self._nccl.calls.append("init")
         if not 0 <= rank < nranks:
             raise NCCLError(INVALID_ARGUMENT)
+        self._nccl.check("init", rank)
         device = torch.cuda.current_device()
         comm = FakeCommunicator(self._nccl, bytes(unique_id), nranks, rank, device, config)
         comm.join()

@@ -57,10 +57,9 @@ class ShrinkFlag(IntEnum):
 
 @dataclass(kw_only=True)
 class FakeConfig:
-    """As `nccl.core.NCCLConfig`, of which these are used."""
+    """As `nccl.core.NCCLConfig`, of which this is used."""
 
     blocking: bool | None = None
-    comm_name: str | None = None
 
 
 class FakeId:

@@ -461,20 +461,18 @@ async def test_s3_kernels_are_on_a_stream_of_the_groups_own(world: Make) -> None
     w = world(2)
     await check(w, "a")
     await check(w, "b")
-    own = [w.group(rank, name).stream for name in ("a", "b") for rank in range(2)]
-    assert [comm.streams for comm in sorted(w.nccl.communicators, key=lambda c: (c.name or "", c.rank))] == [
-        {stream.cuda_stream} for stream in own if stream is not None
-    ]
-    assert not {stream for stream in own if stream is not None} & set(w.streams)
-    assert len({(stream.device_index, stream.cuda_stream) for stream in own if stream is not None}) == 4
+    groups = [w.group(rank, name) for name in ("a", "b") for rank in range(2)]
+    own = [group.stream for group in groups if group.stream is not None]
+    assert [group._comm.streams for group in groups] == [{stream.cuda_stream} for stream in own]
+    assert not set(own) & set(w.streams)
+    assert len({(stream.device_index, stream.cuda_stream) for stream in own}) == 4
 
 
 async def test_s3_an_operation_does_not_wait_for_the_producers_of_later_ones(world: Make) -> None:
     w = world(2)
     await check(w, "a")
     await check(w, "b")
-    for comm in w.nccl.communicators:
-        comm.hangs = comm.rank == 1 and comm.name == "b"
+    w.group(1, "b")._comm.hangs = True
     first = w.streams[0]
     t = full(w, 0, 2.0)
     await w.done([w.call(0, summed(t), name="a"), w.call(1, summed(full(w, 1, 2.0)), name="a")])

@@ -1,0 +1,134 @@
+"""H1: work goes on, and its buffers stay, when nobody holds a handle or the loop; what is idle is collected."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from aiodist.handles import Handle, Progress
+
+
+class Device:
+    """Ends what it was given when it is told to; by a poller of each loop, as devices do."""
+
+    rings = False
+
+    def __init__(self, progress: Progress) -> None:
+        self.over = threading.Event()
+        self._pending: list[Handle[None]] = []
+        progress.add_poller(self)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def poll(self, until: float = 0.0) -> bool:
+        if not self._pending or not self.over.is_set():
+            return False
+        for handle in self._pending:
+            handle.resolve(None)
+        self._pending.clear()
+        return True
+
+    def submit(self, progress: Progress, keep: object) -> Handle[None]:
+        handle: Handle[None] = Handle(progress, "work")
+        handle.keep = keep
+        progress.start(lambda: self._pending.append(handle))
+        return handle
+
+
+class Buffer:
+    pass
+
+
+def until(true: Callable[[], object]) -> None:
+    limit = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(1e-3)
+        gc.collect()
+
+
+Issue = tuple[threading.Event, ref[Buffer], ref[Progress]]
+
+
+def issued() -> Issue:
+    progress, buffer = Progress.current(), Buffer()
+    device = Device(progress)
+    device.submit(progress, buffer)._consumed = True  # or it warns that it was dropped
+    return device.over, ref(buffer), ref(progress)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_h1_what_was_dropped_keeps_its_buffers_until_it_is_over() -> None:
+    over, buffer, progress = issued()
+    while (alive := progress()) is not None and not alive.parked:
+        del alive
+        await asyncio.sleep(1e-3)
+    alive = None
+    gc.collect()
+    assert buffer() is not None
+    over.set()
+    async with asyncio.timeout(20):
+        while buffer() is not None or progress() is not None:
+            await asyncio.sleep(1e-3)
+            gc.collect()
+
+
+@pytest.mark.parametrize("stop", ["at once", "parked"])
+def test_h1_a_loop_that_is_closed_keeps_the_buffers_of_what_goes_on(stop: str) -> None:
+    async def main() -> Issue:
+        found = issued()
+        if stop == "parked":
+            while (alive := found[2]()) is not None and not alive.parked:  # noqa: ASYNC110
+                await asyncio.sleep(1e-3)
+        return found
+
+    over, buffer, progress = run(main)
+    for _ in range(20):
+        gc.collect()
+        time.sleep(1e-3)
+    assert buffer() is not None
+    over.set()
+    until(lambda: buffer() is None)
+    until(lambda: progress() is None)
+
+
+def test_h1_a_loop_that_was_stopped_before_its_turn_is_let_go_of() -> None:
+    """It was armed, nothing is pending, and nobody will find that out but the next loop."""
+
+    async def main() -> ref[Progress]:
+        progress = Progress.current()
+        asyncio.get_running_loop().stop()
+        progress.start(lambda: None)
+        return ref(progress)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main())
+    loop.run_forever()
+    loop.close()
+    progress = task.result()
+    del task, loop
+    gc.collect()
+    run(_use)
+    until(lambda: progress() is None)
+
+
+async def _use() -> None:
+    progress = Progress.current()
+    progress.start(lambda: None)
+    await asyncio.sleep(0)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        loop.close()
