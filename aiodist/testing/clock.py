@@ -20,9 +20,11 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from aiodist.backends.cuda_ipc import Burying
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Timers
 from aiodist.issuer import Issuer
+from aiodist.stalls import Stalls
 
 if TYPE_CHECKING:
     from aiodist.handles.handle import Handle
@@ -145,7 +147,7 @@ def _only_watches(timer: asyncio.TimerHandle) -> bool:
     if isinstance(call, partial) and call.func is _tell:
         handle = call.args[0]()
         return handle is None or handle.done()
-    return isinstance(call, Limit) or isinstance(getattr(call, "__self__", None), Issuer)
+    return isinstance(call, Limit) or isinstance(getattr(call, "__self__", None), (Stalls, Burying))
 
 
 def _signature(loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
