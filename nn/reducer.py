@@ -168,6 +168,7 @@ class Reducer:
         self.detach()
         if self.last is not None:
             self.last.give_up()
+            self.last = None  # they know each other: a circle would keep the gradients until garbage is collected
         for slot in self._slots:
             self._taken.pop(slot.parameter, None)
 

@@ -11,10 +11,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from aiodist.testing import SimulatedCuda
     from aiodist.testing.fake_nccl import FakeNccl
+
+settings.register_profile("aiodist", deadline=None)  # a busy machine takes its time
+settings.load_profile("aiodist")
 
 os.environ["AIODIST_SELECTOR"] = "none"  # what `aiodist tune` measured for this user is no part of the tests
 

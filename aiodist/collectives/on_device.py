@@ -43,7 +43,10 @@ class DeviceWork:
         self._lent: object = None
         self._behind: torch.cuda.Event | None = None
         if self._caller != stream and not idle(self._caller):
-            self._behind = self._events.record(self._caller)
+            try:
+                self._behind = self._events.record(self._caller)
+            except RuntimeError as error:
+                raise self._events.lost(error) from error
 
     def current(self) -> AbstractContextManager[object]:
         """Return a block in which its stream is the current one."""
@@ -76,6 +79,10 @@ class DeviceWork:
                 error = raised
         self._lent = None
         done(error)
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return what the operation fails with: torch's word for a device that is lost, as one of ours."""
+        return self._events.lost(error) if isinstance(error, torch.AcceleratorError) else error
 
     def drop(self) -> None:
         """Nothing of it will be done; from any thread."""
@@ -155,14 +162,14 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
         work.drop()
         raise
     error: BaseException | None = None
-    with work.current():
-        work.begin()
     try:
+        with work.current():
+            work.begin()
         result = yield from _with_stream(program, work)
     except GeneratorExit:
         raise
     except BaseException as raised:  # noqa: BLE001  - raised again below
-        error = raised
+        error = work.told(raised)
     else:
         work.lend(result)
     yield [work.end]

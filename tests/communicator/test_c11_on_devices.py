@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from aiodist import AiodistError, BufferInFlight, Communicator, Handle, MismatchError, gather
+from aiodist import AiodistError, BackendError, BufferInFlight, Communicator, Handle, MismatchError, gather
 from aiodist.testing.cuda import SimulatedCuda
 from aiodist.testing.fake_nccl import FakeNccl
 
@@ -143,3 +144,37 @@ async def test_c1_a_message_to_a_busy_device_holds_nobody_up(coll: Communicator,
         async with asyncio.timeout(60):
             assert (await receive).tolist() == [1.0 + other] * numel
             await sent
+
+
+@pytest.mark.ranks(2, checked=False)
+@pytest.mark.parametrize("impl", ["staged", "ring", "cuda_ipc"])
+async def test_s2_a_device_that_is_lost_is_a_backend_error(
+    coll: Communicator, simulated_cuda: SimulatedCuda, impl: str
+) -> None:
+    """On the rank that has it too, where torch raises what it calls an AcceleratorError."""
+    work = await coll.dup()
+    ts = [torch.ones(3000).to(coll.device) for _ in range(4)]
+    await work.allreduce(ts[0], impl=impl)
+    await coll.barrier()
+    stream: Any = torch.cuda.current_stream(coll.device)
+    stream.hold()
+    ts[1].add_(1)
+    handles = [work.allreduce(t, impl=impl) for t in ts[1:3]]
+    await coll.barrier()
+    if coll.rank == 0:
+        simulated_cuda.fail(coll.device.index, "an illegal memory access was encountered")
+    await coll.barrier()
+    stream.release()
+    if coll.rank == 0:
+        for handle in handles:
+            with pytest.raises(BackendError, match="illegal memory access"):
+                await handle
+        with pytest.raises(AiodistError):
+            await work.allreduce(ts[3], impl=impl)
+        work.abort("its device is lost")
+    else:
+        for handle in handles:
+            with pytest.raises(AiodistError):
+                await handle
+    with suppress(AiodistError):
+        await work.aclose()

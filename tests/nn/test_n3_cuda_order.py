@@ -493,3 +493,18 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
             net._coll.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
             await step
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n3_cuda_nothing_is_left_of_a_closed_net(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    """No circle keeps its parameters and gradients until garbage is collected: they may be mapped by other ranks."""
+    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    (x, y), *_ = batches(trial, coll)
+    await net.step(partial(loss_of, net, x, y), opt)
+    await net.aclose()
+    await coll.barrier()
+    reducer = net.reducer
+    assert reducer.last is None
