@@ -18,7 +18,15 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-_SECOND_HALF = ("tests/bench", "tests/control", "tests/launch", "tests/lifecycle", "tests/ps", "tests/testing")
+_SECOND_HALF = (
+    "tests/bench",
+    "tests/control",
+    "tests/hosts",
+    "tests/launch",
+    "tests/lifecycle",
+    "tests/ps",
+    "tests/testing",
+)
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
