@@ -46,6 +46,7 @@ class DeviceWork:
             try:
                 self._behind = self._events.record(self._caller)
             except RuntimeError as error:
+                self.drop()  # its turn is the next one's
                 raise self._events.lost(error) from error
 
     def current(self) -> AbstractContextManager[object]:

@@ -80,6 +80,21 @@ async def test_s2_what_is_queued_is_waited_for_on_both_sides(
         assert y.eq(6).all()
 
 
+async def test_s2_what_cannot_be_issued_gives_its_place_back(
+    simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    simulated_cuda.fail(0, "an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda.Event, "record", lost)
+    given_back = asyncio.Event()
+    with pytest.raises(BackendError, match="illegal memory access"):
+        DeviceWork(Progress.current(), torch.cuda.Stream(0), given_back.set)
+    async with asyncio.timeout(10):
+        await given_back.wait()
+
+
 async def test_s2_a_device_that_failed_is_an_error_of_the_operation(simulated_cuda: SimulatedCuda) -> None:
     stream = torch.cuda.Stream()
     work = DeviceWork(Progress.current(), stream)
