@@ -42,8 +42,12 @@ demo: $(VENV)/demo.stamp  ## install into .venv and train on two ranks
 	$(BIN)/aiodist run -n 2 examples/train_digits.py
 
 .PHONY: test
-test: $(VENV)/dev.stamp  ## install into .venv and run every check and test
+test: $(VENV)/dev.stamp  ## install into .venv, run every check and the tests that take minutes
 	$(BIN)/python tools/check.py $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all:  ## make test, and then the tests that it leaves out
+	@$(MAKE) test; first=$$?; $(BIN)/python tools/check.py --thorough $(PYTEST_ARGS) && exit $$first
 
 .PHONY: rows
 rows: $(BIN)/python  ## each row of docs/features.md with its tests
@@ -51,7 +55,7 @@ rows: $(BIN)/python  ## each row of docs/features.md with its tests
 
 .PHONY: soak
 soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times
-	$(BIN)/python -m pytest -m soak --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak --timeout 1800 --aiodist-timeout 600 $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CommunicatorError,
         ConfigError,
         LaunchError,
+        MismatchAborted,
         MismatchError,
         OperationTimeout,
         PeerError,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     )
     from aiodist.handles import Handle, as_completed, gather, timeout
     from aiodist.ps import ParameterServer
-    from aiodist.runtime import as_handle, init, isolate, run
     from aiodist.types import ANY, ReduceOp
+    from aiodist.world.runtime import as_handle, init, isolate, open, run
 
     __version__: str
 
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "Handle",
     "LaunchError",
+    "MismatchAborted",
     "MismatchError",
     "OperationTimeout",
     "ParameterServer",
@@ -68,6 +70,7 @@ __all__ = [
     "init",
     "isolate",
     "nn",
+    "open",
     "ps",
     "run",
     "streams",
@@ -88,6 +91,7 @@ _HOMES: Final = {
     "ConfigError": "aiodist.errors",
     "Handle": "aiodist.handles",
     "LaunchError": "aiodist.errors",
+    "MismatchAborted": "aiodist.errors",
     "MismatchError": "aiodist.errors",
     "OperationTimeout": "aiodist.errors",
     "ParameterServer": "aiodist.ps",
@@ -97,11 +101,12 @@ _HOMES: Final = {
     "RemoteError": "aiodist.errors",
     "WorkerFailed": "aiodist.errors",
     "as_completed": "aiodist.handles",
-    "as_handle": "aiodist.runtime",
+    "as_handle": "aiodist.world.runtime",
     "gather": "aiodist.handles",
-    "init": "aiodist.runtime",
-    "isolate": "aiodist.runtime",
-    "run": "aiodist.runtime",
+    "init": "aiodist.world.runtime",
+    "isolate": "aiodist.world.runtime",
+    "open": "aiodist.world.runtime",
+    "run": "aiodist.world.runtime",
     "timeout": "aiodist.handles",
 }
 _MODULES: Final = frozenset({"codecs", "data", "handles", "nn", "ps", "streams", "testing"})

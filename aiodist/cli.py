@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,9 @@ def _aiodist(
 
 @app.command(context_settings=_Options)
 def run(  # noqa: PLR0913 - one for each option
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, with -m a module; or a program, such as python.")
+    ],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to it.")] = None,
     ranks: Annotated[
         str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")
@@ -119,9 +122,10 @@ def run(  # noqa: PLR0913 - one for each option
     from aiodist.launch.commands import Job
     from aiodist.launch.discover import auto_ranks
     from aiodist.launch.hosts import placed
+    from aiodist.launch.program import command_of
 
-    if not module and not Path(script).is_file():
-        raise ConfigError(f"{script}: there is no such file")
+    environ = variables()
+    program, *command = command_of((script, *(args or ())), module=module, search=environ.get("PATH", os.defpath))
     if ranks != "auto" and not ranks.isdecimal():
         raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
     count = None if ranks == "auto" else int(ranks)
@@ -129,10 +133,10 @@ def run(  # noqa: PLR0913 - one for each option
     if where:
         where = placed(where, count, servers)
         count = sum(host.ranks or 0 for host in where) - servers
-    command = (*(("-m",) if module else ()), script, *(args or ()))
     todo = Job(
-        command=command,
-        ranks=(auto_ranks(variables()) if count is None else count) + servers,
+        program=program,
+        command=tuple(command),
+        ranks=(auto_ranks(environ) if count is None else count) + servers,
         servers=servers,
         mpi=mpi,
         mpi_args=tuple(mpi_arg or ()),
@@ -166,7 +170,7 @@ def doctor(
     hostfile: Annotated[Path | None, typer.Option(metavar="F", help="Look at the hosts of a file.")] = None,
     rsh: Annotated[str, typer.Option(metavar="PROGRAM", help="As in aiodist run.")] = "",
     iface: Annotated[str, typer.Option(metavar="NAME|NETWORK", help="As in aiodist run.")] = "",
-    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|PATH", help="As in aiodist run.")] = "auto",
+    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
 ) -> None:
     """Say what is installed here, what works, and how to mend what does not; 1 if no several ranks can work.
@@ -183,7 +187,7 @@ def doctor(
         report = asyncio.run(examine_hosts(Question(where, rsh, iface, mpi, script)))
         shown = partial(show_hosts, report)
     else:
-        report = examine(variables())
+        report = examine(variables(), mpi)
         shown = partial(show, report)
     if json == "-":
         typer.echo(report.to_json())

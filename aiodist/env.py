@@ -1,6 +1,6 @@
 """What the environment says about this process. Nothing else in aiodist reads `os.environ`.
 
-A process learns its place in the job from whoever started it: `aiodist run`, an MPI launcher, `torchrun` or
+A process learns its place in the job from what started it: `aiodist run`, an MPI launcher, `torchrun` or
 Slurm; without any of them it is the only rank.
 """
 
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from aiodist.errors import ConfigError
 
-__all__ = ["Environment", "Starter", "replace_variables", "servers", "variables"]
+__all__ = ["Environment", "Starter", "replace_variables", "servers", "variables", "wants_full_tracebacks"]
 
 
 def variables() -> dict[str, str]:
@@ -24,6 +24,11 @@ def variables() -> dict[str, str]:
 def replace_variables(new: Mapping[str, str]) -> None:
     """Set variables of this process, for the program that it is about to become."""
     os.environ.update(new)
+
+
+def wants_full_tracebacks() -> bool:
+    """Whether tracebacks are to show the frames of aiodist and asyncio too: AIODIST_TRACEBACK=full."""
+    return os.environ.get("AIODIST_TRACEBACK", "").lower() == "full"
 
 
 def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
@@ -89,7 +94,6 @@ class Environment:
     token: str
     """The job's secret: who does not know it is not let in."""
     backend: str | None
-    checked: bool
     shared_memory: bool
     """Ranks of a host may share memory (not with AIODIST_SHM=0)."""
     pin: bool | None
@@ -119,7 +123,6 @@ class Environment:
             rendezvous=_rendezvous(environ, starter),
             token=environ.get("AIODIST_TOKEN", ""),
             backend=environ.get("AIODIST_BACKEND") or None,
-            checked=_flag(environ, "AIODIST_CHECKED"),
             shared_memory=_flag(environ, "AIODIST_SHM", default=True),
             pin=_flag(environ, "AIODIST_PIN") if environ.get("AIODIST_PIN") else None,
             visible_devices=_visible_devices(environ),

@@ -7,6 +7,7 @@ AiodistError                         .rank .comm .op
 │  ├─ CommunicatorClosed             used after `aclose`
 │  └─ CommunicatorAborted            given up: by `abort()`, a mismatch, or a failure elsewhere
 ├─ MismatchError (ValueError)        ranks disagree on kind, dtype, count, op, root or order
+│  └─ MismatchAborted                given up for that; a CommunicatorAborted as well
 ├─ BufferInFlight (ValueError)       names the operation that still owns the buffer
 ├─ PeerError
 │  ├─ PeerLost (ConnectionError)     a rank died or cannot be reached
@@ -32,6 +33,7 @@ __all__ = [
     "CommunicatorError",
     "ConfigError",
     "LaunchError",
+    "MismatchAborted",
     "MismatchError",
     "OperationTimeout",
     "PeerError",
@@ -101,6 +103,10 @@ class CommunicatorAborted(CommunicatorError):
 
 class MismatchError(AiodistError, ValueError):
     """Ranks issued different operations as the same step; the message shows both sides."""
+
+
+class MismatchAborted(CommunicatorAborted, MismatchError):
+    """The communicator was given up because ranks disagree: what calls raise from then on, in whichever task."""
 
 
 class BufferInFlight(AiodistError, ValueError):

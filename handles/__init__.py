@@ -4,8 +4,9 @@ from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight
 from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
+from aiodist.handles.done import Done, join
 from aiodist.handles.handle import Fence, Handle
-from aiodist.handles.origin import Origin
+from aiodist.handles.origin import Origin, listed
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
 from aiodist.handles.sources import Source, from_future, from_source
@@ -13,6 +14,7 @@ from aiodist.handles.sources import Source, from_future, from_source
 __all__ = [
     "LARGE_BYTES",
     "Account",
+    "Done",
     "Fence",
     "Handle",
     "Lane",
@@ -27,5 +29,7 @@ __all__ = [
     "from_source",
     "gather",
     "in_flight",
+    "join",
+    "listed",
     "timeout",
 ]

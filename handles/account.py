@@ -1,4 +1,4 @@
-"""Who answers for handles that nobody looked at (H7)."""
+"""Who answers for handles: for those that nobody looked at (H7), and for those that take long (H8)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aiodist.handles.origin import Origin, described
 
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
     from aiodist.handles.handle import Handle
 
-__all__ = ["Account"]
+__all__ = ["Account", "Witness"]
+
+
+class Witness(Protocol):
+    """What knows why operations are not over."""
+
+    def late(self, handle: Handle[Any], /) -> dict[int, str]:
+        """Return the ranks that the pending operation is known to wait for, each with where it is."""
+
+    def details(self, handle: Handle[Any], /) -> str:
+        """Return what it waits for besides, as words; "" where there is nothing to add."""
 
 
 class _Dropped(NamedTuple):
@@ -29,70 +39,78 @@ class _Dropped(NamedTuple):
         """The line that issued it, worked out only when somebody is told: most are covered."""
         return None if self.whence is None else Origin(*self.whence)
 
-    @property
-    def text(self) -> str:
-        """What the handle called itself."""
-        return described(self.op, self.seq, self.origin)
-
 
 class Account:
     """The handles of one communicator or stream that were dropped unconsumed.
 
-    A later `sync` or `barrier` covers those that went well; an error is reported then, once. What is never
-    covered is judged at close, with a `ResourceWarning` that points at the line that issued it; what is dropped
-    after that, or was `closed` from the start, soon after it is dropped.
+    A `prompt` account, that of a communicator, tells of each as soon as it is both dropped and over: errors go to the
+    loop's exception handler, what went well is a `RuntimeWarning` at the line that issued it, which Python shows once
+    for each line. Another waits for a `sync`, which covers what went well before it; it becomes prompt at close.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, closed: bool = False) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, prompt: bool = False, witness: Witness | None = None
+    ) -> None:
+        self.witness = witness
+        """Who is asked about the operations while they are pending."""
         self._loop = loop
-        self._closed = closed
+        self._prompt = prompt
+        self._judging = False
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
+        self._shown: dict[Any, Any] = {}
+        """What `warnings` keeps of the lines that it has shown."""
 
-    def dropped(self, handle: Handle[Any]) -> None:
+    def dropped(self, op: str, seq: int, whence: tuple[CodeType, int] | None, error: BaseException | None) -> None:
         """Take note of a finished handle; called by the garbage collector, on any thread, so it only appends."""
-        error = handle._value if isinstance(handle._value, BaseException) else None
-        if error is not None or handle.seq > self._covered:
-            self._dropped.append(_Dropped(handle.op, handle.seq, handle._origin, error))
-            if self._closed:
+        if error is not None or seq > self._covered:
+            self._dropped.append(_Dropped(op, seq, whence, error))
+            if self._prompt:
                 self._judge_soon()
 
     def cover(self, seq: int) -> None:
         """A sync saw all operations up to `seq` through: report the errors among them, forget the rest."""
         self._covered = max(self._covered, seq)
-        for entry in self._take(seq):
-            self._report(entry)
+        entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._dropped.extend(entry for entry in entries if entry.seq > seq)
+        for entry in entries:
+            if entry.seq <= seq:
+                self._report(entry)
 
     def judge(self) -> None:
-        """Close: report what is left, errors to the loop's handler, the others as warnings."""
-        self._closed = True
-        for entry in self._take(None):
-            if not self._report(entry):
-                self._warn(entry)
+        """Tell of what nothing has covered, now and, from now on, as soon as it is dropped."""
+        self._prompt = True
+        self._judging = False
+        try:
+            while self._dropped:
+                entry = self._dropped.popleft()
+                if not self._report(entry):
+                    self._warn(entry)
+        finally:
+            if self._dropped:  # a warning that is an error
+                self._judge_soon()
 
     def _judge_soon(self) -> None:
+        if self._judging:
+            return
+        self._judging = True
         try:
             self._loop.call_soon_threadsafe(self.judge)
         except RuntimeError:  # the loop is closed: say it here, where nothing may be raised
             with contextlib.suppress(Warning):
                 self.judge()
 
-    def _take(self, upto: int | None) -> list[_Dropped]:
-        entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._dropped.extend(e for e in entries if upto is not None and e.seq > upto)
-        return [e for e in entries if upto is None or e.seq <= upto]
-
     def _report(self, entry: _Dropped) -> bool:
         if entry.error is None or isinstance(entry.error, asyncio.CancelledError):
             return False
-        message = f"{entry.text} raised, and nobody awaited it"
+        message = f"{described(entry.op, entry.seq, entry.origin)} raised, and nobody awaited it"
         self._loop.call_exception_handler({"message": message, "exception": entry.error})
         return True
 
-    @staticmethod
-    def _warn(entry: _Dropped) -> None:
-        message = f"{entry.text} was never awaited, nor covered by a barrier"
-        if entry.origin is None:
-            warnings.warn(message, ResourceWarning, stacklevel=2)
-        else:
-            warnings.warn_explicit(message, ResourceWarning, entry.origin.filename, entry.origin.lineno)
+    def _warn(self, entry: _Dropped) -> None:
+        where = entry.origin
+        if where is None:
+            warnings.warn(f"{entry.op} was never awaited", RuntimeWarning, stacklevel=2)
+        else:  # without its number: in a loop each would be another text, and none the same as before
+            message = f"{entry.op} issued at {where} was never awaited"
+            warnings.warn_explicit(message, RuntimeWarning, where.filename, where.lineno, registry=self._shown)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 __all__ = ["Bell", "FutexBell", "LockBell", "SharedWord"]
@@ -20,7 +21,7 @@ class Bell(Protocol):
     """Rung by anybody, heard by one thread; a ring that nobody waits for is heard by the next wait."""
 
     def ring(self) -> None:
-        """Wake whoever waits; from any thread."""
+        """Wake the thread that waits; from any thread."""
 
     def wait(self, seconds: float | None, *, for_all: bool = True) -> None:
         """Return when it was rung, or after `seconds`; unless it is `for_all`, other processes need not ring."""
@@ -87,11 +88,16 @@ class FutexBell:
 
     def ring_if_asleep(self) -> None:
         """Ring for another process: only where its owner waits for that, and does not look by itself."""
-        # Taking a lock is a full fence: what was stored before is visible before `asleep` is read.
+        self.ring_those([self])
+
+    def ring_those(self, bells: Sequence[FutexBell]) -> None:
+        """Do the same at each of `bells`, with one fence for all."""
+        # What was stored before is visible before anything is read: taking a lock is a full fence.
         self._fence.acquire()
         self._fence.release()
-        if self._asleep.get() >= _FOR_ALL:
-            self._ring_where(_FOR_ALL)
+        for bell in bells:
+            if bell._asleep.get() >= _FOR_ALL:
+                bell._ring_where(_FOR_ALL)
 
     def _ring_where(self, asleep: int) -> None:
         self._count.set(self._fresh.getrandbits(32))

@@ -11,6 +11,7 @@ from aiodist.errors import BufferInFlight
 __all__ = ["InFlight", "in_flight"]
 
 Range = tuple[int, int]  # first byte, one past the last; never empty
+Claimed = tuple[int, int, bool, object]  # first byte, how many, whether they are written, what keeps them alive
 
 
 class InFlight:
@@ -57,14 +58,13 @@ class InFlight:
             else:
                 self._add_read((start, end), owner)
 
-    def acquire_all(self, claims: Sequence[tuple[int, int, bool]], owner: object) -> None:
+    def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
         """Claim all of them, or none where one cannot be had."""
         for i, claim in enumerate(claims):
             try:
-                self.acquire(*claim, owner)
+                self.acquire(*claim[:3], owner)
             except ValueError:
-                for held in claims[:i]:
-                    self.release(*held)
+                self.release_all(claims[:i])
                 raise
 
     def release(self, start: int, nbytes: int, writes: bool) -> None:
@@ -79,6 +79,11 @@ class InFlight:
                 del self._written[start]
             else:
                 self._drop_read((start, start + nbytes))
+
+    def release_all(self, claims: Sequence[Claimed]) -> None:
+        """Give back what `acquire_all` claimed."""
+        for claim in claims:
+            self.release(*claim[:3])
 
     def _written_alone(self) -> None:
         """Enter the range that was alone into the table."""

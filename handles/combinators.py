@@ -123,9 +123,7 @@ def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) ->
     over: asyncio.Future[None] = loop.create_future()
     waiter = _Countdown(over, len(handles))
     for handle in handles:
-        consumed = handle._consumed
-        handle.add_waiter(waiter)
-        handle._consumed = consumed
+        handle.add_observer(waiter)
     return over
 
 

@@ -5,12 +5,45 @@ from __future__ import annotations
 import asyncio
 from contextvars import Token
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+from weakref import WeakSet
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.handle import Handle, current_deadline, describe_late
+from aiodist.handles.handle import Handle, current_deadline, plight
+from aiodist.handles.origin import listed
+from aiodist.handles.progress import Progress
 
-__all__ = ["Deadline", "timeout"]
+__all__ = ["Deadline", "Scopes", "timeout"]
+
+SHORT_SECONDS = 0.6
+"""A wait that ends sooner cannot be left to those who look ten times a second."""
+
+
+class Watcher(Protocol):
+    """Who asks where the other ranks are when operations take long."""
+
+    def hurry(self) -> None:
+        """Ask now: something that is pending will not be waited for much longer."""
+
+
+class Scopes:
+    """The blocks of `aiodist.timeout` that are open on one loop, for those who ask in good time who is late."""
+
+    def __init__(self) -> None:
+        self.ends: dict[Deadline, tuple[float, float]] = {}
+        """When each began, and when it ends, by the loop's clock."""
+        self.watchers: WeakSet[Watcher] = WeakSet()
+
+    @classmethod
+    def of(cls, progress: Progress) -> Scopes:
+        """Return those of the loop that `progress` drives."""
+        scopes: Scopes = progress.belongings.setdefault(cls, cls())
+        return scopes
+
+    def hurry(self) -> None:
+        """Have everybody ask now."""
+        for watcher in list(self.watchers):
+            watcher.hurry()
 
 
 class Deadline:
@@ -22,12 +55,24 @@ class Deadline:
         self._token: Token[Deadline | None] | None = None
         self._outer: Deadline | None = None
         self._seen: list[Handle[Any]] = []
+        self._scopes: Scopes | None = None
+        self._halfway: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         self._outer = current_deadline.get()
         self._token = current_deadline.set(self)
+        if self._seconds is not None:
+            self._announce(self._seconds)
         return self
+
+    def _announce(self, seconds: float) -> None:
+        scopes = self._scopes = Scopes.of(Progress.current())
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        scopes.ends[self] = (now, now + seconds)
+        if seconds < SHORT_SECONDS and scopes.watchers:
+            self._halfway = loop.call_later(seconds / 2, scopes.hurry)
 
     def note(self, handle: Handle[Any]) -> None:
         """An await of `handle` inside the block, by its task or one that it started, was cancelled."""
@@ -40,6 +85,10 @@ class Deadline:
     ) -> None:
         if self._token is not None:
             current_deadline.reset(self._token)
+        if self._scopes is not None:
+            self._scopes.ends.pop(self, None)
+        if self._halfway is not None:
+            self._halfway.cancel()
         try:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError as caught:
@@ -47,17 +96,16 @@ class Deadline:
 
     def _error(self) -> OperationTimeout:
         # One await may have been given up long ago, and its operation may be over.
-        waited_for = [part for handle in self._seen for part in handle.unfinished()]
-        late = {rank: where for handle in waited_for for rank, where in handle.late().items()}
-        pending = ", ".join(dict.fromkeys(map(str, waited_for))) or "no operation"
-        who = f"; late: {describe_late(late)}" if late else ""
-        return OperationTimeout(f"not done within {self._seconds:g} s; pending: {pending}{who}", late=late)
+        waited_for = list(dict.fromkeys(part for handle in self._seen for part in handle.unfinished()))
+        pending = listed(waited_for) or "no operation"
+        known, late = plight(waited_for)
+        return OperationTimeout(f"not done within {self._seconds:g} s; pending: {pending}{known}", late=late)
 
 
 def timeout(seconds: float | None) -> Deadline:
     """Return an async context manager that raises `OperationTimeout` when its block takes longer.
 
     The operations inside go on: awaiting their handles again returns their results. `None` never expires.
-    The error names the operations that were awaited inside and, where it is known, the ranks that are late.
+    The error names the operations that were awaited inside and the ranks that are late, each with where it is.
     """
     return Deadline(seconds)

@@ -1,14 +1,14 @@
-"""`Handle`: what every call returns, whatever completes it."""
+"""`Handle`: what every call returns, the same for every kind of operation."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
@@ -17,13 +17,15 @@ from aiodist.handles.origin import Origin, described
 if TYPE_CHECKING:
     from types import CodeType
 
+    from aiodist.handles.account import Witness
     from aiodist.handles.deadline import Deadline
     from aiodist.handles.progress import Progress
 
-__all__ = ["Fence", "Handle", "Status", "Waiter"]
+__all__ = ["Fence", "Handle", "Status", "Waiter", "plight"]
 
 T = TypeVar("T")
 _FAIR_SECONDS = 1e-3
+_SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _event_lock = threading.Lock()
 
 
@@ -35,7 +37,7 @@ class Fence(Protocol):
 
 
 class Waiter(Protocol):
-    """Whoever waits for a handle on the loop: a future, a gather, a scope."""
+    """What waits for a handle on the loop: a future, a gather, a scope."""
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
@@ -99,9 +101,11 @@ class Handle(Generic[T]):
         "_callbacks",
         "_canceller",
         "_consumed",
+        "_detached",
         "_event",
         "_expires",
         "_late",
+        "_looked_at",
         "_origin",
         "_progress",
         "_status",
@@ -136,6 +140,8 @@ class Handle(Generic[T]):
         self._account = account
         self._status = _PENDING
         self._consumed = False
+        self._detached = False
+        self._looked_at = False
         self._value: Any = None
         self._waiters: list[Waiter] | None = None
         self._callbacks: list[tuple[Callable[[Handle[T]], object], Context]] | None = None
@@ -185,7 +191,7 @@ class Handle(Generic[T]):
         try:
             yield from waiter.future
         except asyncio.CancelledError as error:
-            error.add_note(f"while awaiting {self}, which goes on")
+            error.add_note(f"while awaiting {self}, which goes on{plight([self])[0]}")
             if (scope := current_deadline.get()) is not None:
                 scope.note(self)
             raise
@@ -212,9 +218,21 @@ class Handle(Generic[T]):
 
     # --- asking ------------------------------------------------------------------------------------------
 
+    def add_observer(self, waiter: Waiter) -> None:
+        """As `add_waiter`, on behalf of nobody: it is no sign that somebody looks at the outcome."""
+        consumed = self._consumed
+        self.add_waiter(waiter)
+        self._consumed = consumed
+
     def done(self) -> bool:
-        """Return True when it is over, in whatever way; from any thread."""
-        return self._status is not _PENDING
+        """Return True when it is over, however it ended; from any thread.
+
+        Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached.
+        """
+        if self._status is _PENDING:
+            self._looked_at = True
+            return False
+        return True
 
     def cancelled(self) -> bool:
         """Return True when it was withdrawn by `cancel()`."""
@@ -275,7 +293,7 @@ class Handle(Generic[T]):
     def block(self, timeout: float | None = None) -> bool:
         """Block this thread until it is over, for `timeout` seconds at most; return whether it is.
 
-        For streams: unlike `wait` it raises nothing and consumes nothing, whatever the outcome.
+        For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome.
         """
         with _event_lock:  # two threads must not each make one
             if self._event is None:
@@ -330,6 +348,17 @@ class Handle(Generic[T]):
             return False
         self._consumed = True
         return True
+
+    def detach(self) -> Self:
+        """Say that it is meant: nobody need await this operation, and nobody waits in it; return the handle.
+
+        Then it is no mistake to drop the handle, and no report tells that the operation takes long, which a receive
+        that a service keeps posted does: `request = await coll.recv_object().detach()`. An error that nobody
+        retrieved is reported all the same.
+        """
+        self._consumed = True
+        self._detached = True
+        return self
 
     def _check_thread(self, call: str) -> None:
         if not self._progress.owns_thread():
@@ -389,6 +418,11 @@ class Handle(Generic[T]):
 
     # --- deadlines -----------------------------------------------------------------------------------------
 
+    def expire(self) -> None:
+        """Let the deadline have passed now: a task that waits for it only later is told then."""
+        self._expires = 0.0
+        self.tell_late()
+
     def tell_late(self) -> None:
         """The deadline passed: tell those who wait now; if nobody does, the next wait is told (`_expired`)."""
         if self._status is not _PENDING or not self._waiters:
@@ -406,18 +440,64 @@ class Handle(Generic[T]):
         return self._lateness()
 
     def _lateness(self, seconds: float | None = None) -> OperationTimeout:
-        late = self.late()
+        known, late = plight([self])
         within = "in time" if seconds is None else f"within {seconds:g} s"
-        who = f"; late: {describe_late(late)}" if late else ""
-        return OperationTimeout(f"{self} was not done {within} and goes on{who}", late=late, op=self.op)
+        return OperationTimeout(f"{self} was not done {within} and goes on{known}", late=late, op=self.op)
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return the operations it waits for: itself, while it is pending."""
-        return [] if self.done() else [self]
+        return [self] if self._status is _PENDING else []
 
     def late(self) -> dict[int, str]:
         """Return the ranks this pending operation is known to wait for, each with where it is."""
-        return self._late() if self._late is not None and self._status is _PENDING else {}
+        if self._status is not _PENDING:
+            return {}
+        if self._late is not None:
+            return self._late()
+        witness = self._witness
+        return {} if witness is None else witness.late(self)
+
+    def stand_for(self, first: Handle[Any]) -> None:
+        """Take the number of `first`, an operation that is a part of this one, and answer where that one does."""
+        self.seq, self._account = first.seq, first._account
+
+    def details(self) -> str:
+        """Return what else is known of why this pending operation is not over."""
+        witness = self._witness
+        return "" if witness is None or self._status is not _PENDING else witness.details(self)
+
+    @property
+    def _witness(self) -> Witness | None:
+        return None if self._account is None else self._account.witness
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for it now, and may: not what was detached."""
+        return bool(self._waiters or self._event) and not self._detached
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it goes on; unlike `done()`, asking this is no sign that somebody waits."""
+        return self._status is _PENDING
+
+    @property
+    def detached(self) -> bool:
+        """Whether nobody need wait for it."""
+        return self._detached
+
+    @property
+    def consumed(self) -> bool:
+        """Somebody has awaited it or asked for its outcome, or has said that nobody need."""
+        return self._consumed
+
+    def was_looked_at(self) -> bool:
+        """Return whether somebody has asked if it was done, and it was not, since the last such question."""
+        looked_at, self._looked_at = self._looked_at, False
+        return looked_at
+
+    def seconds_left(self) -> float | None:
+        """Return in how many seconds its own deadline passes, None where it has none, or was told of it."""
+        return None if self._expires is None else self._expires - monotonic()
 
     # --- being dropped ---------------------------------------------------------------------------------------
 
@@ -434,7 +514,9 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         if not self._consumed and self._status is not _PENDING:
-            (self._account or Account(self._progress.loop, closed=True)).dropped(self)
+            error = self._value if self._status is Status.RAISED else None
+            account = self._account or Account(self._progress.loop, prompt=True)
+            account.dropped(self.op, self.seq, self._origin, error)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"
@@ -443,6 +525,18 @@ class Handle(Generic[T]):
         return described(self.op, self.seq, self.origin)
 
 
+def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:
+    """Return what is known of why they are not over, to put behind their names, and the ranks that are late."""
+    parts = [part for handle in handles for part in handle.unfinished()][:_SHOWN_OPERATIONS]
+    late = {rank: where for part in parts for rank, where in part.late().items()}
+    words = list(dict.fromkeys(filter(None, (part.details() for part in parts))))
+    if late:
+        words.append(f"late: {describe_late(late)}")
+    return "".join(f"; {word}" for word in words), late
+
+
 def describe_late(late: dict[int, str]) -> str:
     """Return "rank 1 (…), rank 3 (…)"."""
-    return ", ".join(f"rank {rank} ({where})" for rank, where in sorted(late.items()))
+    told = [f"rank {rank} ({where})" for rank, where in sorted(late.items())]
+    more = f" and {len(told) - _SHOWN_RANKS} more" if len(told) > _SHOWN_RANKS else ""
+    return ", ".join(told[:_SHOWN_RANKS]) + more

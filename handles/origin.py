@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+from collections.abc import Iterable
 from pathlib import Path
+from sys import _getframe
 from types import CodeType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiodist import errors
 
-__all__ = ["Origin", "described", "whence"]
+if TYPE_CHECKING:
+    from aiodist.handles.handle import Handle
 
+__all__ = ["Origin", "described", "is_ours", "listed", "whence"]
+
+_SHOWN = 3
 _ours: dict[str, bool] = {}
 
 
@@ -31,14 +36,22 @@ _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
 
 
+def is_ours(filename: str) -> bool:
+    """Return True for a file of aiodist's or asyncio's, which nobody asks about."""
+    ours = _ours.get(filename)
+    if ours is None:
+        ours = _ours[filename] = filename.startswith(_OURS)
+    return ours
+
+
 def whence(depth: int) -> tuple[CodeType, int]:
     """Return what an `Origin` is made of; the hot path makes one only when somebody asks."""
-    frame = sys._getframe(depth)
+    frame = _getframe(depth)
     while True:
         code = frame.f_code
         ours = _ours.get(code.co_filename)
         if ours is None:
-            ours = _ours[code.co_filename] = code.co_filename.startswith(_OURS)
+            ours = is_ours(code.co_filename)
         if not ours or frame.f_back is None:
             return code, frame.f_lasti
         frame = frame.f_back
@@ -75,3 +88,17 @@ class Origin(NamedTuple):
 def described(op: str, seq: int, origin: Origin | None) -> str:
     """Return what an operation is called in messages."""
     return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"
+
+
+def listed(handles: Iterable[Handle[Any]]) -> str:
+    """Return what messages call operations: each by name, of a kind with more than three their number and the first."""
+    kinds: dict[str, dict[str, None]] = {}
+    for handle in handles:
+        kinds.setdefault(handle.op, {})[str(handle)] = None
+    return "; ".join(_some(kind, list(names)) for kind, names in kinds.items())
+
+
+def _some(kind: str, names: list[str]) -> str:
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    return f"{len(names)} {kind} operations, the first of them {', '.join(names[:_SHOWN])}"

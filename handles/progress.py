@@ -12,6 +12,22 @@ large transfers from the start, since one native poll of those lasts millisecond
 [Note: transport lock] Native calls are serialised by one lock for the process. Only the progress thread holds it
 for long, and nobody waits for it while holding the GIL: the loop's thread tries it, and where it is taken leaves
 its call in the inbox, which the holder empties. So operations start in the order in which they were issued.
+
+[Note: no wake-up is lost] The progress thread sleeps without a time-out only where nothing is pending, and while
+anything is pending it is awake or is woken: it looks at least every millisecond and polls what nobody has polled
+since it looked last. So an operation can be forgotten only by a thread that sleeps. The thread says that it is about
+to (`asleep`), then looks whether anything is pending, *with the transport lock*, then waits for a ring. Pending is
+
+- what lies in the inbox. The code that puts a call there reads `asleep` afterwards, and rings. Either this side
+  sees that the thread is about to sleep, or the thread sees the call;
+- what pollers have, and that changes only with the lock held. Between the end of one step of an operation and the
+  start of its next a poller has nothing for a while, which may be long (the next step may copy much): without the lock
+  the thread would believe that nothing is pending, and sleep through the next step, which rings no bell. With the lock
+  it sees pollers only between their passes. A pass over nothing leaves nothing, so what is pending later was begun by
+  `start`, which reads `asleep` and rings, or by somebody who held the lock in a `with` block, which does the same.
+
+`asleep` may be written by two: the thread, and another that wakes it. The other one writes False and then rings, so the
+thread does not sleep through what the False hides from others: a ring that nobody waits for is heard by the next wait.
 """
 
 from __future__ import annotations
@@ -44,15 +60,34 @@ _LINGER_SECONDS = 0.2  # how long the thread keeps ticking with nothing to do; w
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # how long the thread polls a large transfer without a pause while nothing moves
 _SWITCH_SECONDS = 2e-4
+_FAILING_SECONDS = 0.5
 
-transport_lock = threading.Lock()
+
+class _TransportLock:
+    """See [Note: transport lock]; a `with` block may make operations pending that nobody else looks after."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
+        self.reinit: Callable[[], None] = lock._at_fork_reinit  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        if _thread.asleep:  # see [Note: no wake-up is lost]
+            _thread.ring()
+
+
+transport_lock = _TransportLock()
 
 
 class Poller(Protocol):
     """All pending requests of one native library on one loop; called with the transport lock held."""
 
     def poll(self, until: float = 0.0) -> bool:
-        """Make progress, tell whoever tracks a request that ended, and return whether any did.
+        """Make progress, tell the owner of each request that ended, and return whether any did.
 
         One pass; with `until` (seconds of `perf_counter`) it may make more of them, until then or until something
         ends: a poller that loops close to its library answers sooner.
@@ -71,11 +106,12 @@ class Progress:
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
     `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber
-    cores: whoever spins lets others run in between.
+    cores: a thread that spins lets others run in between.
 
     [Note: held while pending] A parked loop does not hold it, nor need anybody hold a handle: what is dropped is a
     cycle, and a collection of garbage in the midst of a transfer would free its buffers. So `_held` has those with work
-    pending, from whoever makes it so until somebody finds that nothing is; beyond the loop's end, if that comes first.
+    pending, from the call that makes it so until somebody finds that nothing is; beyond the loop's end, if that comes
+    first.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()
@@ -91,8 +127,8 @@ class Progress:
         self.large = 0
         self.computing: set[int] = set()
         """The threads of host streams that compute just now, and do not wait for a handle."""
-        self.working = 0
-        """Work of other threads whose end is told by `start_in_thread`; with the transport lock held."""
+        self.offloaded = 0
+        """How much work other threads and devices do, whose end is still to be told; with the transport lock held."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
         self.belongings: dict[object, Any] = {}
@@ -103,13 +139,18 @@ class Progress:
         self._pollers: tuple[Poller, ...] = ()
         self._pollers_lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._posted: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], object]] = deque()
         self._waking = False
         self.armed = False
         """The loop polls at its next iteration."""
         self._inside = False
         """The loop's thread holds the transport lock, and polls or makes a call."""
         self._quiet_since = 0.0
+        self.on_broken: list[Callable[[Exception], None]] = []
+        """Told, on the loop, why a poller was given up: what it drove will not end."""
+        self._failing: Poller | None = None
+        """The last poller that raised; since when it does, and when it did last."""
+        self._failing_since = self._failed_at = 0.0
 
     @classmethod
     def current(cls) -> Progress:
@@ -123,6 +164,10 @@ class Progress:
             loop.call_soon(progress._ran)
         return progress
 
+    def install(self) -> None:
+        """Be what `current` returns on this loop, in place of one that it would make."""
+        self._of_loop[id(self.loop)] = self
+
     def owns_thread(self) -> bool:
         """Return True on the loop's thread."""
         return threading.get_ident() == self._thread_id
@@ -131,6 +176,8 @@ class Progress:
         """Poll `poller` from now on; from any thread."""
         with self._pollers_lock:
             self._pollers = (*self._pollers, poller)
+        if not self.watched:
+            _thread.add(self)
 
     def remove_poller(self, poller: Poller) -> None:
         """Stop polling `poller`; from any thread."""
@@ -142,13 +189,14 @@ class Progress:
     def start(self, call: Callable[[], None]) -> None:
         """Make a native call that starts a transfer, now or as soon as the lock's holder gets to it.
 
-        `call` runs with the transport lock held, must not raise, and runs in order with the other calls.
+        `call` runs with the transport lock held, and in order with the other calls. It must not raise, see `guarded`
+        of `aiodist.backends.base`: what it raises is told to the loop's exception handler, and to nobody else.
         """
         self.polls += 1  # a loop that issues is alive: the thread need not take over yet
         if not self._inbox and transport_lock.acquire(False):
             self._inside = True
             try:
-                call()
+                self._call(call)
             finally:
                 self._inside = False
                 transport_lock.release()
@@ -164,8 +212,10 @@ class Progress:
         self.add_large(1)
 
         def counted() -> None:
-            call()
-            self.add_large(-1)
+            try:
+                call()
+            finally:
+                self.add_large(-1)
 
         self._inbox.append(counted)
         self._held.add(self)
@@ -208,7 +258,7 @@ class Progress:
         self._held.discard(self)
         if not self.pending():
             return True
-        self._held.add(self)  # whoever made it pending may have done so before us
+        self._held.add(self)  # the thread that made it pending may have added it before we discarded it
         return False
 
     def _rearm(self) -> None:
@@ -276,16 +326,35 @@ class Progress:
             try:
                 if poller.poll(until if len(pollers) == 1 else 0.0):
                     completed = True
-            except Exception as error:  # noqa: BLE001  - it must not end the progress thread
-                self.remove_poller(poller)
-                self.report(f"{poller!r} failed: what it drives is never done", error)
+            except Exception as error:  # noqa: BLE001  - the others go on, and so does what else it drives
+                self._poller_failed(poller, error)
         return completed
+
+    def _poller_failed(self, poller: Poller, error: Exception) -> None:
+        """Say so once; what drives nothing any more for `_FAILING_SECONDS` is given up, for nobody may wait for it."""
+        now = perf_counter()
+        if poller is not self._failing or now > self._failed_at + _FAILING_SECONDS:
+            self._failing, self._failing_since = poller, now
+            self.report(f"{poller!r} failed, and is polled on", error)
+        elif now > self._failing_since + _FAILING_SECONDS:
+            self.remove_poller(poller)
+            for tell in list(self.on_broken):
+                self.post(partial(tell, error))
+        self._failed_at = now
 
     def _empty_inbox(self) -> None:
         while self._inbox:
             # It stays in until it has run: a thread that found nothing pending meanwhile would go to sleep.
-            self._inbox[0]()
-            self._inbox.popleft()
+            try:
+                self._call(self._inbox[0])
+            finally:
+                self._inbox.popleft()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  - those behind it are made all the same
+            self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def called(self) -> bool:
         """Make the calls that were left for the lock's holder; True when there were any."""
@@ -307,7 +376,7 @@ class Progress:
     def exclusively(self, call: Callable[[], object]) -> None:
         """Make `call` with the transport lock held; on the loop's thread, which may hold it already.
 
-        Whoever waits for a handle on the loop may be told while the loop polls, and so with the lock held.
+        What waits for a handle on the loop may be told while the loop polls, and so with the lock held.
         """
         if self._inside:
             call()
@@ -378,7 +447,7 @@ class Progress:
 
     # --- handing over to the loop ------------------------------------------------------------------------
 
-    def post(self, fn: Callable[[], None]) -> None:
+    def post(self, fn: Callable[[], object]) -> None:
         """Have the loop call `fn`, from any thread: many in a row cost one wake-up."""
         self._posted.append(fn)
         if self._waking:
@@ -396,7 +465,10 @@ class Progress:
 
     def report(self, message: str, error: BaseException) -> None:
         """Have the loop's exception handler hear of `error`, from any thread."""
-        self.post(partial(self.loop.call_exception_handler, {"message": message, "exception": error}))
+        self.post(partial(self._report, message, error))
+
+    def _report(self, message: str, error: BaseException) -> None:
+        self.loop.call_exception_handler({"message": message, "exception": error})
 
     def _run_posted(self) -> None:
         self._waking = False
@@ -406,7 +478,7 @@ class Progress:
             try:
                 fn()
             except Exception as error:  # noqa: BLE001  - those behind it must still be told
-                self.loop.call_exception_handler({"message": f"{fn} failed", "exception": error})
+                self._report(f"{fn} failed", error)
 
     def _ran(self) -> None:
         self.last_ran = perf_counter()
@@ -425,6 +497,9 @@ class _ProgressThread:
         self._switch_seconds = sys.getswitchinterval()
         self.asleep = True
         """Nothing has been pending for a while: the next operation must wake the thread."""
+        self._seen: dict[int, int] = {}
+        """How often each loop had been polled for when the thread looked last."""
+        self._idle_since = self._busy_since = perf_counter()
 
     def hurry(self, count: int) -> None:
         """Count large transfers; while there are any, threads hand the GIL over sooner.
@@ -443,7 +518,11 @@ class _ProgressThread:
     def wake(self, progress: Progress) -> None:
         """Look after `progress` now; from any thread."""
         if not progress.watched:
-            self._add(progress)
+            self.add(progress)
+        self.ring()
+
+    def ring(self) -> None:
+        """Have the thread look now; from any thread."""
         self.asleep = False
         self._bell.ring()
 
@@ -451,13 +530,15 @@ class _ProgressThread:
         """Sleep at `bell` from now on."""
         before, self._bell = self._bell, bell
         before.ring()
+        bell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
     def leave(self, bell: Bell) -> None:
         """Sleep at `bell` no more."""
         if self._bell is bell:
             self.sleep_at(LockBell())
 
-    def _add(self, progress: Progress) -> None:
+    def add(self, progress: Progress) -> None:
+        """Look after `progress` from now on; from any thread."""
         for other in tuple(Progress._held):
             if other.loop.is_closed() and not other.pending():  # it had no turn to find that
                 other.let_go()
@@ -472,54 +553,78 @@ class _ProgressThread:
         return [progress for member in self._members if (progress := member()) is not None]
 
     def _run(self) -> None:
-        seen: dict[int, int] = {}
-        idle_since = busy_since = perf_counter()
+        self._idle_since = self._busy_since = perf_counter()
         while True:
-            began = perf_counter()
-            pending = [p for p in self._alive() if p.pending()]
-            due = [p for p in pending if p.parked or p.large or seen.get(id(p)) == p.polls]
-            driven = [_drive(p) for p in due]
-            completed = any(driven)
-            seen = {id(p): p.polls for p in pending}
-            large = any(p.large for p in pending)
-            eager = large and not any(p.computing for p in pending)
-            crowded = any(p.crowded for p in pending)
-            rung = all(p.rung() for p in pending)
-            now = perf_counter()
-            if pending or completed:
-                idle_since = now
-            if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
-                busy_since = now
-            left_to_us = any(p.parked or p.large for p in due)
-            del pending, due
-            if completed and left_to_us:
-                continue  # there may be more at once
-            if eager and now - busy_since < _EAGER_SECONDS:
-                if crowded:
-                    os.sched_yield()
-                continue
-            pause = min(max((now - busy_since) / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS
-            self._sleep(None if now - idle_since > _LINGER_SECONDS else pause, left_to_us)
+            try:
+                self._sleep(*self._pass())
+            except Exception as error:  # noqa: BLE001  - without the thread every operation would wait for ever
+                for progress in self._alive():
+                    progress.report("the progress thread failed, and goes on", error)
+                self._bell.wait(_MAX_PAUSE)
+
+    def _pass(self) -> tuple[float | None, bool]:
+        """Drive what is left to the thread; return how long to sleep, and whether for what other processes do too.
+
+        None is without a time-out, 0 not at all.
+        """
+        began = perf_counter()
+        pending = [p for p in self._alive() if p.pending()]
+        due = [p for p in pending if p.parked or p.large or self._seen.get(id(p)) == p.polls]
+        driven = [_drive(p) for p in due]
+        completed = any(driven)
+        self._seen = {id(p): p.polls for p in pending}
+        large = any(p.large for p in pending)
+        eager = large and not any(p.computing for p in pending)
+        crowded = any(p.crowded for p in pending)
+        rung = all(p.rung() for p in pending)
+        now = perf_counter()
+        if pending or completed:
+            self._idle_since = now
+        if completed or not due or (large and now - began > 10 * _MIN_PAUSE):
+            self._busy_since = now
+        left_to_us = any(p.parked or p.large for p in due)
+        if completed and left_to_us:
+            return 0.0, True  # there may be more at once
+        vain = now - self._busy_since
+        if eager and vain < _EAGER_SECONDS:
+            if crowded:
+                os.sched_yield()
+            return 0.0, True
+        if now - self._idle_since > _LINGER_SECONDS:
+            return None, False
+        return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 
     def _sleep(self, pause: float | None, left_to_us: bool) -> None:
         if pause is None:
             self.asleep = True
-            # An operation that was issued before it could see us asleep rings no bell.
-            if not any(p.pending() for p in self._alive()):
+            if self._nothing_pending():
                 self._bell.wait(None, for_all=False)
             self.asleep = False
-        else:
+        elif pause:
             # While the loop looks for itself, waking us would only take its core away.
             self._bell.wait(pause, for_all=left_to_us)
 
+    def _nothing_pending(self) -> bool:
+        """Return whether nothing is; between the steps of an operation too, see [Note: no wake-up is lost]."""
+        transport_lock.acquire()  # not `with`, which would wake us
+        try:
+            return not any(p.pending() for p in self._alive())
+        finally:
+            transport_lock.release()
+
 
 def _drive(progress: Progress) -> bool:
-    with transport_lock:
+    transport_lock.acquire()
+    try:
         completed = progress.called() or progress.poll()
-        if not progress.pending():
+        if progress.pending():
+            progress._held.add(progress)  # a loop that looked between two steps has let go of it
+        else:
             progress.parked = False
             if not progress.armed or progress.loop.is_closed():
                 progress.let_go()
+    finally:
+        transport_lock.release()
     return completed
 
 
@@ -532,7 +637,7 @@ def _after_fork() -> None:
     _thread.__init__()  # type: ignore[misc]
     for progress in list(Progress._of_loop.values()):
         progress.forget()
-    transport_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    transport_lock.reinit()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
@@ -44,12 +45,16 @@ class SourcePoller(Generic[T]):
             if not self._source.poll():
                 return False
             value = self._source.result()
-        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the awaiter
-            self._handle.reject(error)
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            self._settle(self._handle.reject, error)
         else:
-            self._handle.resolve(value)
-        self._progress.remove_poller(self)
+            self._settle(self._handle.resolve, value)
         return True
+
+    def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
+        self._progress.remove_poller(self)
+        if not self._handle.done():
+            settle(outcome)
 
 
 def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> Handle[T]:

@@ -45,7 +45,7 @@ class Timers:
         return len(self._heap)
 
     def _clear(self) -> None:
-        self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and not handle.done()]
+        self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and handle.is_pending]
         heapify(self._heap)
         self._limit = max(64, 2 * len(self._heap))
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch import _foreach_add_ as add_each
+from torch import _foreach_copy_ as copy_each
 
 from aiodist.nn.layout import flat_view, view_like
 
@@ -46,13 +48,14 @@ def deal(
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("dtype", "earlier", "index", "name", "parameter", "result", "view")
+    __slots__ = ("dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
 
     def __init__(self, index: int, name: str, parameter: Tensor) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
         self.dtype = parameter.dtype
+        self.nbytes = parameter.nbytes
         self.earlier: Tensor | None = None
         """The gradient that was there when the pass began; this pass's adds to it."""
         self.view: Tensor | None = None
@@ -87,8 +90,8 @@ class Bucket:
         """What is reduced in this pass."""
         parameters = [slot.parameter for slot in slots]
         self.numel = sum(p.numel() for p in parameters)
-        self.nbytes = sum(p.nbytes for p in parameters)
-        self.dtype = parameters[0].dtype
+        self.nbytes = sum(slot.nbytes for slot in slots)
+        self.dtype = slots[0].dtype
         self.device = parameters[0].device
         self.on_device = parameters[0].is_cuda
         self.lock = threading.Lock()
@@ -96,11 +99,13 @@ class Bucket:
         self.factor = 1.0
         """By which it is still to be multiplied, once it is reduced."""
         self._flat: Tensor | None = None
+        self._views: Sequence[Tensor | None] = [None] * len(slots)
 
     def open(self) -> None:
         """Begin a pass: set aside the gradients that are there."""
-        for slot in self.slots:
+        for slot, view in zip(self.slots, self._views, strict=True):
             parameter = slot.parameter
+            slot.view = view  # in the last pass it may have been in another bucket
             slot.earlier = slot.result = None
             if parameter.grad is not None:
                 slot.earlier = parameter.grad
@@ -142,9 +147,9 @@ class Bucket:
                 parameter.grad = None
         with torch.no_grad():
             if copied[0]:
-                torch._foreach_copy_(*copied)
+                copy_each(*copied)
             if added[0]:
-                torch._foreach_add_(*added)
+                add_each(*added)
 
     def _take_whole(self, slot: Slot) -> bool:
         """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
@@ -159,6 +164,7 @@ class Bucket:
                 earlier.add_(grad)
         self.unused = []
         self.data = data
+        self._views = [None]
         self._flat = slot.view = None  # of a pass with nothing to bring
         slot.result = result
         slot.parameter.grad = None
@@ -193,14 +199,15 @@ class Bucket:
 
     def _memory(self) -> Tensor:
         if self._flat is None:
-            with torch.inference_mode(False), torch.no_grad():  # whatever the step that is the first to need it
+            with torch.inference_mode(False), torch.no_grad():  # the first step to need it may be in other modes
                 if self.device.type == "cpu":
                     self._flat = self._allocate(self.numel, self.dtype)
                 else:
                     self._flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
                 pieces = self._flat.split([slot.parameter.numel() for slot in self.slots])
-                for slot, piece in zip(self.slots, pieces, strict=True):
-                    slot.view = view_like(piece, slot.parameter)
+                self._views = [view_like(p, slot.parameter) for slot, p in zip(self.slots, pieces, strict=True)]
+                for slot, view in zip(self.slots, self._views, strict=True):
+                    slot.view = view
         return self._flat
 
 

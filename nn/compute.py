@@ -9,19 +9,31 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from aiodist.errors import AiodistError, RemoteError
+from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket
+from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.reducer import Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.streams import HostStream
 
-__all__ = ["Compute"]
+__all__ = ["Compute", "called"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LOOK_SECONDS = 0.5  # how soon the thread notices that its loop is gone
+
+
+def called(name: str) -> Callable[[F], F]:
+    """Decorate what runs on the thread: errors and reports tell of it by `name`, the user's call."""
+
+    def give(fn: F) -> F:
+        fn.__qualname__ = name
+        return fn
+
+    return give
 
 
 class Compute:
@@ -74,7 +86,7 @@ class Compute:
             progress.computing.add(me)
 
     def drain(self) -> None:
-        """Let the last pass come to its end: whoever left it early has no gradients of it yet.
+        """Let the last pass come to its end: a step that left it early has no gradients of it yet.
 
         Where all of its gradients are on CUDA devices and were used, the devices wait for them, and the host does not.
         """
@@ -82,6 +94,7 @@ class Compute:
         if last is not None and not (self.reducer.devices and last.used and self.reducer.learnt):
             self._finish(last)
 
+    @called("the end of the last step")
     def finish(self) -> None:
         """As `drain`, but the host waits in any case; raise what a pass failed with after its gradients were used."""
         if self.reducer.last is not None:
@@ -134,6 +147,7 @@ class Compute:
 
     # --- passes -------------------------------------------------------------------------------------------------
 
+    @called("net.gradients")
     def reduce(
         self,
         forward: Callable[[], Tensor],
@@ -143,35 +157,63 @@ class Compute:
     ) -> tuple[Tensor, Reduction]:
         """Run forward and backward; return the loss, and the pass, whose reductions go on.
 
-        Whatever goes wrong, this rank sends what the others wait for.
+        If anything goes wrong, this rank still sends what the others wait for.
         """
         reduction: Reduction | None = None
         try:
             self._check_trusted()
             loss = forward()
             _check_loss(loss, how)
-            reduction = self._begin()
-            reduction.on_arrival = on_arrival
-            loss.backward(**how)
+            reduction = self._begin(differs=self.reducer.differs())
+            if reduction.refused is None:
+                reduction.on_arrival = on_arrival
+                loss.backward(**how)
         except BaseException as error:
-            self.reducer.close(reduction or self._begin(), error)
+            self.reducer.close(reduction or self._begin(opinion=False), error)
             raise
         self.reducer.close(reduction)
+        if reduction.refused is not None:
+            self.wait(reduction.finished)
         return loss.detach(), reduction
 
-    def _begin(self, *, active: bool = True) -> Reduction:
+    def _begin(self, *, active: bool = True, opinion: bool = True, differs: bool = False) -> Reduction:
+        """Return a new pass; ask the others first which parameters are trained, where this rank cannot know.
+
+        It `differs` where it trains others than before; without an `opinion` it has failed, or has no data left.
+        """
+        joining = self.reducer.joining > 0
         try:
             self.drain()
-            return self.reducer.begin(active=active)
+            self.reducer.steps.settle()
+            verdict = None
+            if differs or (joining and not opinion):
+                verdict = self._ask(StatusKind.JOIN if joining else StatusKind.ASK, opinion=opinion)
+            return self.reducer.begin(verdict, active=active, opinion=opinion)
         except Exception as error:  # a device is lost: what the others wait for will not come
             self.reducer.refuse(error)
             raise
 
+    def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
+        if self.reducer.last is not None:
+            self._finish(self.reducer.last)
+        return self.wait(self.reducer.ask(self.reducer.packed_status(kind, opinion=opinion)))
+
+    @called("net.aclose")
+    def end(self) -> None:
+        """Raise `MismatchError` where other ranks, which do not close the net now, wait for this one in a step."""
+        verdict = self._ask(StatusKind.CLOSE, opinion=False)
+        if not verdict.all_are(StatusKind.CLOSE):
+            reduction = self.reducer.begin(verdict, active=False)
+            self.reducer.close(reduction)
+            self.wait(reduction.finished)
+
+    @called("net.backward")
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
         """As `reduce`, to the end."""
         _, reduction = self.reduce(forward, **how)
         self.use(reduction)
 
+    @called("net.backward")
     def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
         """Run backward and leave its gradients on this rank."""
         self.drain()
@@ -183,27 +225,35 @@ class Compute:
         finally:
             self.reducer.local -= 1
 
+    @called("net.join")
     def bring_nothing(self) -> Reduction:
         """Make a pass for the others' sake, with nothing to bring."""
-        reduction = self._begin(active=False)
+        reduction = self._begin(active=False, opinion=False)
         self.reducer.close(reduction)
         return reduction
 
+    @called("net.join")
     def see_out(self, error: BaseException) -> None:
         """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
-        last = self.reducer.last
-        if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-            self.reducer.close(self._begin(active=False), error)
-        while True:
-            try:
-                reduction = self.bring_nothing()
-                self.wait(reduction.finished)
-            except RemoteError:
-                continue
-            except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
-                return
-            if not reduction.participants:
-                return
+        try:
+            last = self.reducer.last
+            if not isinstance(error, RemoteError) and (last is None or last.error is not error):
+                self.reducer.close(self._begin(active=False, opinion=False), error)
+            while self._keep_up():
+                pass
+        finally:
+            self.reducer.joining -= 1
+
+    def _keep_up(self) -> bool:
+        """Make a pass for the others' sake; return whether they may make another."""
+        try:
+            reduction = self.bring_nothing()
+            self.wait(reduction.finished)
+        except (RemoteError, MismatchError):
+            return True
+        except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
+            return False
+        return reduction.participants > 0
 
 
 def _check_loss(loss: object, how: Mapping[str, Any]) -> None:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
+from inspect import signature
+from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.errors import OperationTimeout
+from aiodist.errors import CommunicatorError, OperationTimeout, PeerError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.compute import Compute
+from aiodist.nn.compute import Compute, called
+from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
-from aiodist.nn.reducer import Reducer, Sizes, Statistics
+from aiodist.nn.reducer import Reducer, Statistics
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
 from aiodist.streams import HostStream
 
-__all__ = ["DataParallel", "Driver"]
+__all__ = ["DataParallel", "Driver", "check_one_pass"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,10 +69,16 @@ class DataParallel:
     same ones on every rank. The compute thread works on the caller's current streams, in the order of the calls.
     """
 
-    def __init__(
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__}(...): what all ranks make together is awaited, "
+            f"`net = await {type(self).__name__}.create(module, coll)`"
+        )
+
+    def _set(
         self, module: nn.Module, coll: Communicator, side: Communicator, reducer: Reducer, compute: Compute
     ) -> None:
-        """Use `create`. `reducer` and `compute` are for what drives a step: a `Driver`."""
+        """`reducer` and `compute` are for what drives a step: a `Driver`."""
         self._module = module
         self._coll = coll
         self._side = side  # what the user calls while reductions may be under way
@@ -86,7 +94,7 @@ class DataParallel:
         module: nn.Module,
         coll: Communicator,
         *,
-        op: str = "mean",
+        op: Literal["mean", "sum"] = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
     ) -> Self:
@@ -96,7 +104,9 @@ class DataParallel:
         are frozen, else all raise `MismatchError` naming the first that differs. `op` is "mean" or "sum" of the ranks'
         gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
         the first backward had them; None are 4 and 1 MiB, with parameters on CUDA devices 32 and 4.
-        Parameters that are frozen (`requires_grad=False`) stay out; to train one later make a new `DataParallel`.
+        Parameters may be frozen and thawed later (`requires_grad`), between two steps and on all ranks alike; else the
+        next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
+        where something has changed. What is frozen takes no part, unless it has a gradient of before.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
         parameter belongs to a `DataParallel` already. Costs three duplicates of `coll`, one small collective, and one
@@ -116,7 +126,7 @@ class DataParallel:
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
         side = await own.dup()
-        marks = await own.dup()
+        status = await own.dup()
         stream = HostStream(f"compute {own.name}")
         try:
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
@@ -124,13 +134,14 @@ class DataParallel:
             named = named_state(module)
             await check_same_structure(named, own, placement(named), given, f"frozen: {frozen or 'nothing'}")
             await synchronize_parameters(module, own)
-            reducer = Reducer(own, marks, module.named_parameters(), op=op, sizes=sizes)
+            reducer = Reducer(own, status, module, op=op, sizes=sizes)
         except BaseException:
             await own.aclose()
             raise
         await stream.__aenter__()
-        net = cls(module, own, side, reducer, Compute(stream, reducer))
-        marks.admit(_Guest(net))  # the last that was made is the first to be closed
+        net = cls.__new__(cls)
+        net._set(module, own, side, reducer, Compute(stream, reducer))
+        status.admit(_Guest(net))  # the last that was made is the first to be closed
         return net
 
     # --- the module ---------------------------------------------------------------------------------------------
@@ -142,6 +153,8 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Return what the module does with these arguments, computed here, on the calling thread."""
+        if not self.compute.is_current():
+            self.reducer.watch()
         return self._module(*args, **kwargs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -161,7 +174,13 @@ class DataParallel:
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load `state` into the module, on this rank; every rank must load the same."""
+        """Load `state` into the module, on this rank; every rank must load the same.
+
+        After steps that some ranks have not made this is how the next step works again. Raises `RuntimeError` while
+        updates are pending, which would be made to what is loaded: `await opt.flush()` first.
+        """
+        self._check_updated()
+        self.reducer.steps.alike()
         self._module.load_state_dict(state, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
@@ -190,12 +209,15 @@ class DataParallel:
 
         With parameters on CUDA devices the host waits neither for them nor for reductions that run there: what is
         queued on the caller's current stream afterwards finds the updated parameters and the loss. Tensors among the
-        arguments may be dropped at once, whatever stream they were made on. What a reduction fails with later is
+        arguments may be dropped at once, also those made on other streams. What a reduction fails with later is
         raised by the next step or backward, at the latest by `aclose`.
 
         Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,
-        unless the communicator does not.
+        unless the communicator does not. Where the optimizer raised on some ranks only, their parameters differ from
+        then on, as where some leave out an `opt.step()` of their own: every later step or backward raises
+        `MismatchError` on all ranks, until all have loaded the same state, `net.load_state_dict`.
+        So does a step of one rank when another closes the net: see `join`.
         """
         self._check()
         if not callable(forward) or not isinstance(opt, (Optimizer, Driver)):
@@ -205,6 +227,8 @@ class DataParallel:
             raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
         if opt is not self._optimizer:
             self._check_updated()
+            if isinstance(opt, Optimizer):
+                check_one_pass(opt)
             self._optimizer = opt
         self.reducer.devices.lend((args, kwargs))
         bound = partial(forward, *args, **kwargs)
@@ -219,6 +243,8 @@ class DataParallel:
         """
         self._check()
         self.reducer.devices.lend((args, kwargs))
+        if any(isinstance(x, Optimizer) for x in (getattr(fn, "__self__", None), *args)):
+            return self.compute.submit(self.reducer.steps.blamed(fn), *args, **kwargs)
         return self.compute.submit(fn, *args, **kwargs)
 
     async def backward(
@@ -308,9 +334,9 @@ class DataParallel:
         except BaseException as error:
             self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
             raise
-        finally:
-            self.reducer.joining -= 1
-        await share_longest(self._coll, mine, self._module, drivers)
+        self.reducer.joining -= 1
+        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers)
+        self.reducer.steps.alike(steps)
 
     async def _empty_pass(self) -> Reduction:
         reduction = await self.compute.submit(self.compute.bring_nothing)
@@ -342,6 +368,7 @@ class DataParallel:
             work.remove_waiter(over)
             self.reducer.waiting.remove(over.future)
 
+    @called("net.step")
     def _train(self, forward: Callable[[], Tensor], opt: Optimizer) -> Tensor:
         def prepare() -> Tensor:
             self.compute.drain()
@@ -350,7 +377,9 @@ class DataParallel:
 
         loss, reduction = self.compute.reduce(prepare)
         self.compute.use(reduction)
-        opt.step()
+        with self.reducer.steps.making():
+            opt.step()
+        self.reducer.steps.note(opt)  # one that has copies of the parameters too
         return loss
 
     @property
@@ -414,8 +443,10 @@ class _Guest:
                 await net._optimizer.flush()
             if net.reducer.devices:
                 await net.compute.submit(net.compute.finish)
+            with suppress(CommunicatorError, PeerError):  # it was given up: there is nobody to be waited for
+                await net.compute.submit(net.compute.end)
         except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
-            failed = error
+            failed = None if net.reducer.parted and isinstance(error, CommunicatorError) else error
         net._refuses = "is closed"
         await net.compute.stream.aclose()
         net.reducer.release()
@@ -427,6 +458,17 @@ class _Guest:
         net._refuses = "was given up"
         net.compute.stream.abandon()
         net.reducer.release()
+
+
+def check_one_pass(opt: Optimizer) -> None:
+    """Raise TypeError for an optimizer whose step needs a function that computes the loss, such as LBFGS."""
+    _, *kinds = signature(type(opt).step).parameters.values()  # a scheduler wraps what the optimizer itself has
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in kinds):
+        raise TypeError(
+            f"{type(opt).__name__} runs forward and backward by itself, as often as it likes (its `closure`), and here "
+            "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
+            "needs no closure"
+        )
 
 
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:

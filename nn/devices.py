@@ -15,11 +15,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from aiodist.collectives.on_device import DeviceWork
-from aiodist.handles import Progress
+from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.handles import Progress, join
 from aiodist.streams import Events, OnStream, lend
 
-__all__ = ["Devices", "Ending", "cuda_devices", "placement"]
+__all__ = ["DeviceEnding", "Devices", "cuda_devices", "placement"]
 
 
 def cuda_devices(tensors: Iterable[Tensor]) -> list[torch.device]:
@@ -63,7 +63,7 @@ class Devices:
         return bool(self._issuing)
 
     def follow(self) -> None:
-        """Let what is queued here now come behind what the compute thread has queued, on whatever streams.
+        """Let what is queued here now come behind what the compute thread has queued, on any stream.
 
         Raises RuntimeError where a device is lost.
         """
@@ -84,10 +84,10 @@ class Devices:
     def came(self, device: torch.device) -> None:
         """A gradient came on the current stream."""
         current = torch.cuda.current_stream(device)
-        known = self._gradients[device]
-        if current not in known:
+        streams = self._gradients[device]
+        if current not in streams:
             with self._lock:
-                known.append(current)
+                streams.append(current)
 
     def gather(self, device: torch.device, gradients: Iterable[Tensor]) -> None:
         """Let the current stream go on behind those on which `gradients` may have come; they are to be used on it."""
@@ -106,7 +106,7 @@ class Devices:
 
     @contextmanager
     def behind(self, device: torch.device, event: torch.cuda.Event) -> Iterator[torch.cuda.Stream]:
-        """What is issued in this block begins when `event`, of `filled`, is over, whatever is queued behind that."""
+        """What is issued in this block waits for `event`, of `filled`, and for nothing that is queued behind that."""
         assert self._events is not None
         stream = self._issuing[device]
         stream.wait_event(event)
@@ -142,7 +142,7 @@ def _watch(events: Events, stream: torch.cuda.Stream, over: Callable[[BaseExcept
         over(error)
 
 
-class Ending:
+class DeviceEnding:
     """What an operation does with CUDA tensors after its transfers: it is over when the devices have done it.
 
     Made when the operation is issued; on the loop.
@@ -170,15 +170,7 @@ class Ending:
             self.drop()
             then(error)
             return
-        left = len(self.works)
-        failed: BaseException | None = None
-
-        def done(error: BaseException | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if not left:
-                self._progress.post(partial(then, failed))
+        done = join(len(self.works), lambda error: self._progress.post(partial(then, error)))
 
         def end() -> None:
             for work in self.works:
@@ -194,7 +186,7 @@ class Ending:
 
 def _stream(progress: Progress, device: torch.device) -> torch.cuda.Stream:
     """Return the loop's stream for what is left to do on `device`, made at first use."""
-    key = (Ending, device)
+    key = (DeviceEnding, device)
     found: torch.cuda.Stream | None = progress.belongings.get(key)
     if found is None:
         found = progress.belongings[key] = torch.cuda.Stream(device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from sys import _getframe
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,8 +38,8 @@ class Guards(Generic[T]):
         self._needs: dict[nn.Module, list[T]] = {}
         self._uses = _Uses(parts)
         modules = list(module.modules())
-        self._hooks = [m.register_forward_pre_hook(_Hook(self._enter), prepend=True) for m in modules]
-        self._leaving = [m.register_forward_hook(_Hook(self._leave), always_call=True) for m in modules]
+        self._hooks = [m.register_forward_pre_hook(_ForwardHook(self._enter), prepend=True) for m in modules]
+        self._leaving = [m.register_forward_hook(_ForwardHook(self._leave), always_call=True) for m in modules]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -130,7 +131,7 @@ def leaves(result: Tensor) -> Iterator[Tensor]:
 def _in_compiled_code() -> bool:
     """Whether something that was compiled has called what runs here, uncompiled in part or not."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    frame = None if compiler is None else sys._getframe()
+    frame = None if compiler is None else _getframe()
     while frame is not None and frame.f_globals is not vars(compiler):
         frame = frame.f_back
     return frame is not None
@@ -146,10 +147,10 @@ def _tensors(x: object) -> Iterator[Tensor]:
         yield from _tensors(list(x.values()))
 
 
-class _Hook:
+class _ForwardHook:
     """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing.
 
-    Compiled code has none at all: what it uses is needed by whoever calls it.
+    Compiled code has none at all: what it uses is needed by the module that calls it.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:

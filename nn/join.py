@@ -23,29 +23,35 @@ class Stateful(Protocol):
         """Take that state."""
 
 
-async def share_longest(coll: Communicator, steps: int, module: nn.Module, optimizers: Sequence[Stateful]) -> None:
-    """Give all ranks the parameters and the optimizers' state of the first rank that made most `steps`.
+async def share_longest(
+    coll: Communicator, made: tuple[int, int], module: nn.Module, optimizers: Sequence[Stateful]
+) -> int:
+    """Give all ranks the parameters and the optimizers' state of the first rank that `made` most passes.
+
+    `made` are passes, and steps of the optimizer; returns how many steps that rank has made.
 
     Buffers stay each rank's own. Collective; costs one small exchange when all made as many. Else every rank must give
     as many `optimizers`: all raise `ValueError` where that is not so, and nothing is shared.
     """
-    told = await coll.allgather_object((steps, len(optimizers)))
-    made = [count for count, _ in told]
-    if len(set(made)) == 1:
-        return
-    if len({number for _, number in told}) > 1:
-        known = ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(told))
+    told = await coll.allgather_object((*made, len(optimizers)))
+    passes = [count for count, _, _ in told]
+    if len(set(passes)) == 1:
+        return made[1]
+    if len({number for _, _, number in told}) > 1:
+        known = ", ".join(f"rank {rank}: {number}" for rank, (_, _, number) in enumerate(told))
         raise ValueError(
             f"ranks know of different numbers of optimizers ({known}), since a rank that made no step knows of none: "
             "give them to every rank, `net.join(opt)`"
         )
-    root = made.index(max(made))
+    root = passes.index(max(passes))
     await synchronize_parameters(module, coll, root=root, buffers=False)
     mine = [_on_host(optimizer.state_dict()) for optimizer in optimizers if coll.rank == root]
     states = await coll.broadcast_object(mine, root=root)
     if coll.rank != root:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+    steps: int = told[root][1]
+    return steps
 
 
 def _on_host(state: Any) -> Any:  # noqa: ANN401

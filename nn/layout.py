@@ -1,6 +1,6 @@
 """How tensors lie in memory, and whether all ranks hold the same ones.
 
-What travels is flat memory. A dense tensor is that already, whatever the order of its dimensions (channels_last,
+What travels is flat memory. A dense tensor is that already, with its dimensions in any order (channels_last,
 transposed), so it is sent where it lies; the ranks must then have the same order, which is compared with names,
 shapes and dtypes.
 """
@@ -14,9 +14,11 @@ from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor, nn
+from torch import _foreach_copy_ as copy_each
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
+from aiodist.backends.base import dtype_name
 from aiodist.communicator import Communicator
 from aiodist.errors import MismatchError
 
@@ -27,12 +29,12 @@ __all__ = [
     "check_same_structure",
     "describe",
     "describe_order",
+    "digest",
     "flat_view",
     "in_words",
     "is_dense",
     "memory_order",
     "named_state",
-    "state_digest",
     "view_like",
 ]
 
@@ -69,7 +71,7 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Return whether `t` fills its memory from the first element to the last, in whatever order."""
+    """Return whether `t` fills its memory from the first element to the last, in any order."""
     return (t.layout is torch.strided and t.is_contiguous()) or memory_order(t) is not None
 
 
@@ -117,14 +119,14 @@ class Parcel:
         for group in small.values():
             parcel._copied(group)
         if fill and parcel.pieces:
-            torch._foreach_copy_(parcel.pieces, parcel.targets)
+            copy_each(parcel.pieces, parcel.targets)
         return parcel
 
     def _copied(self, group: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make a buffer for the tensors of `group`, of one dtype."""
         first = group[0][0]
         sizes = [t.numel() for t, _ in group]
-        with torch.inference_mode(False):  # what arrives is written in whatever mode the loop is in then
+        with torch.inference_mode(False):  # what arrives is written in the mode that the loop is in then
             buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
             places = zip(buffer.split(sizes), group, strict=True)
             self.pieces += [view_like(piece, like) for piece, (_, like) in places]
@@ -136,7 +138,7 @@ class Parcel:
         if not self.written:
             return
         if self.pieces:
-            torch._foreach_copy_(self.targets, self.pieces)
+            copy_each(self.targets, self.pieces)
         # No operation of torch wrote to them: graphs that saved them must find out.
         increment_version([t for t in self.in_place if not t.is_inference()])
 
@@ -169,7 +171,7 @@ def describe(name: str, t: Tensor) -> str:
     >>> describe("weight", torch.ones(3, 4))
     'weight float32[3, 4]'
     """
-    return f"{name} not initialised" if is_lazy(t) else f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+    return f"{name} not initialised" if is_lazy(t) else f"{name} {dtype_name(t.dtype)}{list(t.shape)}"
 
 
 def describe_order(name: str, t: Tensor) -> str:
@@ -180,16 +182,8 @@ def describe_order(name: str, t: Tensor) -> str:
     return f"{name} with dimensions {order} from outermost to innermost"
 
 
-def state_digest(named: Iterable[tuple[str, Tensor]]) -> int:
-    """Return a number of 62 bits that stands for names, shapes and dtypes, the same in every process; not for values.
-
-    >>> state_digest([("weight", torch.zeros(3))]) == state_digest([("weight", torch.ones(3))])
-    True
-    """
-    return _digest(describe(name, t) for name, t in named)
-
-
-def _digest(lines: Iterable[str]) -> int:
+def digest(lines: Iterable[str]) -> int:
+    """Return a number of 62 bits that stands for `lines`, the same in every process."""
     text = "\n".join(lines).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & _DIGEST_BITS
 
@@ -210,7 +204,7 @@ async def check_same_structure(named: Named, coll: Communicator, *also: str, any
     """Return once every rank has brought the same names, shapes and dtypes, in the same order in memory.
 
     Collective. With `any_order` tensors may lie in memory in another order on each rank; returns False where they
-    do. `also` are lines of whatever else must agree. Raises `ValueError` before anything is sent where a tensor has
+    do. `also` are lines of what else must agree. Raises `ValueError` before anything is sent where a tensor has
     no memory yet; where ranks differ, `MismatchError` on every one of them, naming the first difference and what each
     rank has. Cost: an allreduce of 32 bytes; on a difference every rank's descriptions to every rank.
     """
@@ -229,8 +223,8 @@ async def agree(lines: Sequence[str], coll: Communicator, loose: Sequence[str] =
     Collective. The `MismatchError` is raised on every rank; it names the first line that differs, with the ranks that
     have the one or the other. Only digests travel unless there is a difference.
     """
-    strict, other = _digest(lines), _digest(loose)
-    with torch.inference_mode(False):  # whoever reduces it may be in another mode
+    strict, other = digest(lines), digest(loose)
+    with torch.inference_mode(False):  # the thread that reduces it may be in another mode
         both = torch.tensor([strict, -strict, other, -other], dtype=torch.int64, device="cpu")
     await coll.allreduce(both, "max")
     highest, lowest, loose_highest, loose_lowest = both.tolist()

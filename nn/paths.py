@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
@@ -24,13 +24,11 @@ class Paths:
     """What the passes of one net share: where they send, and who is asked for leave."""
 
     data: Communicator
-    marks: Communicator
+    status: Communicator
     progress: Progress
     lane: Lane
     devices: Devices
-    op: str
-    parameters: int
-    """How many there are."""
+    op: Literal["mean", "sum"]
     urgent: bool
     """What is left when backward ends goes in the order of the next forward (N7)."""
     window: int = WINDOW_BYTES
@@ -62,5 +60,5 @@ class Arrival:
             self._then(handle.outcome_error())
         else:
             # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
-            # Whoever polls devices holds the transport lock.
+            # The thread that polls devices holds the transport lock.
             self._progress.post(partial(self._then, handle.outcome_error()))

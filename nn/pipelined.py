@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, CommunicatorError
 from aiodist.handles import Handle
-from aiodist.nn.buckets import Bucket
-from aiodist.nn.data_parallel import DataParallel
+from aiodist.nn.buckets import Slot
+from aiodist.nn.compute import called
+from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.guards import Guards, leaves
 from aiodist.nn.reduction import Reduction
 
@@ -49,25 +50,31 @@ class PipelinedOptimizer:
         *,
         clip_norm: float | None = None,
     ) -> None:
+        if not isinstance(net, DataParallel):
+            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
         if isinstance(make_optimizer, Optimizer):
             raise TypeError(
                 "make_optimizer is an optimizer: expected a function that makes one of a list of parameters"
             )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")
-        net.reducer.keep_buckets()
         self._net = net
         self._clip_norm = clip_norm
-        self._parts = [_Part(bucket, make_optimizer) for bucket in net.reducer.buckets]
-        self._left: dict[_Part, Handle[None]] = {}
+        self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets()]
+        self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
+        self._places: dict[_BucketOptimizer, int] = {}
+        """Of those that had a gradient in the last step: the number of their bucket then."""
+        self._left: dict[_BucketOptimizer, Handle[None]] = {}
         """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
-        self._unasked: set[_Part] = set()
+        self._unasked: set[_BucketOptimizer] = set()
         """Those of which the update was due when this forward began, and no module has needed the parameters yet."""
         self._newest: Reduction | None = None
         """The reductions of the last step."""
+        self._complete = True
+        """No update of the last step has failed."""
         self._failed: BaseException | None = None
         self._guards = Guards(
-            net.module, {slot.parameter: part for part in self._parts for slot in part.bucket.slots}, self._before
+            net.module, {slot.parameter: part for part in self._parts for slot in part.slots}, self._before
         )
 
     # --- for the user -------------------------------------------------------------------------------------------
@@ -110,6 +117,7 @@ class PipelinedOptimizer:
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
+    @called("net.step")
     def train(self, forward: Callable[[], Tensor]) -> Tensor:
         """Do one step, and leave its reductions under way; `net.step` calls it."""
 
@@ -129,9 +137,15 @@ class PipelinedOptimizer:
             self._check(loss)
             return loss
 
-        loss, reduction = self._net.compute.reduce(prepare)
-        self._left = {part: reduction.settled[reduction.buckets.index(part.bucket)] for part in self._parts}
-        for part in self._parts:
+        try:
+            loss, reduction = self._net.compute.reduce(prepare)
+        except CommunicatorError:
+            self._tell()  # what came before says why
+            raise
+        self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
+        self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
+        self._complete = True
+        for part in self._left:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
@@ -140,7 +154,7 @@ class PipelinedOptimizer:
 
     def _check(self, loss: Tensor) -> None:
         """After forward: what no module asked for, and was updated in the meantime, must not have been used."""
-        slots = {slot.parameter: (slot.name, part) for part in self._unasked for slot in part.bucket.slots}
+        slots = {slot.parameter: (slot.name, part) for part in self._unasked for slot in part.slots}
         if not slots or not isinstance(loss, Tensor):
             return
         wrong = [slots[parameter] for parameter in leaves(loss) if parameter in slots]
@@ -151,7 +165,7 @@ class PipelinedOptimizer:
                 "its way, by another module than in the first step; from now on forward waits for it before it begins"
             )
 
-    def _before(self, parts: Sequence[_Part], training: bool) -> None:
+    def _before(self, parts: Sequence[_BucketOptimizer], training: bool) -> None:
         """A module that needs `parts` is about to run."""
         current = self._net.compute.is_current()
         if training and current:
@@ -168,7 +182,7 @@ class PipelinedOptimizer:
         else:
             self._finish()
 
-    def _update(self, parts: Sequence[_Part]) -> None:
+    def _update(self, parts: Sequence[_BucketOptimizer]) -> None:
         """Make the updates of `parts`; while they are on their way, those of others that have come."""
         for part in parts:
             while (handle := self._left.get(part)) is not None:
@@ -182,22 +196,26 @@ class PipelinedOptimizer:
                     part_now = part
                 self._make(part_now)
 
-    def _make(self, part: _Part) -> None:
+    def _make(self, part: _BucketOptimizer) -> None:
         error = self._left.pop(part).outcome_error()
         if error is None:
             try:
                 self._order(part)
-                part.step()
+                with self._net.reducer.steps.aside():
+                    part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
-                error = raised
+                error = self._net.reducer.steps.mishap = raised
         if self._failed is None:
             self._failed = error
         part.forget()
+        self._complete = self._complete and error is None
+        if self._complete and not self._left:
+            self._net.reducer.steps.note(self)
 
-    def _order(self, part: _Part) -> None:
+    def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
         assert self._newest is not None
-        self._net.compute.order(self._newest, [self._newest.buckets.index(part.bucket)])
+        self._net.compute.order(self._newest, [self._places[part]])
 
     def _order_all(self) -> bool:
         """Return whether the device waits for all; where something failed, each update that is left tells."""
@@ -213,11 +231,12 @@ class PipelinedOptimizer:
         if self._clip_norm is not None:
             for handle in self._left.values():
                 self._net.compute.block(handle)
-            grads = [slot.parameter for part in self._left for slot in part.bucket.slots]
+            grads = [slot.parameter for part in self._left for slot in part.slots]
             if all(handle.outcome_error() is None for handle in self._left.values()) and self._order_all():
                 torch.nn.utils.clip_grad_norm_(grads, self._clip_norm)
         self._update(list(self._left))
 
+    @called("opt.flush")
     def _flush(self) -> None:
         self._finish()
         self._tell()
@@ -232,6 +251,7 @@ class PipelinedOptimizer:
         if finished.outcome_error() is None and self._net.open:
             self._net.run(self._finish_newest, finished).add_done_callback(_told_by_the_next_step)
 
+    @called("net.step")
     def _finish_newest(self, finished: Handle[None]) -> None:
         # Else a step has run since, and its own reductions are not to be waited for.
         if self._newest is not None and finished is self._newest.finished:
@@ -242,16 +262,19 @@ def _told_by_the_next_step(handle: Handle[None]) -> None:
     """An error of an update stays with it: it is raised by the next wait for its reduction."""
 
 
-class _Part:
-    """A bucket and its optimizer.
+class _BucketOptimizer:
+    """The parameters that share a bucket, and their optimizer.
 
     Updates are made by a twin of the optimizer, with the same state and groups of its own: the user changes learning
     rates on another thread, just then.
     """
 
-    def __init__(self, bucket: Bucket, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self.bucket = bucket
-        self.optimizer = make_optimizer([cast(nn.Parameter, slot.parameter) for slot in bucket.slots])
+    def __init__(self, slots: Sequence[Slot], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self.slots = slots
+        self.optimizer = make_optimizer([cast(nn.Parameter, slot.parameter) for slot in slots])
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"make_optimizer returned {type(self.optimizer).__name__}: expected an optimizer")
+        check_one_pass(self.optimizer)
         self._twin: Optimizer = object.__new__(type(self.optimizer))
         self._twin.__dict__.update(self.optimizer.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
@@ -275,5 +298,5 @@ class _Part:
 
     def forget(self) -> None:
         """The gradients have served."""
-        for slot in self.bucket.slots:
+        for slot in self.slots:
             slot.parameter.grad = None

@@ -62,11 +62,11 @@ class Queued:
         stream = torch.cuda.current_stream(bucket.device)
         if fence is not None:  # the handle has none any more when it is over
             fence.order(stream, handle)
-        bucket.data.record_stream(stream)  # whoever forgets a gradient need not know where it came from
+        bucket.data.record_stream(stream)  # code that forgets a gradient need not know where it came from
         return True
 
     def let_go(self, index: int) -> None:
-        """Its reduction has failed, and will not be queued: whoever would wait for that goes on."""
+        """Its reduction has failed, and will not be queued: a thread that would wait for that goes on."""
         _, fence = self._reductions.get(index, (None, None))
         if fence is not None:
             fence.reached(None)

@@ -7,37 +7,30 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from threading import get_ident
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
-from aiodist.nn.buckets import Bucket, Slot, deal
+from aiodist.nn.accounts import PassAccount
+from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.deals import Deal, Dealer, Sizes
 from aiodist.nn.devices import Devices
-from aiodist.nn.paths import WINDOW_BYTES, Paths
+from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
+from aiodist.nn.paths import WINDOW_BYTES, Arrival, Paths
 from aiodist.nn.reduction import Reduction
+from aiodist.nn.sentries import Sentries
+from aiodist.nn.steps import Steps
 
-__all__ = ["Reducer", "Sizes", "Statistics"]
+__all__ = ["Reducer", "Statistics"]
 
 _WINDOW_SECONDS = 25e-3  # how long what is in flight may take: later, more urgent buckets wait behind it
 _PRIORITY = 10  # of reductions among what the loop has in flight
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large buckets are, in bytes."""
-
-    bucket: int
-    first: int
-
-    def __post_init__(self) -> None:
-        for name in ("bucket", "first"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} bucket: {getattr(self, name)} bytes: expected at least 1")
 
 
 @dataclass
@@ -61,7 +54,7 @@ class Statistics:
 
 
 class Reducer:
-    """Reduces the gradients of some parameters; one pass for each backward.
+    """Reduces the gradients of a module's parameters; one pass for each backward.
 
     `begin` and `close` belong to the thread that runs backward, the rest to the loop; hooks come in that thread for
     parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
@@ -72,15 +65,15 @@ class Reducer:
     """
 
     _taken: ClassVar[Any] = WeakIdKeyDictionary()
-    """The parameters that belong to one, of which only few have a hook."""
+    """The parameters that are trained by one, with its id: only few have a hook."""
 
     def __init__(
         self,
         data: Communicator,
-        marks: Communicator,
-        named: Iterable[tuple[str, Tensor]],
+        status: Communicator,
+        module: nn.Module,
         *,
-        op: str,
+        op: Literal["mean", "sum"],
         sizes: Sizes,
     ) -> None:
         self.statistics = Statistics()
@@ -89,63 +82,45 @@ class Reducer:
         self.local = 0
         """How many `no_sync` blocks are open: hooks stand aside."""
         self.joining = 0
-        """How many `join` blocks are open: gradients are not final before the marks are known."""
+        """How many `join` blocks are open: gradients are not final before the pass status is known."""
+        self.parted = False
+        """Ranks have made different numbers of steps, which was told, and make no more."""
         self.progress = Progress.current()
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
-        named = list(named)
-        self.devices = Devices(self.progress, [parameter for _, parameter in named if parameter.requires_grad])
+        named = list(module.named_parameters())
+        self.steps = Steps(parameter for _, parameter in named)
+        self.devices = Devices(self.progress, [parameter for _, parameter in named])
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
         self._paths = Paths(
             data=data,
-            marks=marks,
+            status=status,
             progress=self.progress,
             lane=Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY),
             devices=self.devices,
             op=op,
-            parameters=0,
             urgent=False,
         )
-        self._sizes = sizes
-        self._slots: list[Slot] = []
-        self._frozen: list[tuple[str, Tensor]] = []
-        self._hooks: list[Any] = []
+        self._slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
+        self._dealer = Dealer(self._slots, self._trained(), sizes, data.empty)
         self._current: Reduction | None = None
-        self._learning = True
-        """This pass watches every parameter, and sends everything at its end."""
-        self.order: list[int] = []
-        """In which gradients came on this rank, when every parameter was watched last."""
-        self._often: dict[int, int] = {}
-        """The parameters that get several gradients in one backward, with how many."""
-        self._sentinels: dict[int, int] = {}
-        """By the parameter whose hook tells: the number of the bucket that is probably full then."""
         self._fired: dict[int, int] = {}
         """By parameter, how often its hook fired in this pass; in the order of the first times."""
         self._due: list[int] = []
         """Buckets that were probably full, and were not."""
-        self._missed = 0
-        self._patience = 1
-        self._learnt: list[int] | None = None
-        """The order in which rank 0's gradients came, told to all."""
-        self._new_order: list[int] | None = None
         self._summed = False
         """The gradients hold the ranks' sum: what is added to them must be added to this rank's share of it."""
-        self._attach(named)
-        self._set_buckets(self._deal(range(len(self._slots) - 1, -1, -1)))
+        self.thread: int | None = None
+        """The one that runs the backward of a pass; None while none is under way."""
+        self._loop_thread = get_ident()
+        self._sentries = Sentries(self, module, self._slots)
+        self._take(self._deal.trained, self._deal.trained)
 
     # --- parameters and buckets -------------------------------------------------------------------------------
 
-    def _attach(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        for name, parameter in named:
-            if not parameter.requires_grad:
-                self._frozen.append((name, parameter))
-                continue
-            slot = Slot(len(self._slots), name, parameter)
-            self._slots.append(slot)
-            self._taken[parameter] = None
-        self._learn_hooks()
-        self._paths = replace(self._paths, parameters=len(self._slots))
+    def _trained(self) -> list[bool]:
+        return [slot.parameter.requires_grad for slot in self._slots]
 
     @classmethod
     def check_free(cls, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -157,143 +132,175 @@ class Reducer:
             if parameter in cls._taken:
                 raise RuntimeError(f"parameter {name!r} belongs to a DataParallel already: aclose() that first")
 
-    def detach(self) -> None:
-        """Take the hooks off; `.grad` stays as it is."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def release(self) -> None:
         """Take the hooks off for good: the parameters may belong to another one."""
-        self.detach()
+        self._sentries.detach()
+        self.steps.release()
         if self.last is not None:
             self.last.give_up()
             self.last = None  # they know each other: a circle would keep the gradients until garbage is collected
         for slot in self._slots:
-            self._taken.pop(slot.parameter, None)
+            if self._taken.get(slot.parameter) == id(self):
+                del self._taken[slot.parameter]
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Those parameters that are trained."""
+        """All parameters, frozen or not."""
         return self._slots
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets in the order in which they are sent."""
-        return self._buckets
+        return self._deal.buckets
 
-    def _deal(self, order: Iterable[int]) -> list[Bucket]:
-        parameters = [slot.parameter for slot in self._slots]
-        nbytes = [p.nbytes for p in parameters]
-        kinds = [(p.dtype, p.device) for p in parameters]
-        dealt = deal(nbytes, kinds, order, first=self._sizes.first, most=self._sizes.bucket)
-        return [Bucket([self._slots[i] for i in bucket], self._paths.data.empty) for bucket in dealt]
+    def _take(self, trained: Sequence[bool], members: Sequence[bool]) -> None:
+        """From now on `trained` are, and `members` are reduced."""
+        self._dealer.change(trained, members)
+        for slot in self._slots:
+            if members[slot.index]:
+                self._taken.setdefault(slot.parameter, id(self))
+        self._sentries.place(self._deal)
 
-    def _set_buckets(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-        self._set_sentinels()
+    @property
+    def _deal(self) -> Deal:
+        return self._dealer.deal
 
-    def keep_buckets(self) -> None:
-        """Deal no more: from now on only the order of the buckets is learnt (N7: each has an optimizer)."""
+    def keep_buckets(self) -> list[list[Slot]]:
+        """Deal no more, and return which parameters share a bucket: from now on only the order is learnt (N7).
+
+        Each has an optimizer. Those that are frozen now have buckets of their own.
+        """
         self._paths = replace(self._paths, urgent=True)
-
-    def _reorder(self, order: list[int]) -> None:
-        if self._paths.urgent:
-            when = {index: place for place, index in enumerate(order)}
-            self._set_buckets(sorted(self._buckets, key=lambda bucket: max(when[slot.index] for slot in bucket.slots)))
-        else:
-            self._set_buckets(self._deal(order))
+        return self._dealer.keep()
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
-    def begin(self, *, active: bool = True) -> Reduction:
-        """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its."""
-        if self._new_order is not None:
-            self._reorder(self._new_order)
-            self._new_order = None
+    def differs(self) -> bool:
+        """Return whether this rank trains other parameters than in the last pass.
+
+        Raises `RuntimeError` where one of them belongs to another net.
+        """
+        if self._trained() == self._deal.trained:
+            return any(self._slots[index].parameter.grad is not None for index in self._deal.outside)
+        for slot in self._slots:
+            if slot.parameter.requires_grad and self._taken.get(slot.parameter, id(self)) != id(self):
+                raise RuntimeError(
+                    f"parameter {slot.name!r} is not frozen any more, and belongs to another DataParallel: "
+                    "aclose() that first, or leave it frozen here"
+                )
+        return True
+
+    def packed_status(self, kind: StatusKind, *, opinion: bool) -> Tensor:
+        """Return what this rank asks, or tells those that do; without `opinion` it trains what they train."""
+        data = self._paths.data
+        columns = [0.0] * len(self._slots)
+        if opinion:
+            parameters = [slot.parameter for slot in self._slots]
+            columns = [float(p.requires_grad) or LEFT_OVER * (p.grad is not None) for p in parameters]
+        return PassStatus.pack(columns, data.size, data.rank, kind=kind, steps=self.steps.made if opinion else None)
+
+    def ask(self, status: Tensor) -> Handle[PassStatus]:
+        """Return the handle of what the status of all ranks says; the last pass must be over."""
+        told: Handle[PassStatus] = Handle(self.progress, "comparison of what is trained")
+        told.polled = False
+
+        def come(error: BaseException | None) -> None:
+            if error is not None:
+                told.reject(error)
+            else:
+                told.resolve(PassStatus.unpack(status, self._paths.data.size))
+
+        def begin() -> None:
+            try:
+                handle = self._paths.status.allreduce(status)
+            except Exception as error:  # noqa: BLE001  - told to the thread that waits
+                told.reject(error)
+            else:
+                handle.add_waiter(Arrival(self._paths, self.late, come))
+
+        self.progress.post(begin)
+        return told
+
+    def begin(self, verdict: PassStatus | None = None, *, active: bool = True, opinion: bool = True) -> Reduction:
+        """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its.
+
+        `verdict` is what the ranks said that were asked. Where they disagree the pass is `refused`.
+        """
+        refused = verdict is not None and not self._accept(verdict)
+        if self._dealer.reorder():
+            self._sentries.place(self._deal)
         self.share()
         self._fired = {}
         self._due.clear()
-        for bucket in self._buckets:
+        header = None
+        if self.joining and verdict is None:
+            header = self.packed_status(StatusKind.JOIN, opinion=opinion)
+        for bucket in self._deal.buckets:
             bucket.open()
-        self.last = self._current = Reduction(
-            self._paths, self._buckets, self, active=active, behind=self.last if self.devices else None
+        self.last = Reduction(
+            self._paths,
+            self._deal.buckets,
+            self,
+            self._deal.columns,
+            active=active,
+            behind=self.last if self.devices else None,
+            header=header,
+            refused=verdict if refused else None,
         )
         self.last.prompt = not self.joining
+        self._current, self.thread = self.last, get_ident()
         return self.last
+
+    def _accept(self, verdict: PassStatus) -> bool:
+        """Train what all ranks train, if they do the same, and all were asked."""
+        asked = verdict.all_are(StatusKind.ASK) or verdict.all_are(StatusKind.JOIN)
+        wanted = verdict.wanted() if asked else None
+        if wanted is None:
+            return False
+        trained, members = wanted
+        if verdict.active and (trained != self._deal.trained or not self._deal.members.issuperset(_which(members))):
+            self._take(trained, members)
+        return True
 
     def close(self, reduction: Reduction, error: BaseException | None = None) -> None:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
-        self._current = None
+        self._current = self.thread = None
         trouble = None
-        if error is None and reduction.active:
-            trouble = self._unfrozen() or self._surplus(reduction)
-            self._study(reduction)
+        if error is None and reduction.active and not reduction.refused:
+            trouble = self._surplus(reduction)
+            if trouble is None:
+                self._study(reduction)
         reduction.close(error or trouble)
         if trouble is not None:
             raise trouble
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Have all ranks know that this one cannot make another pass."""
-        for comm in (self._paths.data, self._paths.marks):
+        for comm in (self._paths.data, self._paths.status):
             self.progress.post(partial(comm.abort, f"rank {comm.rank} cannot reduce gradients any more: {error}"))
-
-    def _unfrozen(self) -> RuntimeError | None:
-        name = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
-        if name is None:
-            return None
-        return RuntimeError(f"parameter {name!r} was frozen when DataParallel was made and is not now: make a new one")
 
     def _surplus(self, reduction: Reduction) -> RuntimeError | None:
         """A gradient that came after its bucket had gone, since this backward visits the parameter once more."""
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self._deal.buckets):
             late = [slot for slot in bucket.slots if reduction.is_full(number) and slot.surplus()]
             if late:
-                self._learn_hooks()
+                self._deal.learning = True
+                self._sentries.place(self._deal)
                 return RuntimeError(
                     f"parameter {late[0].name!r} got one more gradient in this backward than in earlier ones, after "
                     "its bucket had gone: the next step sends it at its end, and learns from that"
                 )
         return None
 
-    # --- hooks ----------------------------------------------------------------------------------------------------
-
-    def _learn_hooks(self) -> None:
-        """Watch every parameter in the next pass."""
-        self._learning = True
-        self._hook(range(len(self._slots)))
-
     def _study(self, reduction: Reduction) -> None:
-        """Learn from a pass that watched every parameter; else see whether the few hooks still do."""
-        if self._learning:
-            self.order = list(self._fired)
-            self._often = {index: times for index, times in self._fired.items() if times > 1}
-            self._learning = not self.order
-            self._set_sentinels()
-            return
-        missed = any(not reduction.is_full(number) and bucket.came() for number, bucket in enumerate(self._buckets))
-        self._missed = self._missed + 1 if missed else 0
-        if self._missed > self._patience:
-            self._missed = 0
-            self._patience *= 2
-            self._learn_hooks()
+        deal = self._deal
+        learning = deal.learning
+        missed = any(not reduction.is_full(number) and bucket.came() for number, bucket in enumerate(deal.buckets))
+        deal.study(self._fired, missed=missed)
+        if learning or deal.learning:
+            self._sentries.place(deal)
 
-    def _set_sentinels(self) -> None:
-        """Watch, of each bucket, the parameter whose gradient came last; and those that get several."""
-        if self._learning:
-            return
-        when = {index: place for place, index in enumerate(self.order)}
-        self._sentinels = {}
-        for number, bucket in enumerate(self._buckets):
-            last = max(bucket.slots, key=lambda slot: when.get(slot.index, -1))
-            self._sentinels[last.index] = number
-        self._hook({*self._sentinels, *self._often})
-
-    def _hook(self, wanted: Iterable[int]) -> None:
-        self.detach()
-        for index in wanted:
-            hook = _Hook(self, index)
-            self._hooks.append(self._slots[index].parameter.register_post_accumulate_grad_hook(hook))
+    # --- hooks ----------------------------------------------------------------------------------------------------
 
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
@@ -305,16 +312,35 @@ class Reducer:
                     if slot.parameter.grad is not None:
                         slot.parameter.grad.div_(self._paths.data.size)
 
+    def watch(self) -> None:
+        """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
+        if self.thread is None:
+            self._sentries.keep()
+
+    def check_inside(self, index: int) -> None:
+        """See `GradientWatcher`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""
+        name, parameter = self._slots[index].name, self._slots[index].parameter
+        if self._taken.get(parameter, id(self)) != id(self):  # frozen here, and trained by that net since
+            return
+        if self.thread is None:
+            if not self.local:
+                raise RuntimeError(
+                    f"parameter {name!r} got a gradient outside of net.step and net.backward, which reduce it: call "
+                    "`await net.backward(loss)`, or add it up on this rank, `with net.no_sync():`. Where it is another "
+                    "net's backward that runs through this one (GANs), freeze this one meanwhile, "
+                    "`net.module.requires_grad_(False)`, or let that run under `with net.no_sync():` of this one"
+                )
+        elif get_ident() == self._loop_thread:
+            raise RuntimeError(
+                f"parameter {name!r} got a gradient from a backward on the event loop's thread, while a step of this "
+                "net is under way, whose gradients it spoils: call `await net.backward(loss)`"
+            )
+
     def came(self, index: int) -> None:
-        """The gradient of a parameter was accumulated; called by its hook."""
+        """See `GradientWatcher`."""
         reduction = self._current
         if reduction is None:
-            if self.local:
-                return
-            raise RuntimeError(
-                f"parameter {self._slots[index].name!r} got a gradient outside of net.step and net.backward, which "
-                "reduce it: call `await net.backward(loss)`, or use `with net.no_sync():`"
-            )
+            return
         parameter = self._slots[index].parameter if self.devices else None
         if parameter is not None and parameter.is_cuda:
             self.devices.came(parameter.device)
@@ -325,29 +351,23 @@ class Reducer:
 
     def _note(self, index: int, reduction: Reduction, device: torch.device | None) -> Sequence[int]:
         """Return which buckets are full now: of `device` alone, those of others are filled in their own threads."""
+        deal = self._deal
         self._fired[index] = self._fired.get(index, 0) + 1
-        if self._learning:
+        if deal.learning or reduction.refused:
             return ()
-        number = self._sentinels.get(index)
+        number = deal.sentinels.get(index)
         if number is not None and number not in self._due and not reduction.is_full(number):
             self._due.append(number)
-        due = self._due if device is None else [n for n in self._due if self._buckets[n].device == device]
-        full = [number for number in due if self._complete(self._buckets[number])]
+        due = self._due if device is None else [n for n in self._due if deal.buckets[n].device == device]
+        full = [number for number in due if deal.complete(deal.buckets[number], self._fired)]
         for number in full:
             self._due.remove(number)
         return full
 
-    def _complete(self, bucket: Bucket) -> bool:
-        if not bucket.came():
-            return False
-        if not self._often:
-            return True
-        return all(self._fired.get(slot.index, 0) >= self._often.get(slot.index, 0) for slot in bucket.slots)
-
     @property
     def learnt(self) -> bool:
         """The order of the gradients is known to all: buckets stay as they are."""
-        return self._learnt is not None
+        return self._deal.learnt is not None
 
     def summed(self) -> None:
         """The gradients are the reduced ones from now on."""
@@ -366,51 +386,48 @@ class Reducer:
         with self._lock:
             if not reduction.used:
                 self.summed()
-        known = self.statistics
-        known.passes += 1
-        known.buckets += len(reduction.spans)
-        known.nbytes += sum(bucket.nbytes for bucket in reduction.buckets)
-        known.seconds += (seconds := _union(reduction.spans))
+        statistics = self.statistics
+        statistics.passes += 1
+        statistics.buckets += len(reduction.spans)
+        statistics.nbytes += sum(bucket.nbytes for bucket in reduction.buckets)
+        statistics.seconds += (seconds := _union(reduction.spans))
         if seconds:
-            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * sum(b.nbytes for b in self._buckets) / seconds))
+            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * sum(b.nbytes for b in reduction.buckets) / seconds))
             self._paths = replace(self._paths, window=window)
         if reduction.closed is not None:
-            known.exposed += _union([(max(a, reduction.closed), b) for a, b in reduction.spans if b > reduction.closed])
-        if self._learnt or not reduction.participants or reduction.failures:
+            statistics.exposed += _union(
+                [(max(a, reduction.closed), b) for a, b in reduction.spans if b > reduction.closed]
+            )
+        if reduction.ending and reduction.error is not None:
+            self.parted = True
+            self.refuse(reduction.error)
+        if self._deal.learnt or not reduction.participants or not reduction.sound:
             over()
         else:
-            self._learn(over)
+            self._learn(self._deal, over)
 
-    def _learn(self, over: Callable[[], None]) -> None:
-        """Have rank 0 tell in which order its gradients came; the same on all ranks, whatever the order there."""
+    def account(self, failure: str | None, *, active: bool) -> PassAccount:
+        """See `Observer`."""
+        frozen = tuple(slot.name for slot in self._slots if not slot.parameter.requires_grad)
+        return PassAccount(failure, frozen if active else None, self.statistics.passes, str(self.steps))
+
+    def _learn(self, dealt: Deal, over: Callable[[], None]) -> None:
+        """Have rank 0 tell in which order its gradients came; the same on all ranks, even where theirs differs."""
         try:
-            told = self._paths.marks.broadcast_object(self.order)
+            told = self._paths.status.broadcast_object(dealt.order)
         except AiodistError:  # the communicator was closed or given up, which the next call tells
             over()
         else:
-            told.add_done_callback(partial(self._told, over))
+            told.add_done_callback(partial(self._told, dealt, over))
 
-    def _told(self, over: Callable[[], None], told: Handle[list[int]]) -> None:
+    def _told(self, dealt: Deal, over: Callable[[], None], told: Handle[list[int]]) -> None:
         if told.outcome_error() is None and told.result():
-            came = told.result()
+            came = [index for index in told.result() if index in dealt.members]
             known = set(came)
             # Those that had no gradient come last, in the order of backward.
-            rest = [i for i in range(len(self._slots) - 1, -1, -1) if i not in known]
-            self._learnt = self._new_order = [*came, *rest]
+            rest = [index for index in sorted(dealt.members, reverse=True) if index not in known]
+            dealt.learnt = dealt.new_order = [*came, *rest]
         over()
-
-
-class _Hook:
-    """What autograd calls when it has accumulated the gradient of one parameter."""
-
-    __slots__ = ("index", "reducer")
-
-    def __init__(self, reducer: Reducer, index: int) -> None:
-        self.reducer = reducer
-        self.index = index
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.reducer.came(self.index)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
@@ -425,3 +442,12 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
             total += b - max(a, end)
             end = b
     return total
+
+
+def _which(chosen: Sequence[bool]) -> list[int]:
+    """Return the places of those that are True.
+
+    >>> _which([True, False, True])
+    [0, 2]
+    """
+    return [index for index, one in enumerate(chosen) if one]

@@ -1,14 +1,13 @@
 """One pass: the gradients of one backward on their way through the buckets.
 
 Threads that compute say which buckets are full, the loop issues their reductions in an order that is the same on every
-rank, and awaits them. What is more to know travels as *marks*, a small sum on a communicator of its own: which
-parameters had a gradient, which ranks failed or have no data left, how far each had come when its backward ended.
+rank, and awaits them. What is more to know travels as the *pass status*, a small sum on a communicator of its own:
+which parameters had a gradient, which ranks failed or have no data left, how far each had come when its backward ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,18 +17,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aiodist.errors import AiodistError, CommunicatorError, OperationTimeout, PeerError, RemoteError
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorError,
+    MismatchError,
+    OperationTimeout,
+    PeerError,
+)
 from aiodist.handles import Handle, Permit
+from aiodist.nn.accounts import PassAccount, explained, some_in_join
 from aiodist.nn.buckets import Bucket
-from aiodist.nn.marks import Marks
+from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.paths import Arrival, Paths
 from aiodist.nn.queued import Queued
+from aiodist.nn.steps import Steps
+from aiodist.world.tracebacks import folded
 
 __all__ = ["Observer", "Reduction"]
 
 
 class Observer(Protocol):
-    """Whoever is told of the end of a pass; on the loop."""
+    """The object that is told of the end of a pass; on the loop."""
+
+    steps: Steps
+    """Those that the optimizer has made."""
+
+    def account(self, failure: str | None, *, active: bool) -> PassAccount:
+        """Return what this rank tells the others where a pass cannot count."""
 
     def late(self, error: OperationTimeout) -> None:
         """An operation of it has passed its deadline, and goes on."""
@@ -52,17 +66,21 @@ class Reduction:
         paths: Paths,
         buckets: Sequence[Bucket],
         observer: Observer,
+        members: Sequence[float],
         *,
         active: bool = True,
         behind: Reduction | None = None,
+        header: Tensor | None = None,
+        refused: PassStatus | None = None,
     ) -> None:
+        """`members` has 1.0 for each parameter of the module that is in a bucket, else 0.0."""
         self.paths = paths
         self.buckets = tuple(buckets)
         self.active = active
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
         self.prompt = True
-        """Not only when the marks are known, which may change it."""
+        """Not only when the pass status is known, which may change it."""
         self.began = perf_counter()
         self.closed: float | None = None
         """When backward ended, seconds of `perf_counter`."""
@@ -75,6 +93,7 @@ class Reduction:
         self._unsettled = len(self.buckets)
         """How many of those are not done."""
         self._observer = observer
+        self._members = members
         self._error: BaseException | None = None
         self._unsendable: Exception | None = None
         """Why this rank cannot send what the others wait for."""
@@ -95,15 +114,22 @@ class Reduction:
         self._queued = Queued(paths.devices, self.buckets)
         """Those on CUDA devices."""
         self._ordered: set[int] = set()
+        self.refused = refused
+        """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
+        self._header = header
+        """What is told before all else."""
         self._behind = behind
         self._waits = self._closing = False
-        """For the pass before: to issue something; to send the marks too."""
+        """For the pass before: to issue something; to send its status too."""
         self._began: dict[int, float] = {}
         self._backward: list[torch.cuda.Stream] = []
         """The streams on which backward ended."""
-        self._marks: Marks | None = None
-        self._marks_pending = False
+        self._status: PassStatus | None = None
+        self._status_pending = 0
         self._text: str | None = None
+
+        if header is not None:
+            self.paths.progress.post(self._issue)
 
     def _handle(self, name: str) -> Handle[None]:
         handle: Handle[None] = Handle(self.paths.progress, name)
@@ -139,7 +165,7 @@ class Reduction:
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
         try:
             for index in range(len(self.buckets)):
-                if not self._full[index] and error is None and self.active:
+                if not self._full[index] and error is None and self.active and self.refused is None:
                     self._fill(index)
         except BaseException as raised:
             error = raised
@@ -159,7 +185,7 @@ class Reduction:
         self._backward = self.paths.devices.currents()
         if error is not None:
             self._error = error
-            self._text = "".join(traceback.format_exception(error))
+            self._text = folded(error, programs=True)
         self.paths.progress.post(self._close)
 
     # --- from the thread that uses the gradients ---------------------------------------------------------------
@@ -203,6 +229,7 @@ class Reduction:
         if not self._is_next():
             self._closing = True
             return
+        self._tell_header()
         self._open = False
         if self._unsendable is not None:
             self._leave_out(self._unsendable)
@@ -210,7 +237,7 @@ class Reduction:
             self.paths.devices.time(stream, self._backward_ended)
         if self.paths.urgent:
             self._frozen = self._next < len(self.buckets)
-        self._send_marks()
+        self._send_status()
         self._issue()
 
     def _backward_ended(self, when: float) -> None:
@@ -219,6 +246,7 @@ class Reduction:
     def _issue(self) -> None:
         if not self._is_next():
             return
+        self._tell_header()
         while not self._frozen and self._next < len(self._order) and self._full[self._order[self._next]]:
             if self.paths.urgent and not self._fits(self.buckets[self._order[self._next]]):
                 return
@@ -254,7 +282,7 @@ class Reduction:
     def _start(self, index: int) -> None:
         try:
             handle = self._reduce(index)
-        except Exception as error:  # noqa: BLE001  - it is told to whoever awaits the pass
+        except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
             permit = self._moving.pop(index)
             if permit is not None:
                 permit.release()
@@ -281,25 +309,47 @@ class Reduction:
             return self._queued.issue(index, allreduce, partial(self._began.__setitem__, index))
         return allreduce()
 
-    def _send_marks(self) -> None:
+    def _tell_header(self) -> None:
+        """In a `join` block: tell those whose data have ended which parameters are trained; they answer nothing."""
+        header, self._header = self._header, None
+        if header is not None:
+            self._send(header, self._compare_header)
+
+    def _compare_header(self, status: PassStatus) -> None:
+        if not status.all_are(StatusKind.JOIN):
+            self._part(status)
+
+    def _send_status(self) -> None:
         data = self.paths.data
-        marks = Marks.pack(
-            self.paths.parameters,
-            data.size,
-            data.rank,
-            unused=[slot.index for bucket in self.buckets for slot in bucket.unused],
-            failed=self._text is not None,
-            active=self.active,
-            issued=self._next,
-        )
+        if self.refused is not None and StatusKind.JOIN not in self.refused.kinds:
+            self._take_status(self.refused)  # the others have taken what this rank asked for its status in this pass
+            return
+        used = list(self._members)
+        for bucket in self.buckets:
+            for slot in bucket.unused:
+                used[slot.index] = 0.0
+        failed = self._text is not None or self.refused is not None
+        steps = self._observer.steps.made if self.active else None
+        told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=self._next)
+        self._send(told, self._take_status)
+
+    def _send(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:
+        def come(error: BaseException | None) -> None:
+            self._status_pending -= 1
+            if error is not None:
+                self._fail(error)
+            else:
+                then(PassStatus.unpack(told, self.paths.data.size))
+            self._conclude()
+
         try:
-            handle = self.paths.marks.allreduce(marks)
+            handle = self.paths.status.allreduce(told)
         except Exception as error:  # noqa: BLE001
             self._fail(error)
             self._conclude()
         else:
-            self._marks_pending = True
-            handle.add_waiter(self._arrival(partial(self._marked, marks)))
+            self._status_pending += 1
+            handle.add_waiter(self._arrival(come))
 
     def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
         return Arrival(self.paths, self._late, then)
@@ -328,19 +378,23 @@ class Reduction:
         self._issue()
         self._conclude()
 
-    def _marked(self, marks: Tensor, error: BaseException | None) -> None:
-        self._marks_pending = False
-        if error is not None:
-            self._fail(error)
-        else:
-            self._marks = Marks.unpack(marks, self.paths.parameters, self.paths.data.size)
-            if self._marks.failures:
-                self._ask_why()
-            if self._frozen:
-                self._turn(self._marks.issued)
-            for index in sorted(self._reduced.union(self._queued.issued)):
-                self._settle(index)
-        self._conclude()
+    def _take_status(self, status: PassStatus) -> None:
+        self._status = status
+        if StatusKind.JOIN in status.kinds:
+            self._part(status)
+        elif not status.sound:
+            self._ask_why(status)
+        if self._frozen:
+            self._turn(status.issued)
+        for index in sorted(self._reduced.union(self._queued.issued)):
+            self._settle(index)
+
+    def _part(self, status: PassStatus) -> None:
+        """Some ranks are in a `join` block, and some are not: they have no pass in common."""
+        text = some_in_join(status)
+        self._fail(MismatchError(text, rank=self.paths.data.rank))
+        for comm in (self.paths.data, self.paths.status):
+            comm.abort(text)
 
     def _turn(self, issued: int) -> None:
         """All ranks have issued at most so many: go on from there in the order in which forward wants them."""
@@ -349,13 +403,13 @@ class Reduction:
         self._issue()
 
     def _settle(self, index: int) -> None:
-        """Apply what the marks say of a bucket that is reduced, or is being reduced on its device."""
-        if self._marks is None or self._error is not None or self.failures:
+        """Apply what the pass status says of a bucket that is reduced, or is being reduced on its device."""
+        if self._status is None or self._error is not None or not self._status.sound:
             return
         bucket = self.buckets[index]
         reduced = index in self._reduced
         if not self.settled[index].done() and (reduced or bucket.on_device):
-            self._apply(bucket, self._marks)
+            self._apply(bucket, self._status)
             self.settled[index].resolve(None)
             self._unsettled -= 1
             if not self._unsettled and self.usable is not self.finished:
@@ -363,12 +417,12 @@ class Reduction:
         if reduced and not self.prompt:
             self._arrived(index)
 
-    def _apply(self, bucket: Bucket, marks: Marks) -> None:
-        if self.paths.op == "mean" and 0 < marks.active < self.paths.data.size:
-            bucket.factor = self.paths.data.size / marks.active
+    def _apply(self, bucket: Bucket, status: PassStatus) -> None:
+        if self.paths.op == "mean" and 0 < status.active < self.paths.data.size:
+            bucket.factor = self.paths.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(marks.used.__getitem__)
+        bucket.place(status.columns.__getitem__)
 
     def give_up(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""
@@ -387,60 +441,59 @@ class Reduction:
     @property
     def participants(self) -> int:
         """How many ranks brought data; known when it is finished."""
-        return 0 if self._marks is None else self._marks.active
+        return 0 if self._status is None else self._status.active
 
     @property
-    def failures(self) -> tuple[int, ...]:
-        """The ranks that failed in this pass, as far as is known."""
-        return () if self._marks is None else self._marks.failures
+    def sound(self) -> bool:
+        """All ranks have made the pass, as far as is known."""
+        return self._status is not None and self._status.sound
+
+    @property
+    def ending(self) -> bool:
+        """Some ranks close the net, and some do not."""
+        return self._status is not None and StatusKind.CLOSE in self._status.kinds
 
     # --- on the loop: the end -------------------------------------------------------------------------------
 
-    def _ask_why(self) -> None:
-        """Some rank failed, which all know now: have it say how."""
-        self._marks_pending = True
+    def _ask_why(self, status: PassStatus) -> None:
+        """Some rank failed, or is elsewhere, which all know now: have each say how it is."""
+        self._status_pending += 1
         try:
-            told = self.paths.marks.allgather_object(self._text)
+            told = self.paths.status.allgather_object(self._observer.account(self._text, active=self.active))
         except Exception as error:  # noqa: BLE001
-            self._marks_pending = False
+            self._status_pending -= 1
             self._fail(error)
         else:
-            told.add_waiter(self._arrival(partial(self._told, told)))
+            told.add_waiter(self._arrival(partial(self._told, status, told)))
 
-    def _told(self, told: Handle[Any], error: BaseException | None) -> None:
-        self._marks_pending = False
-        if error is None:
-            rank, text = next((r, text) for r, text in enumerate(told.result()) if text is not None)
-            cause = text.strip().rpartition("\n")[2]
-            others = [r for r in self.failures if r != rank]
-            also = f" (and {', '.join(f'rank {r}' for r in others)})" if others else ""
-            error = RemoteError(
-                f"rank {rank}{also} failed in this step: {cause}",
-                raised_by=rank,
-                traceback=text,
-                rank=self.paths.data.rank,
-            )
-        self._fail(error)
+    def _told(self, status: PassStatus, told: Handle[Any], error: BaseException | None) -> None:
+        self._status_pending -= 1
+        if error is not None:
+            self._fail(error)
+        else:
+            self._fail(explained(status, told.result(), self.paths.data.rank), lost=False)
         self._conclude()
 
-    def _fail(self, error: BaseException) -> None:
-        """Whoever waits is told now; what is in flight goes on."""
+    def _fail(self, error: BaseException, *, lost: bool = True) -> None:
+        """Those who wait for the pass are told now; what is in flight goes on. With `lost` nothing more can be sent."""
         if self._error is None:
             self._error = error
-        if isinstance(error, AiodistError) and not isinstance(error, RemoteError):
-            self._next = len(self._order)  # the communicator is gone: nothing more can be sent
+        if lost and isinstance(error, AiodistError):  # the communicator is gone
+            self._next = len(self._order)
             self._frozen = False
         for handle in (self.finished, self.usable, *self.settled):
             if not handle.done():
                 handle.reject(self._error)
 
     def _conclude(self) -> None:
-        if self._open or self._moving or self._marks_pending or self._next < len(self._order) or self._ended:
+        if self._open or self._moving or self._status_pending or self._next < len(self._order) or self._ended:
             return
         if not self.finished.done():
             if self._error is not None:
                 self._fail(self._error)
             else:
                 self.finished.resolve(None)
+        if not self.usable.done():  # there is no bucket
+            self.usable.resolve(None)
         self._ended = True
         self._observer.ended(self, partial(self.over.resolve, None))

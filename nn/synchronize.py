@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from aiodist.arguments import check_rank
-from aiodist.claims import Claim, reading, writing
-from aiodist.collectives.on_device import attach
+from aiodist.collectives.cuda.on_device import attach
 from aiodist.communicator import Communicator
+from aiodist.communicator.arguments import check_rank
+from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.errors import MismatchError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, in_flight
-from aiodist.nn.devices import Ending, cuda_devices
+from aiodist.nn.devices import DeviceEnding, cuda_devices
 from aiodist.nn.layout import (
     Parcel,
     agree,
@@ -127,7 +127,7 @@ def _distinct(t: Tensor) -> Tensor:
 
 
 def synchronize_gradients(
-    module: nn.Module, coll: Communicator, *, op: str, timeout: float | None = None
+    module: nn.Module, coll: Communicator, *, op: Literal["sum", "mean"], timeout: float | None = None
 ) -> Handle[None]:
     """Return a handle of None: when it is done every gradient is the `op`, "sum" or "mean", of those of all ranks.
 
@@ -240,21 +240,19 @@ def _issue(
     """
     progress = Progress.current()
     outer = _Combined(progress, op, origin=Origin.here())
-    held: list[Claim] = []
+    held = [c for parcel in parcels for c in _claims(parcel, parcel.targets)]
+    in_flight.acquire_all(held, outer)
     try:
-        _acquire([c for parcel in parcels for c in _claims(parcel, parcel.targets)], held, outer)
-        whole: list[Claim] = []
-        try:
-            _acquire([c for parcel in parcels for c in _claims(parcel, parcel.in_place)], whole, outer)
-        finally:
-            _release(whole)  # the operations have claims of their own on these
+        whole = [c for parcel in parcels for c in _claims(parcel, parcel.in_place)]
+        in_flight.acquire_all(whole, outer)
+        in_flight.release_all(whole)  # the operations have claims of their own on these
         handles = [call() for call in calls]
-        ending = Ending(progress, cuda_devices(t for parcel in parcels for t in parcel.flat))
+        ending = DeviceEnding(progress, cuda_devices(t for parcel in parcels for t in parcel.flat))
     except BaseException:
-        _release(held)
+        in_flight.release_all(held)
         raise
-    outer.seq, outer.nbytes = handles[0].seq, sum(handle.nbytes for handle in handles)
-    outer.keep, outer._account = handles, handles[0]._account
+    outer.stand_for(handles[0])
+    outer.keep, outer.nbytes = handles, sum(handle.nbytes for handle in handles)
     if ending.works:
         attach(outer, ending.works, handles)
     finisher = _Finisher(outer, held, finish, len(handles), ending)
@@ -280,22 +278,11 @@ def _span(t: Tensor) -> Tensor:
     return t.as_strided((last + 1,), (1,))
 
 
-def _acquire(claims: Iterable[Claim], held: list[Claim], owner: object) -> None:
-    for claim in claims:
-        in_flight.acquire(*claim, owner)
-        held.append(claim)
-
-
-def _release(claims: Iterable[Claim]) -> None:
-    for claim in claims:
-        in_flight.release(*claim)
-
-
 class _Finisher:
     """Waits for the operations of a `_Combined`, then ends it; on the loop."""
 
     def __init__(
-        self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int, ending: Ending
+        self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int, ending: DeviceEnding
     ) -> None:
         self._outer = outer
         self._held = held
@@ -305,7 +292,7 @@ class _Finisher:
         self._error: BaseException | None = None
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it goes on; whoever waits for the whole is told as well
+        if late is not None and not handle.done():  # it goes on; the task that waits for the whole is told too
             handle.add_waiter(self)
             self._outer.set_deadline(0.0, handle.late)
             return
@@ -320,13 +307,13 @@ class _Finisher:
         try:
             if self._error is None:
                 self._finish()
-        except BaseException as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             self._error = error
         self._ended(self._error)
 
     def _ended(self, error: BaseException | None) -> None:
         self._error = error
-        _release(self._held)
+        in_flight.release_all(self._held)
         if self._error is None:
             self._outer.resolve(None)
         else:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from aiodist.streams.current import device_index
+
 __all__ = ["Uncaptured", "check_not_capturing", "spoiled"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -71,7 +73,7 @@ def check_not_capturing(*devices: int) -> None:
 
 def _captures(device: int) -> bool:
     """Return True where the current stream of `device` captures; torch asks the current device alone."""
-    if device == torch._C._cuda_getDevice():
+    if device == device_index():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

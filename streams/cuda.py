@@ -27,7 +27,7 @@ ROLES: Final = ("compute", "to-device", "to-host", "local", "global")
 
 
 class CudaStream:
-    """Ordered work on one CUDA device; whatever it is given is a handle, done when the device has done it.
+    """Ordered work on one CUDA device; each piece of work is a handle, done when the device has done it.
 
     ```python
     copies = CudaStream.of("to-device")
@@ -112,14 +112,13 @@ class CudaStream:
                 f"copy of {t.dtype} {list(t.shape)} into {into.dtype} {list(into.shape)}: expected the same"
             )
         handle: Handle[Tensor] = self._handle("copy", t.nbytes)
-        claims = [(into.data_ptr(), into.nbytes, True), (t.data_ptr(), t.nbytes, False)]
+        claims = [(into.data_ptr(), into.nbytes, True, into), (t.data_ptr(), t.nbytes, False, t)]
         in_flight.acquire_all(claims, handle)
         fence = handle.fence = Fence(self._progress, self.device)
         handle.keep = (into, t)
 
         def finish(error: BaseException | None) -> None:
-            for claim in claims:
-                in_flight.release(*claim)
+            in_flight.release_all(claims)
             fence.reached(None)
             if error is None:
                 handle.resolve(into)

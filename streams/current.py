@@ -5,8 +5,34 @@ from __future__ import annotations
 from types import TracebackType
 
 import torch
+from torch import _C
 
-__all__ = ["OnStream"]
+__all__ = ["OnStream", "StreamNumbers", "device_index", "numbers_of_stream", "to_device", "to_stream"]
+
+StreamNumbers = tuple[int, int, int]
+"""A stream as torch's C++ knows it: its number, its device's index, and the kind of device."""
+
+# Torch has these in builds with CUDA alone, and simulated devices replace them: they are looked up at each call.
+
+
+def device_index() -> int:
+    """Return the index of the current device; unlike `torch.cuda.current_device` it opens none."""
+    return _C._cuda_getDevice()
+
+
+def to_device(index: int) -> None:
+    """Make the device the current one; unlike `torch.cuda.set_device` it opens no context on one that has none."""
+    _C._cuda_maybeExchangeDevice(index)
+
+
+def numbers_of_stream(device: int) -> StreamNumbers:
+    """Return the current stream of a device."""
+    return _C._cuda_getCurrentStream(device)
+
+
+def to_stream(stream: StreamNumbers) -> None:
+    """Make the stream the current one of its device, and that the current device."""
+    _C._cuda_setStream(*stream)
 
 
 class OnStream:
@@ -23,7 +49,7 @@ class OnStream:
 
     __slots__ = ("_device", "_stream", "before")
 
-    before: tuple[int, int, int]
+    before: StreamNumbers
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -31,13 +57,13 @@ class OnStream:
     def __enter__(self) -> OnStream:
         stream = self._stream
         index = stream.device_index
-        self._device = torch._C._cuda_exchangeDevice(index)
-        self.before = torch._C._cuda_getCurrentStream(index)
-        torch._C._cuda_setStream(stream.stream_id, index, stream.device_type)
+        self._device = _C._cuda_exchangeDevice(index)
+        self.before = numbers_of_stream(index)
+        to_stream((stream.stream_id, index, stream.device_type))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        torch._C._cuda_setStream(*self.before)
-        torch._C._cuda_maybeExchangeDevice(self._device)  # which opens no context
+        to_stream(self.before)
+        to_device(self._device)

@@ -13,11 +13,11 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams.capture import Uncaptured, spoiled
 
-__all__ = ["PENDING", "Events", "Pending", "asked", "failed", "idle"]
+__all__ = ["PENDING", "Events", "PendingEvent", "asked", "failed", "idle"]
 
 Then = Callable[[BaseException | None], None]
 
-_PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which whoever launches kernels needs
+_PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which threads that launch kernels need
 _COMPUTING_PAUSE_SECONDS = 50e-6  # the same while a compute thread launches kernels
 _OTHERS_AT_ONCE = 16  # of others' events, of which nobody knows the order
 
@@ -88,7 +88,7 @@ class Events:
         """Call `then(None)` when `event`, which is somebody else's, is over, or `then(error)`; with the lock held."""
         self._others.append(_Watched(event, then, None))
         self._count += 1
-        self._progress.working += 1
+        self._progress.offloaded += 1
 
     def watch(self, stream: torch.cuda.Stream, then: Then) -> torch.cuda.Event:
         """Call `then(None)` when all that was queued on `stream` is over, or `then(error)` where the device failed.
@@ -102,7 +102,7 @@ class Events:
     def _queue(self, stream: torch.cuda.Stream, watched: _Watched, *, late: bool) -> None:
         self._queues.setdefault((stream.device_index, stream.cuda_stream, late), deque()).append(watched)
         self._count += 1
-        self._progress.working += 1
+        self._progress.offloaded += 1
 
     def poll(self, until: float = 0.0) -> bool:
         """See `Poller`; one pass, and not too soon after the last one."""
@@ -115,7 +115,7 @@ class Events:
         with Uncaptured():  # what is called may make room, or pin it
             ended = self._ended()
             self._count -= len(ended)
-            self._progress.working -= len(ended)
+            self._progress.offloaded -= len(ended)
             for (event, then, device), error in ended:
                 if error is not None:
                     self._tell_lost()
@@ -131,20 +131,20 @@ class Events:
         ended: list[tuple[_Watched, BackendError | None]] = []
         for key in list(self._queues):
             queue = self._queues[key]
-            while queue and not isinstance(outcome := asked(queue[0].event), Pending):
+            while queue and not isinstance(outcome := asked(queue[0].event), PendingEvent):
                 ended.append((queue.popleft(), outcome))
             if not queue:
                 del self._queues[key]
         for _ in range(min(len(self._others), _OTHERS_AT_ONCE)):
             other = self._others.popleft()
-            if isinstance(outcome := asked(other.event), Pending):
+            if isinstance(outcome := asked(other.event), PendingEvent):
                 self._others.append(other)
             else:
                 ended.append((other, outcome))
         return ended
 
     def lost(self, raised: RuntimeError) -> BackendError:
-        """Return what whoever waits for a device is told that raised this: it is lost."""
+        """Return the error for those who wait for the device that raised this: it is lost."""
         self._tell_lost()
         return failed(raised)
 
@@ -153,14 +153,14 @@ class Events:
             self.when_lost.pop()()
 
 
-class Pending:
+class PendingEvent:
     """An event that is not over."""
 
 
-PENDING = Pending()
+PENDING = PendingEvent()
 
 
-def asked(event: torch.cuda.Event) -> BackendError | Pending | None:
+def asked(event: torch.cuda.Event) -> BackendError | PendingEvent | None:
     """Return None where `event` is over, and what its device failed with."""
     try:
         return None if event.query() else PENDING

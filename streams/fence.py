@@ -55,6 +55,6 @@ class Fence:
         self._progress.exclusively(self._progress.called)
         if not self._queued.is_set():
             raise RuntimeError(
-                f"{handle} goes by way of the host, which still has to begin a part of it (in checked mode, once the "
-                "ranks agree): await it, or call wait_stream() in another thread, which then waits for that part"
+                f"{handle} goes by way of the host, which still has to begin a part of it, once the ranks "
+                "agree: await it, or call wait_stream() in another thread, which then waits for that part"
             )

@@ -33,7 +33,7 @@ class HostStream:
     async with HostStream("compute") as compute:
         loss = await compute.submit(step, batch)
     ```
-    Whatever needs one thread, or must not hold the loop up, goes here: forward, backward and the optimizer's step,
+    Work that needs one thread, or must not hold the loop up, goes here: forward, backward and the optimizer's step,
     a file, a compressor. The work runs with the context variables and torch modes of the code that submits it.
     The stream belongs to the event loop that it is opened on, and is called from that loop's thread alone.
     """
@@ -128,7 +128,7 @@ class HostStream:
         handle: Handle[T] = Handle(self._progress, op, self._seq, origin=Origin.here(3), account=self._account)
         self._seq += 1
         handle.polled = False
-        work = handle.keep = _Work(handle, fn, args, kwargs)
+        work = handle.keep = _QueuedCall(handle, fn, args, kwargs)
         if cancellable:
             handle.set_canceller(work.withdraw)
         self._put(work)
@@ -147,7 +147,7 @@ class HostStream:
 
     def __del__(self) -> None:
         if self._refuses is None:
-            self._finalizer()  # here, since whoever keeps the warning may keep us alive
+            self._finalizer()  # here, since code that keeps the warning may keep us alive
             warnings.warn(f"{self} was never closed: use `async with`", ResourceWarning, stacklevel=1)
 
     def __repr__(self) -> str:
@@ -206,7 +206,7 @@ class _Worker:
             self.thread.join(_EXIT_SECONDS)
 
 
-class _Work:
+class _QueuedCall:
     """One call of the user's function."""
 
     __slots__ = ("args", "claim", "context", "fn", "handle", "kwargs", "modes")
@@ -220,7 +220,7 @@ class _Work:
         self.kwargs = kwargs
         self.modes = Modes.capture()
         self.context: Context = copy_context()
-        self.claim = [True]  # popped by whoever runs or withdraws it: one of the two
+        self.claim = [True]  # popped by the thread that runs it or the one that withdraws it, not by both
 
     def withdraw(self) -> bool:
         if not self._claimed():
@@ -241,7 +241,7 @@ class _Work:
                 value = self.context.run(self.fn, *self.args, **self.kwargs)
             finally:
                 switch.leave(last=True)
-        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the awaiter
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             with contextlib.suppress(Exception):
                 error.add_note(f"raised by {handle}, on {worker.thread.name}")
             self._release()

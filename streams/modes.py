@@ -21,8 +21,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C
+from torch import _GLOBAL_DEVICE_CONTEXT as _default_device
+from torch._C import _get_function_stack_at as _function_at
+from torch._C import _InferenceMode, _set_grad_enabled
+from torch._C import _is_any_autocast_enabled as _any_autocast
+from torch._C import _len_torch_function_stack as _functions
+from torch._C import _pop_torch_function_stack as _pop_function
+from torch._C import _push_on_torch_function_stack as _push_function
 from torch.utils import _device
+
+from aiodist.streams.current import StreamNumbers, device_index, numbers_of_stream, to_device, to_stream
 
 __all__ = ["ModeSwitch", "Modes", "plain"]
 
@@ -30,15 +38,13 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _grad = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
-_any_autocast = _C._is_any_autocast_enabled
-_functions = _C._len_torch_function_stack
 # The depth of autocast blocks, which has no getter. A block with enabled=False counts: it changes the dtype.
 _deeper = torch.autocast_increment_nesting
 _back = torch.autocast_decrement_nesting
 
 
-Place = tuple[int, tuple[tuple[int, int, int], ...]]
-"""The current CUDA device, and of each device the current stream as torch's C++ knows it; see `_place`."""
+Place = tuple[int, tuple[StreamNumbers, ...]]
+"""The current CUDA device, and of each device the current stream; see `_place`."""
 
 _CUDA = 1  # the number of that kind of device
 
@@ -47,18 +53,18 @@ def _place() -> Place | None:
     """Return where this thread's CUDA work goes, None where that is where torch starts: nothing is set, or no CUDA."""
     if not torch.cuda.is_initialized():
         return None
-    device = _C._cuda_getDevice()
-    streams = tuple([_C._cuda_getCurrentStream(i) for i in range(torch.cuda.device_count())])
+    device = device_index()
+    streams = tuple([numbers_of_stream(i) for i in range(torch.cuda.device_count())])
     return (device, streams) if device or any(stream[0] for stream in streams) else None
 
 
 def _go_to(place: Place | None) -> None:
     """Make `place` this thread's."""
     device, streams = place or (0, tuple([(0, i, _CUDA) for i in range(torch.cuda.device_count())]))
-    for stream_id, index, kind in streams:
-        if _C._cuda_getCurrentStream(index)[0] != stream_id:
-            _C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
-    _C._cuda_maybeExchangeDevice(device)  # it opens no context on a device that has none yet
+    for stream in streams:
+        if numbers_of_stream(stream[1])[0] != stream[0]:
+            to_stream(stream)
+    to_device(device)
 
 
 def plain() -> bool:
@@ -132,8 +138,8 @@ class Modes(NamedTuple):
             _grad(),
             _inference(),
             Autocast.capture(),
-            tuple([_C._get_function_stack_at(i) for i in range(_functions())]),
-            getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+            tuple([_function_at(i) for i in range(_functions())]),
+            getattr(_default_device, "device_context", None),
             _device.CURRENT_DEVICE,
             _place(),
             simple=False,
@@ -150,11 +156,11 @@ class Modes(NamedTuple):
             return False
         if _place() != self.place:
             return False
-        return all(mode is _C._get_function_stack_at(i) for i, mode in enumerate(self.functions))
+        return all(mode is _function_at(i) for i, mode in enumerate(self.functions))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put these modes in force on this thread for a block, whatever the block does to them."""
+        """Put these modes in force on this thread for a block, which may change them."""
         switch = ModeSwitch(self)
         switch.enter()
         try:
@@ -164,17 +170,17 @@ class Modes(NamedTuple):
 
     def apply(self, now: Modes, *, all_of_it: bool) -> None:
         """Change what differs from `now`, save inference mode; `all_of_it` when a guard has moved the rest."""
-        _C._set_grad_enabled(self.grad)
+        _set_grad_enabled(self.grad)
         if all_of_it or now.autocast != self.autocast:
             self.autocast.apply()
         if now.functions != self.functions:
             for _ in now.functions:
-                _C._pop_torch_function_stack()
+                _pop_function()
             for mode in self.functions:
-                _C._push_on_torch_function_stack(mode)
+                _push_function(mode)
             _device.CURRENT_DEVICE = self.traced_device
         if now.default_device is not self.default_device:
-            torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
+            _default_device.device_context = self.default_device
         if now.place != self.place:
             _go_to(self.place)
 
@@ -248,6 +254,6 @@ _never_ended: list[Any] = []
 
 
 def _guard(inference: bool) -> Any:  # noqa: ANN401
-    guard = _C._InferenceMode(inference)
+    guard = _InferenceMode(inference)
     guard.__enter__()
     return guard

@@ -31,7 +31,7 @@ _LEAST_BYTES = 4 << 10  # a page: nothing smaller is pinned
 
 
 def pageable(nbytes: int) -> Tensor:
-    """Return ordinary host memory, whatever torch modes are in force."""
+    """Return ordinary host memory, in any torch mode."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
@@ -78,7 +78,7 @@ class PinnedPool:
         self._free: dict[int, list[Tensor]] = {}
         """By size, of which there are few."""
         self._lent: dict[int, Tensor] = {}
-        """By address: whatever part of it is given back."""
+        """By address, where the part of it that is given back begins."""
         self._pinned_bytes = 0
         self._pieces = 0
         self._all_pieces: list[Tensor] = []
@@ -87,7 +87,7 @@ class PinnedPool:
 
     @property
     def pinned_bytes(self) -> int:
-        """Return how much is pinned, lent or not; torch keeps a block that was let go of for whoever pins next."""
+        """Return how much is pinned, lent or not; torch keeps a block that was let go of, for what is pinned next."""
         return self._pinned_bytes + self._pieces * self.piece_bytes
 
     @property
@@ -168,7 +168,7 @@ class PinnedPool:
         return self._pieces > 0
 
     def piece(self, then: Callable[[Tensor], None]) -> Tensor | None:
-        """Return a piece; None where all are out, and `then(piece)` is called by whoever gives one back.
+        """Return a piece; None where all are out, and `then(piece)` is called by the thread that gives one back.
 
         In the order of asking. Only where `has_pieces`.
         """

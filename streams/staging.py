@@ -1,7 +1,7 @@
 """Copies between host and device, in pinned pieces where the host's memory is not pinned (S2).
 
 [Note: streams for copies alone] A loop has two streams on each device, one for each direction, on which nothing is
-queued but copies that can begin at once: whatever they depend on is known to be over. So no copy there waits for
+queued but copies that can begin at once: all that they depend on is known to be over. So no copy there waits for
 another operation, whose turn may come only when this one is over on some other rank, and a piece of pinned memory that
 is out comes back soon.
 """
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from aiodist.errors import AiodistError, BackendError
-from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.handles import LARGE_BYTES, Done, Progress, join
 from aiodist.streams.capture import Uncaptured, spoiled
 from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
+from aiodist.streams.memory import bytes_of
 from aiodist.streams.pinned import PinnedPool
 
 __all__ = ["Copies", "Staging"]
 
-Done = Callable[[BaseException | None], None]
 Reached = Callable[[torch.cuda.Event], None]
 Copies = Sequence[tuple[Tensor, Tensor]]
 """(into, from) each, of equal dtype and number of elements."""
@@ -177,7 +177,6 @@ class _Transfer:
         self._after = after
         self._reached = reached
         self._finish = finish
-        self._left = 0
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -200,7 +199,7 @@ class _Transfer:
             self._end(error)
             return
         try:
-            staging, pairs = self._staging, [(_bytes(into), _bytes(t)) for into, t in self._pairs]
+            staging, pairs = self._staging, [(bytes_of(into), bytes_of(t)) for into, t in self._pairs]
             self._via = staging._stream(self.stream.device_index, upwards=pairs[0][1].is_cpu)
             by = _Passage if staging.pool.has_pieces() else _Unpinned
         except Exception as raised:  # noqa: BLE001
@@ -208,15 +207,13 @@ class _Transfer:
             return
         if sum(t.nbytes for _, t in pairs) >= LARGE_BYTES:
             self._finish = staging.progress.counted(self._finish)  # the host copies for long: not on the loop
-        self._left = len(pairs)
+        passed = join(len(pairs), self._all_passed)
         for into, t in pairs:
-            by(staging, into, t, self._via, self._one_passed).start()
+            by(staging, into, t, self._via, passed).start()
 
-    def _one_passed(self, error: BaseException | None) -> None:
-        self._error = self._error or error
-        self._left -= 1
-        if self._left == 0:
-            self._all_queued()
+    def _all_passed(self, error: BaseException | None) -> None:
+        self._error = error
+        self._all_queued()
 
     def _all_queued(self) -> None:
         try:
@@ -347,10 +344,6 @@ def _is_direct(into: Tensor, t: Tensor) -> bool:
     if into.is_cpu:
         return not into.nbytes or into.is_pinned()
     return not t.is_cpu or not t.nbytes or t.is_pinned()
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.detach().view(-1).view(torch.uint8)
 
 
 def _writable(t: Tensor) -> AbstractContextManager[object]:

@@ -1,21 +1,31 @@
-"""Every async test runs under asyncio's own loop and under uvloop.
+"""What holds for all tests.
 
-One that is slow, or about one of the two, says so: `@pytest.mark.asyncio(loop_factories=["asyncio"])`.
+Every async test runs under asyncio's own loop and under uvloop. One that is slow, or about one of the two, says so:
+`@pytest.mark.asyncio(loop_factories=["asyncio"])`.
+
+`make test` leaves tests marked `thorough` to `make test-all`, and so it does one of the two loops, and all combinations
+of a test marked `drawn(n)` but n of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import signal
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from hypothesis import settings
 
+from aiodist.handles import Progress
+from tests.support.drawing import draw
+
 if TYPE_CHECKING:
     from aiodist.testing import SimulatedCuda
-    from aiodist.testing.fake_nccl import FakeNccl
+    from tests.support.fake_nccl.core import FakeNccl
 
 settings.register_profile("aiodist", deadline=None)  # a busy machine takes its time
 settings.load_profile("aiodist")
@@ -30,10 +40,67 @@ else:
     _FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_configure() -> None:
+    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell."""
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
+
+
+def pytest_collection_finish() -> None:
+    """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return _FACTORIES
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    combinations: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("soak"):
+            combinations[_drawn_with(item)].append(item)
+    for name, tests in combinations.items():
+        mark = tests[0].get_closest_marker("drawn")
+        count = 1 if mark is None else mark.args[0]
+        chosen = draw(name, [(test, test.callspec.indices.items()) for test in tests], count)
+        for test in tests:
+            if test not in chosen:
+                test.add_marker("thorough")
+
+
+def _drawn_with(test: pytest.Function) -> str:
+    """Return what all combinations have in common of which some are drawn: mostly all but the loop."""
+    name, _, _ = test.nodeid.partition("[")
+    if test.get_closest_marker("drawn"):
+        return name
+    return f"{name} {sorted((key, at) for key, at in test.callspec.indices.items() if key != '_asyncio_loop_factory')}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_reported() -> Iterator[None]:
+    """Fail the test where something went wrong that nobody awaits, and that it does not listen for.
+
+    pytest itself fails a test during which a thread ended with an exception: warnings are errors.
+    """
+    said: list[str] = []
+    tell = Progress._report
+
+    def note(progress: Progress, message: str, error: BaseException) -> None:
+        if progress.loop.get_exception_handler() is None:
+            said.append(f"{message}: {error!r}")
+        tell(progress, message, error)
+
+    # A patch of its own: the fixture would be set up first, and so undo what tests patch after all else is undone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "_report", note)
+        yield
+    assert not said, "\n".join(said)
 
 
 async def _until(true: Callable[[], object]) -> None:
@@ -69,7 +136,7 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclOnDevices]:
     """NCCL, which devices wait for and the host does not, among five simulated ones; what it leaves unchecked is."""
     from aiodist.backends import nccl
     from aiodist.testing import simulated_cuda
-    from aiodist.testing.fake_nccl import FakeNccl
+    from tests.support.fake_nccl.core import FakeNccl
 
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)

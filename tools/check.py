@@ -1,12 +1,15 @@
 """Run every check and then the tests, go on after a failure, and end with a summary; `make test` calls this.
 
+With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
+
 Most tests wait for processes, so they run in two halves side by side; what the second prints comes after the first.
-Arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those that
-recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those
+that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,10 +25,12 @@ _SECOND_HALF = (
     "tests/bench",
     "tests/control",
     "tests/hosts",
+    "tests/integration",
     "tests/launch",
     "tests/lifecycle",
     "tests/ps",
     "tests/testing",
+    "tests/watch",
 )
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
@@ -68,12 +73,13 @@ def steps() -> list[Step]:
     ]
 
 
-def tests(pytest_args: list[str]) -> list[Step]:
+def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
     """Return what runs the tests: two halves, or one run with the arguments that were given."""
+    name, which = ("thorough", ["-m", "thorough and not soak"]) if thorough else ("pytest", [])
     if pytest_args:
-        return [_pytest("pytest", pytest_args)]
+        return [_pytest(name, [*which, *pytest_args])]
     first = [f"--ignore={folder}" for folder in _SECOND_HALF]
-    return [_pytest("pytest 1", first), _pytest("pytest 2", list(_SECOND_HALF))]
+    return [_pytest(f"{name} 1", [*which, *first]), _pytest(f"{name} 2", [*which, *_SECOND_HALF])]
 
 
 def _pytest(name: str, arguments: list[str]) -> Step:
@@ -114,8 +120,10 @@ class Run:
         self._log = log
         self._start = time.monotonic()
         output = log.open("wb") if log is not None else None
+        # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._process = subprocess.Popen(
-            step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT if log else None
+            step.command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT if log else None
         )
         if output is not None:
             output.close()
@@ -129,14 +137,16 @@ class Run:
         return code == 0, f"{self.step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
 
 
-def main(pytest_args: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run all steps, print the summary, return 1 when one of them failed."""
+    thorough = arguments[:1] == ["--thorough"]
+    pytest_args = arguments[thorough:]
     BUILD.mkdir(exist_ok=True)
     ended: list[tuple[bool, str]] = []
-    for step in steps():
+    for step in () if thorough else steps():
         print(f"\n=== {step.name}", flush=True)
         ended.append(Run(step).wait())
-    first, *others = tests(pytest_args)
+    first, *others = tests(pytest_args, thorough=thorough)
     for step in (first, *others):
         if step.report is not None:
             step.report.unlink(missing_ok=True)

@@ -5,25 +5,81 @@ built on that. Collectives that the library has natively are a second protocol, 
 
 Every method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`), does
 not block, does not raise for failures of the world, and calls `done(error)` exactly once, also under the lock,
-possibly before it returns. The caller keeps the tensors alive until then.
+possibly before it returns. The caller keeps the tensors alive until then. What a method raises all the same is the
+error of that transfer alone: callers use `guarded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, dtype
 
+from aiodist.errors import AiodistError, BackendError
+from aiodist.handles import Done
 from aiodist.types import ReduceOp
 
-__all__ = ["DTYPES", "Begin", "Capabilities", "Done", "Native", "Transport"]
+__all__ = [
+    "DTYPES",
+    "Begin",
+    "Capabilities",
+    "Done",
+    "Native",
+    "Transport",
+    "dtype_name",
+    "guarded",
+    "ours",
+    "tell",
+]
 
-Done = Callable[[BaseException | None], None]
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
+
+
+def guarded(call: Callable[[Done], object], done: Done) -> None:
+    """Make `call(done)`; what it raises goes to `done`, which is called at most once.
+
+    Raises what comes when `done` was called already, by `done` itself perhaps.
+    """
+    told = False
+
+    def tell_once(error: BaseException | None) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            done(error)
+
+    try:
+        call(tell_once)
+    except Exception as error:
+        if told:
+            raise
+        tell_once(ours(error))
+
+
+def ours(error: Exception) -> AiodistError:
+    """Return `error`, which nobody expected, as one of ours, raised from it."""
+    if isinstance(error, AiodistError):
+        return error
+    wrapped = BackendError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
+    """Call each `done(error)`; what the first of them raises is raised when all are told."""
+    raised: Exception | None = None
+    for done, error in ended:
+        try:
+            done(error)
+        except Exception as caught:  # noqa: BLE001  - those behind it must be told
+            raised = raised or caught
+    if raised is not None:
+        raise raised
+
 
 DTYPES = (
     torch.bool,
@@ -45,6 +101,11 @@ DTYPES = (
 """In the order of their codes on the wire: append only."""
 
 
+def dtype_name(kind: dtype) -> str:
+    """Return "float32" for `torch.float32`: in messages, and where ranks compare dtypes."""
+    return str(kind).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a transport can do beyond moving bytes."""
@@ -52,6 +113,8 @@ class Capabilities:
     short_receives: bool
     """A receive may be given more room than the message fills."""
     devices: frozenset[str] = frozenset({"cpu"})
+    overruns: bool = False
+    """A message that is longer than its receive may crash the library, instead of failing."""
 
 
 class Native(Protocol):

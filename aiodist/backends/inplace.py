@@ -1,4 +1,4 @@
-"""Writing to the user's tensors, whatever torch mode they were made in and whoever resumes the operation."""
+"""Writing to the user's tensors, made in any torch mode, on any thread that resumes the operation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from aiodist.streams.memory import bytes_of, flat, numbers_of
 from aiodist.types import ReduceOp
 
-__all__ = ["COMBINE", "FUNCTIONS", "combine", "copy", "divide", "writable"]
+__all__ = ["COMBINE", "FUNCTIONS", "bytes_of", "combine", "copy", "divide", "flat", "numbers_of", "writable"]
 
 _as_it_is = nullcontext()
 

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, uint8
+from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.backends.inplace import copy
+from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, tell
+from aiodist.backends.inplace import bytes_of, copy
 from aiodist.errors import BackendError
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
@@ -21,7 +21,7 @@ __all__ = ["LocalHub", "LocalTransport"]
 Address = tuple[str, int]  # communicator, rank
 
 
-class _Message(NamedTuple):
+class _LocalMessage(NamedTuple):
     src: int
     tag: int
     data: Tensor
@@ -44,12 +44,14 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._sent: dict[Address, list[_Message]] = {}
+        self._sent: dict[Address, list[_LocalMessage]] = {}
         self._wanted: dict[Address, list[_Receive]] = {}
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """That of all ranks: the progress thread may be the first to send."""
 
-    def send(self, to: Address, message: _Message) -> None:
+    def send(self, to: Address, message: _LocalMessage) -> None:
         """Give `message` to the first receive that wants it, or keep it."""
         wanted = self._wanted.get(to, [])
         for receive in wanted:
@@ -79,13 +81,12 @@ class LocalHub:
             if name == comm:
                 over += [message.done for message in messages if message.src == rank]
                 messages[:] = [message for message in messages if message.src != rank]
-        for done in over:
-            done(gone)
+        tell((done, gone) for done in over)
 
-    def _deliver(self, message: _Message, receive: _Receive) -> None:
+    def _deliver(self, message: _LocalMessage, receive: _Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
         if self._random is not None:
-            asyncio.get_running_loop().call_soon(self._deliver_one)
+            self._soon(self._deliver_one)
         elif not self._draining:
             # One completion starts the next transfer: a queue instead of ever deeper calls.
             self._draining = True
@@ -95,27 +96,37 @@ class LocalHub:
             finally:
                 self._draining = False
 
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Have the loop make `call`, also where the progress thread has ended what comes before a message."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            assert self.loop is not None
+            self.loop.call_soon_threadsafe(call)
+        else:
+            loop.call_soon(call)
+
     def _deliver_one(self) -> None:
         if self._ready and self._random is not None:
             self._ready.rotate(self._random.randrange(len(self._ready)))
             self._ready.popleft()()
 
 
-def _matches(receive: _Receive, message: _Message) -> bool:
+def _matches(receive: _Receive, message: _LocalMessage) -> bool:
     return receive.tag == message.tag and receive.src in (ANY, message.src)
 
 
-def _copy(message: _Message, receive: _Receive) -> None:
+def _copy(message: _LocalMessage, receive: _Receive) -> None:
     data, into = message.data, receive.into
+    error: BaseException | None = None
     if data.nbytes > into.nbytes:
         error = BackendError(f"a message of {data.nbytes} bytes met a receive of {into.nbytes}")
-        message.done(None)
-        receive.done(error)
-        return
-    if data.nbytes:
-        copy(into.view(-1).view(uint8)[: data.nbytes], data.view(-1).view(uint8))
-    message.done(None)
-    receive.done(None)
+    elif data.nbytes:
+        try:
+            copy(bytes_of(into)[: data.nbytes], bytes_of(data))
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            error = ours(raised)
+    tell([(message.done, None), (receive.done, error)])
 
 
 class LocalTransport:
@@ -136,7 +147,7 @@ class LocalTransport:
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done when the receiver has copied it."""
-        self._hub.send((self._comm, dst), _Message(self.rank, tag, t, done))
+        self._hub.send((self._comm, dst), _LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t`."""

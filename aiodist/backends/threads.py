@@ -21,7 +21,7 @@ def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
     def run() -> None:
         try:
             value = fn()
-        except BaseException as error:  # noqa: BLE001  - it belongs to whoever waits
+        except BaseException as error:  # noqa: BLE001  - it belongs to the code that waits for `future`
             future.set_exception(error)
         else:
             future.set_result(value)

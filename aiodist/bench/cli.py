@@ -1,4 +1,7 @@
-"""`aiodist bench OP`: checks what is asked and starts the ranks; loads no torch."""
+"""`aiodist bench OP`: checks what is asked and starts the ranks; loads no torch.
+
+`Options` and `run` are for other suites of benchmarks too, which have a command of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,32 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from aiodist.bench import registry
 from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_batches, parse_names, parse_sizes
+from aiodist.bench.registry import BENCHMARKS, Benchmark
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["app", "main", "writable"]
+__all__ = ["Options", "app", "called", "main", "run", "writable"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def main(args: list[str]) -> int:
     """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
+    return called(app, args, "aiodist bench")
+
+
+def called(command: typer.Typer, args: list[str], name: str) -> int:
+    """Run `command`, of that name; return the exit code, 2 for arguments that make no sense."""
     try:
-        if args[:1] == ["scale"]:
-            from aiodist.bench import scale
-
-            scale.app(args=args[1:], prog_name="aiodist bench scale")
-        elif args[:1] == ["ps-convergence"]:
-            from aiodist.bench import ps_convergence
-
-            ps_convergence.app(args=args[1:], prog_name="aiodist bench ps-convergence")
-        elif args[:1] == ["gpu"]:
-            from aiodist.bench import gpu
-
-            gpu.app(args=args[1:], prog_name="aiodist bench gpu")
-        else:
-            app(args=args, prog_name="aiodist bench")
+        command(args=args, prog_name=name)
     except AiodistError as error:
         print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -48,73 +44,103 @@ def main(args: list[str]) -> int:
     return 0
 
 
-_OP_HELP = (
-    f"What to measure: {', '.join(registry.BENCHMARKS)}; scale simulates, ps-convergence trains, gpu measures all that "
-    "is to be reached on a CUDA device: each has options of its own (aiodist bench scale --help)."
-)
 _MPI = ("mpi4py", "mpi")
-_TRAIN = registry.BENCHMARKS["train"]
-_IMPL_HELP = f"Ours: some of {','.join(IMPLS)} (auto); train: {','.join(_TRAIN.impls)} (all)."
-_AGAINST_HELP = f"Beside: some of {','.join(PEERS)}, or none; train: {','.join(_TRAIN.peers)} (all)."
+
+
+class Options(NamedTuple):
+    """What was asked for, as it was typed; None: as the benchmark has it."""
+
+    ranks: int | None = None
+    sizes: str | None = None
+    impl: str | None = None
+    against: str | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    dtype: str = "float32"
+    repeat: int | None = None
+    loop: str = "auto"
+    mpi: str = "auto"
+    model: str | None = None
+    batch: str | None = None
+    servers: int | None = None
+
+
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="How many ranks (2).")]
+Sizes = Annotated[
+    str | None,
+    typer.Option(
+        "--sizes", metavar="64,1KiB,64MiB", help="Bytes of one rank's input; 2^8 to 2^23 elements and a few more."
+    ),
+]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the records there.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them there.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of the tensors.")]
+Repeat = Annotated[int | None, typer.Option("--repeat", metavar="R", min=1, help="Samples of each figure.")]
+Loop = Annotated[str, typer.Option("--loop", metavar="|".join(LOOPS), help="The event loop.")]
+Mpi = Annotated[str, typer.Option("--mpi", metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")]
 
 
 @app.command()
 def bench(  # noqa: PLR0913 - one for each option
-    op: Annotated[str, typer.Argument(metavar="OP", help=_OP_HELP)],
-    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many ranks (2).")] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="64,1KiB,64MiB", help="Bytes of one rank's input; 2^8 to 2^23 elements and a few more."),
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"What to measure: {', '.join(BENCHMARKS)}.")],
+    ranks: Ranks = None,
+    sizes: Sizes = None,
+    impl: Annotated[str | None, typer.Option(metavar="NAMES", help=f"Ours: some of {','.join(IMPLS)} (auto).")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Beside: some of {','.join(PEERS)}, or none (all).")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="mlp,conv", help="What is trained (all).")] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="32,256", help="Samples of one rank in a step (as each model's targets).")
-    ] = None,
-    impl: Annotated[str | None, typer.Option(metavar="NAMES", help=_IMPL_HELP)] = None,
-    against: Annotated[str | None, typer.Option(metavar="NAMES", help=_AGAINST_HELP)] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the records there.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw them there.")] = None,
-    servers: Annotated[int | None, typer.Option(metavar="S", min=1, help="ps: how many ranks serve (1).")] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors.")] = "float32",
-    repeat: Annotated[int | None, typer.Option(metavar="R", min=1, help="Samples of each figure.")] = None,
-    loop: Annotated[str, typer.Option(metavar="|".join(LOOPS), help="The event loop.")] = "auto",
-    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
+    json: Json = None,
+    plot: Plot = None,
+    dtype: Dtype = "float32",
+    repeat: Repeat = None,
+    loop: Loop = "auto",
+    mpi: Mpi = "auto",
 ) -> None:
     """Measure an operation on N ranks of this host, beside plain library calls in the same processes.
 
     Started by mpirun, srun or torchrun it measures on the ranks of that job.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    if loop not in LOOPS:
-        raise ConfigError(f"--loop {loop}: expected one of {', '.join(LOOPS)}")
-    benchmark = registry.find(op)
+    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi)
+    raise typer.Exit(run(op, BENCHMARKS, options))
+
+
+def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
+    """Measure `op` of `benchmarks` on ranks of their own, or those of the job that this is; return the exit code."""
+    if op not in benchmarks:
+        raise ConfigError(f"bench {op}: expected one of {', '.join(benchmarks)}")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
+    if options.loop not in LOOPS:
+        raise ConfigError(f"--loop {options.loop}: expected one of {', '.join(LOOPS)}")
+    benchmark = benchmarks[op]
     environment = Environment.read()
-    in_job = _job_size(ranks, environment)
+    in_job = _job_size(options.ranks, environment)
     path = environment.variables.get("PATH", os.defpath)
-    with_mpi = environment.mpi if in_job else find_mpi(mpi, path) is not None
+    with_mpi = environment.mpi if in_job else find_mpi(options.mpi, path) is not None
     plan = Plan(
         op=op,
-        ranks=in_job or ranks or 2,
-        impls=_impls(impl, benchmark, with_mpi),
-        peers=_peers(against, benchmark, with_mpi),
-        sizes=None if sizes is None else parse_sizes(sizes, DTYPES[dtype]),
-        models=_models(model, benchmark),
-        batches=None if batch is None else parse_batches(batch),
-        dtype=dtype,
-        servers=_servers(servers, benchmark),
-        repeat=repeat,
-        loop=loop,
-        json=writable("--json", json),
-        plot=writable("--plot", plot),
+        ranks=in_job or options.ranks or 2,
+        impls=_impls(options.impl, benchmark, with_mpi),
+        peers=_peers(options.against, benchmark, with_mpi),
+        sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
+        models=_models(options.model, benchmark),
+        batches=None if options.batch is None else parse_batches(options.batch),
+        module=benchmark.module,
+        targets=benchmark.targets,
+        dtype=options.dtype,
+        servers=_servers(options.servers, benchmark),
+        repeat=options.repeat,
+        loop=options.loop,
+        json=writable("--json", options.json),
+        plot=writable("--plot", options.plot),
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
     )
     _check(plan, benchmark)
-    raise typer.Exit(_here(plan) if in_job else _launched(plan, mpi))
+    return _here(plan) if in_job else _launched(plan, options.mpi)
 
 
-def _check(plan: Plan, benchmark: registry.Benchmark) -> None:
+def _check(plan: Plan, benchmark: Benchmark) -> None:
     """Raise `ConfigError` for options that do not go together."""
     if "local" in plan.impls and plan.ranks > 1:
         raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
@@ -146,13 +172,13 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     return environment.size
 
 
-def _servers(given: int | None, benchmark: registry.Benchmark) -> int:
+def _servers(given: int | None, benchmark: Benchmark) -> int:
     if given is not None and not benchmark.serves:
         raise ConfigError(f"--servers: in {benchmark.name} no rank serves")
     return given or 1
 
 
-def _models(given: str | None, benchmark: registry.Benchmark) -> tuple[str, ...] | None:
+def _models(given: str | None, benchmark: Benchmark) -> tuple[str, ...] | None:
     if given is None:
         return None
     if not benchmark.models:
@@ -160,7 +186,7 @@ def _models(given: str | None, benchmark: registry.Benchmark) -> tuple[str, ...]
     return parse_names("--model", given, benchmark.models)
 
 
-def _impls(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
+def _impls(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
         return tuple([impl for impl in benchmark.default_impls if impl not in BACKENDS or _has_backend(impl)])
     impls = parse_names("--impl", given, benchmark.impls)
@@ -173,7 +199,7 @@ def _has_backend(name: str) -> bool:
     return importlib.util.find_spec(f"aiodist.backends.{name}") is not None
 
 
-def _peers(given: str | None, benchmark: registry.Benchmark, with_mpi: bool) -> tuple[str, ...]:
+def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
         return tuple([peer for peer in benchmark.peers if with_mpi or peer not in _MPI])
     if given == "none" and given not in benchmark.peers:

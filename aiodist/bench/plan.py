@@ -13,9 +13,7 @@ __all__ = [
     "BACKENDS",
     "DTYPES",
     "IMPLS",
-    "JOBS",
     "LOOPS",
-    "MODELS",
     "PEERS",
     "Plan",
     "default_sizes",
@@ -44,11 +42,6 @@ DTYPES = {
     "complex128": 16,
 }
 """Bytes per element of each dtype."""
-MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (1,)}
-"""What is trained, and the batches of one rank for which there are speeds to reach."""
-JOBS = ("digits", "transformer")
-"""What is trained from end to end, with loader, evaluation and checkpoints."""
-
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _KICK = 13  # an odd number more than a power of two: nothing divides evenly, nothing stays aligned
@@ -56,7 +49,7 @@ _KICK = 13  # an odd number more than a power of two: nothing divides evenly, no
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of `aiodist bench`."""
+    """One run of a benchmark."""
 
     op: str
     ranks: int
@@ -68,6 +61,10 @@ class Plan:
     """What is trained; None: all of the benchmark's."""
     batches: tuple[int, ...] | None = None
     """Samples that one rank has in a step; None: those of each model."""
+    module: str = "aiodist.bench.collectives"
+    """Where `async def measure(session) -> list[Record]` is."""
+    targets: str | None = None
+    """Where `verdicts(records) -> list[Verdict]` is, for speeds to reach."""
     dtype: str = "float32"
     servers: int = 1
     """How many ranks serve, the last ones, where ranks serve."""

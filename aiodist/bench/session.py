@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from aiodist.bench.plan import Plan
     from aiodist.communicator import Communicator
 
-__all__ = ["Facts", "Session", "facts"]
+__all__ = ["RankFacts", "Session", "facts"]
 
 
-class Facts(NamedTuple):
+class RankFacts(NamedTuple):
     """What must be known of a rank beside its times."""
 
     affinity: tuple[int, ...]
     torch_threads: int
 
 
-def facts() -> Facts:
+def facts() -> RankFacts:
     """Return those of this process."""
-    return Facts(tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads())
+    return RankFacts(tuple(sorted(os.sched_getaffinity(0))), torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Session:
 
     def _timed(self, op: str, name: str, nbytes: int | None, everything: list[Any]) -> Record:
         rank, found = slowest([samples[name] for samples, _ in everything])
-        known = Facts(*everything[rank][1])
+        known = RankFacts(*everything[rank][1])
         algorithm, bus = bandwidths(op, nbytes or 0, found.median, self.coll.size)
         return Record(
             op=op,
@@ -96,8 +96,8 @@ class Session:
                 impl=impl,
                 ranks=self.coll.size,
                 nbytes=nbytes,
-                affinity=Facts(*known).affinity,
-                torch_threads=Facts(*known).torch_threads,
+                affinity=RankFacts(*known).affinity,
+                torch_threads=RankFacts(*known).torch_threads,
                 value=largest,
             )
         ]

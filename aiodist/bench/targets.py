@@ -1,4 +1,4 @@
-"""The speeds to reach on 2 ranks, and whether records reach them: a pure function."""
+"""The speeds that an await is to reach on 2 ranks, and whether records reach them: a pure function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
 
-__all__ = ["Verdict", "verdicts"]
+__all__ = ["Verdict", "ratio", "verdicts"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         if record.op == op and record.value is not None
     ]
     waits = [*_small(found, "mpi4py:iallreduce", 2.0), *_small(found, "gloo", 1.2), *_many(found), *_large(found)]
-    return [*waits, *values, *_steps(found), *_lags(found), *_epochs(found), *_jobs(found), *_served(found)]
+    return [*waits, *values]
 
 
 _VALUES = (
@@ -49,7 +49,6 @@ _VALUES = (
     ("backward_beside_pending", 1.1, "x", 1.0),
     ("await_busy", 1.5, "x", 1.0),
 )
-_TINY_PARAMETERS = 1000
 _MANY = (("gather_1000", 8.0), ("aiodist_gather_1000", 5.0), ("issue", 10.0))
 
 
@@ -61,8 +60,8 @@ def _small(records: Sequence[Record], peer: str, target: float) -> list[Verdict]
         if record.op == "await_small" and record.impl == peer:
             for mine in records:
                 if mine.op == "await_small" and mine.nbytes == record.nbytes and ours(records, mine.impl):
-                    ratio = _ratio(mine.seconds, record.seconds)
-                    lines.append(Verdict(f"await {mine.impl} {record.nbytes} B / {peer}", ratio, "x", target))
+                    times = ratio(mine.seconds, record.seconds)
+                    lines.append(Verdict(f"await {mine.impl} {record.nbytes} B / {peer}", times, "x", target))
     return lines
 
 
@@ -99,103 +98,6 @@ def _large(records: Sequence[Record]) -> list[Verdict]:
     ]
 
 
-def _steps(records: Sequence[Record]) -> list[Verdict]:
-    """Training steps, ours against others of the same model, batch and run."""
-    lines = []
-    for mine in records:
-        if not mine.op.startswith("train:") or mine.impl not in ("aiodist:datapar", "aiodist:pipelined"):
-            continue
-        kind = mine.op.removeprefix("train:")
-        others = {r.impl: r.seconds for r in records if (r.op, r.batch) == (mine.op, mine.batch)}
-        what = f"{kind} {mine.batch} {mine.impl}"
-        if kind == "tiny1000":
-            if mine.impl == "aiodist:datapar" and mine.seconds and others.get("none"):
-                each = (mine.seconds - (others["none"] or 0.0)) / _TINY_PARAMETERS * 1e6
-                lines.append(Verdict(f"{what} - none, a parameter", each, "us", 3.0))
-        elif mine.impl == "aiodist:pipelined":
-            if (kind, mine.batch) == ("mlp", 32) and "aiodist:datapar" in others:
-                lines.append(Verdict(f"{what} / datapar", _ratio(mine.seconds, others["aiodist:datapar"]), "x", 1.0))
-        else:
-            heavy = (kind, mine.batch) == ("mlp", 32)
-            for other, target in (("none", 1.35 if heavy else 1.06), ("ddp", 1.0)):
-                if other in others:
-                    lines.append(Verdict(f"{what} / {other}", _ratio(mine.seconds, others[other]), "x", target))
-    return lines
-
-
-def _lags(records: Sequence[Record]) -> list[Verdict]:
-    """The ticker beside `net.step`."""
-    return [
-        Verdict(f"{record.op.removeprefix('train:')} {record.batch} {record.impl}, loop lag", lag * 1e3, "ms", 5.0)
-        for record in records
-        if record.impl in ("aiodist:datapar", "aiodist:pipelined") and (lag := record.loop_lag) is not None
-    ]
-
-
-def _epochs(records: Sequence[Record]) -> list[Verdict]:
-    """An epoch of ours against the slower of what loading alone and computing alone take.
-
-    Where both compute, that is only to be had where each rank has two cores.
-    """
-    lines = []
-    for op in ("prefetch", "prefetch:cpu"):
-        here = [r for r in records if r.op == op and (op == "prefetch" or len(r.affinity or ()) >= 2 * r.ranks)]
-        seconds = {r.impl: r.seconds for r in here if r.seconds}
-        if {"aiodist:prefetch", "loader", "step"} <= set(seconds):
-            slower = max(seconds["loader"] or 0.0, seconds["step"] or 0.0)
-            what = f"{op} / the slower of loader and step"
-            lines.append(Verdict(what, _ratio(seconds["aiodist:prefetch"], slower), "x", 1.1))
-    return lines
-
-
-def _jobs(records: Sequence[Record]) -> list[Verdict]:
-    """Samples per second, accuracy, and lines of user code, against the job written with DDP.
-
-    With loader processes or without, whichever is the better.
-    """
-    lines = []
-    for mine in records:
-        values = [r.value for r in records if r.op == mine.op and r.impl in ("ddp", "ddp:0") and r.value is not None]
-        theirs = max(values, default=None)
-        if mine.impl != "aiodist:datapar" or mine.value is None or theirs is None:
-            continue
-        if mine.op == "end2end:lines":
-            lines.append(Verdict("end2end: lines of code / ddp", mine.value / theirs, "x", 1.0))
-        elif mine.op.endswith(":accuracy"):
-            lines.append(Verdict(f"{mine.op} - ddp", mine.value - theirs, "", -0.01, at_least=True))
-        elif mine.op.startswith("end2end:"):
-            lines.append(Verdict(f"{mine.op}, samples/s / ddp", mine.value / theirs, "x", 1.1, at_least=True))
-    return lines
-
-
-def _served(records: Sequence[Record]) -> list[Verdict]:
-    """A parameter server's large pushes and pulls against others', its small pushes, and the step beside it."""
-    lines = []
-    for mine in records:
-        for size, ours, theirs, target in _PUSHES_AND_PULLS:
-            if (mine.nbytes, mine.impl) == (size, ours) and mine.op in ("push", "pull") and mine.rule in (None, "copy"):
-                here = [r for r in records if (r.op, r.nbytes, r.rule) == (mine.op, size, mine.rule)]
-                what = f"{mine.op} {size >> 20} MiB {ours} against {theirs}"
-                lines += [
-                    Verdict(what, _ratio(r.seconds, mine.seconds), "x faster", target, at_least=True)
-                    for r in here
-                    if r.impl == theirs
-                ]
-        if (mine.op, mine.nbytes, mine.rule, mine.impl) == ("push", 4 << 10, "copy", "aiodist:ps") and mine.seconds:
-            lines.append(Verdict("push 4 KiB aiodist:ps", mine.seconds * 1e6, "us", 40.0))
-        if (mine.op, mine.nbytes, mine.impl) == ("ps_ops", 64, "aiodist:ps") and mine.value is not None:
-            lines.append(Verdict("pushes of 64 B, a second", mine.value, "", 50_000, at_least=True))
-        if mine.op == "serving" and mine.value is not None:
-            lines.append(Verdict(f"step beside 10 pulls/s of {mine.impl}", mine.value, "x", 1.05))
-    return lines
-
-
-_PUSHES_AND_PULLS = (
-    (64 << 20, "aiodist:ps", "rpc", 2.0),
-    (64 << 20, "aiodist:ps", "mpi", 0.9),
-    (64 << 20, "aiodist:ps-arena", "rpc", 4.0),
-)
-
-
-def _ratio(ours: float | None, theirs: float | None) -> float:
+def ratio(ours: float | None, theirs: float | None) -> float:
+    """Return how many times theirs ours is; NaN where one of them is not known."""
     return ours / theirs if ours and theirs else float("nan")

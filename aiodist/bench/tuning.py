@@ -1,7 +1,7 @@
 """`aiodist tune`: has the ranks measure every implementation, and the best ones written down; loads no torch.
 
 The ranks run `aiodist.bench.tuning_worker`. What they find goes to the user's cache, from where the next `init` of as
-many ranks, on as many hosts, with the same versions takes it (see `aiodist.collectives.tablefile`).
+many ranks, on as many hosts, with the same versions takes it (see `aiodist.collectives.choice.tablefile`).
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from aiodist.bench.plan import Plan
 from aiodist.bench.session import Session
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning
-from aiodist.collectives.availability import State
-from aiodist.collectives.table import RangeEdit, bytes_text
-from aiodist.collectives.tablefile import render, tuned_path, write
+from aiodist.collectives.choice.availability import State
+from aiodist.collectives.choice.table import RangeEdit, bytes_text
+from aiodist.collectives.choice.tablefile import render, tuned_path, write
 from aiodist.communicator.tuned import conditions_of
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
@@ -50,7 +50,7 @@ async def main(todo: Tuning) -> None:
                 figures[seen] = seconds
                 if coll.rank == 0:
                     print(_line(operation, nbytes, seconds), flush=True)  # noqa: T201
-            edits += edits_from(operation, coll._repertoire.hosts, figures)
+            edits += edits_from(operation, coll.parts.repertoire.hosts, figures)
         if coll.rank == 0:
             _report(todo, coll, edits)
 

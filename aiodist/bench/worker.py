@@ -6,6 +6,7 @@ Started as `python -m aiodist.bench.worker PLAN`, the plan as JSON, by `aiodist 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import platform
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,6 @@ import aiodist
 from aiodist.bench import peers, records, registry, report
 from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
-from aiodist.bench.targets import verdicts
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 
@@ -48,7 +48,7 @@ def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _measure(plan: Plan) -> None:
-    measure = registry.find(plan.op).load()
+    measure = registry.load(plan.module)
     found: list[Record] = []
     titles: list[str] = []
     impls_left = sorted(plan.impls, key=lambda impl: impl in BACKENDS)
@@ -102,8 +102,7 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
     console.print(report.table(found, title))
-    reached = verdicts(found) if registry.find(plan.op).judged else []
-    if reached:
+    if plan.targets is not None and (reached := importlib.import_module(plan.targets).verdicts(found)):
         console.print(report.verdict_table(reached))
 
 

@@ -1,7 +1,7 @@
 """What a codec is, and the sixteen bytes that every code begins with.
 
 A code is flat uint8 on the CPU: a head that says which codec made it, of which dtype and how many elements, then what
-the codec wrote. All numbers are little-endian. Whatever a head says is compared with what the receiver expects before
+the codec wrote. All numbers are little-endian. All that a head says is compared with what the receiver expects before
 anything is read, and no length or index is taken from a code unchecked: damaged and forged codes are a `ValueError`.
 """
 
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import dtype_name
+
 __all__ = [
     "FLOATS",
     "HEAD",
@@ -25,7 +27,6 @@ __all__ = [
     "check_input",
     "create",
     "is_kind",
-    "named",
     "parse",
     "part",
 ]
@@ -101,17 +102,12 @@ class Head(NamedTuple):
     param: int = 0
 
 
-def named(dtypes: Iterable[torch.dtype | torch.layout]) -> str:
-    """Return the names, for messages: `float16, float32`."""
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
 def check_input(t: Tensor, who: str, takes: Iterable[torch.dtype] = _DTYPES) -> Tensor:
     """Return `t` without its history, on the CPU; raise ValueError unless flat, TypeError for another dtype."""
     if t.dtype not in takes:
-        raise TypeError(f"{who} of {named([t.dtype])}: {who} takes {named(takes)}")
+        raise TypeError(f"{who} of {dtype_name(t.dtype)}: {who} takes {', '.join(map(dtype_name, takes))}")
     if t.dim() != 1 or t.layout is not torch.strided:
-        seen = f"{named([t.layout])} tensor of shape {tuple(t.shape)}"
+        seen = f"{str(t.layout).removeprefix('torch.')} tensor of shape {tuple(t.shape)}"
         raise ValueError(f"{who} of a {seen}: expected a strided one with one dimension, as `t.view(-1)` has")
     return t.detach().cpu()
 
@@ -132,7 +128,7 @@ def parse(
     head says.
     """
     if code.dtype is not torch.uint8 or code.dim() != 1 or code.device.type != "cpu":
-        seen = f"{named([code.dtype])} of shape {tuple(code.shape)} on {code.device}"
+        seen = f"{dtype_name(code.dtype)} of shape {tuple(code.shape)} on {code.device}"
         raise ValueError(f"a code of {kind.name} that is {seen}: expected flat uint8 on the CPU")
     if code.numel() < HEAD:
         raise ValueError(f"a code of {code.numel()} bytes: expected {kind.name}, at least {HEAD} bytes")
@@ -141,10 +137,10 @@ def parse(
     if numel is None:
         numel = nbytes = count
     if (made_by, number, count) != (kind, _NUMBER.get(dtype), numel):
-        seen = f"{_kind_name(made_by)} of {count} x {_dtype_name(number)}"
-        raise ValueError(f"a code by {seen}: expected {kind.name} of {numel} x {named([dtype])}")
+        seen = f"{_kind_name(made_by)} of {count} x {_dtype_of(number)}"
+        raise ValueError(f"a code by {seen}: expected {kind.name} of {numel} x {dtype_name(dtype)}")
     if nbytes is not None and code.numel() != HEAD + nbytes:
-        expected = f"{HEAD + nbytes} for {numel} x {named([dtype])}"
+        expected = f"{HEAD + nbytes} for {numel} x {dtype_name(dtype)}"
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
     return Head(kind, dtype, numel, extra, param), code[HEAD:]
 
@@ -167,5 +163,5 @@ def _kind_name(number: int) -> str:
     return Kind(number).name if number in set(Kind) else f"codec {number}"
 
 
-def _dtype_name(number: int) -> str:
-    return named([_DTYPES[number - 1]]) if 0 < number <= len(_DTYPES) else f"dtype {number}"
+def _dtype_of(number: int) -> str:
+    return dtype_name(_DTYPES[number - 1]) if 0 < number <= len(_DTYPES) else f"dtype {number}"

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, is_kind, named, parse
+from aiodist.backends.base import dtype_name
+from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, is_kind, parse
 from aiodist.codecs.feedback import saturated, wide
 
 __all__ = ["Incoming", "Outgoing"]
@@ -132,8 +133,8 @@ class Incoming:
             value.view(torch.uint8).copy_(payload)
             now = _Held(value.to(wide(dtype)), dtype, head.extra)
         elif held is None or held.dtype is not dtype or held.value.numel() != numel:
-            had = "nothing" if held is None else f"{held.value.numel()} x {named([held.dtype])}"
-            raise ValueError(f"no whole {numel} x {named([dtype])} for key {key!r}, of which there is {had} here")
+            had = "nothing" if held is None else f"{held.value.numel()} x {dtype_name(held.dtype)}"
+            raise ValueError(f"no whole {numel} x {dtype_name(dtype)} for key {key!r}, of which there is {had} here")
         else:
             head, payload = parse(message, Kind.DIFFERENCE, dtype, numel)
             now = held.after(held.value)

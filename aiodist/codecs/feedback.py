@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import Codec, check_input, named
+from aiodist.backends.base import dtype_name
+from aiodist.codecs.base import Codec, check_input
 
 __all__ = ["ErrorFeedback"]
 
@@ -71,10 +72,10 @@ class ErrorFeedback:
         if residual is None:
             return t.to(kept)
         if residual.shape != t.shape or residual.dtype is not kept:
-            before = f"{residual.numel()} x {named([residual.dtype])}"
+            before = f"{residual.numel()} x {dtype_name(residual.dtype)}"
             raise ValueError(
-                f"{t.numel()} x {named([t.dtype])} for key {key!r}, whose residual is {before}: "
-                f"expected {residual.numel()} elements kept in {named([residual.dtype])}, or `forget` first"
+                f"{t.numel()} x {dtype_name(t.dtype)} for key {key!r}, whose residual is {before}: "
+                f"expected {residual.numel()} elements kept in {dtype_name(residual.dtype)}, or `forget` first"
             )
         return t + residual
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, named, parse, part
+from aiodist.backends.base import dtype_name
+from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part
 
 __all__ = ["Half"]
 
@@ -46,7 +47,7 @@ class Half:
         head, payload = parse(code, Kind.HALF, dtype, numel, 2 * numel)
         exponent = head.param - _BIAS
         if abs(exponent) > _LARGEST or (dtype is torch.float16 and exponent):
-            raise ValueError(f"a code by Half with exponent {exponent}: {named([dtype])} has none such")
+            raise ValueError(f"a code by Half with exponent {exponent}: {dtype_name(dtype)} has none such")
         halves = part(payload, 0, numel, torch.float16)
         if dtype is torch.float16:
             return halves.clone()

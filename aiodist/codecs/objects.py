@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist import objects
 from aiodist.codecs.base import Head, Kind, create, parse
+from aiodist.communicator import pickling as objects
 
 __all__ = ["Json", "Pickle"]
 

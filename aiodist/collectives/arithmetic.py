@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import combine, copy, divide
+from aiodist.backends.base import dtype_name
+from aiodist.backends.inplace import combine, copy, divide, flat, numbers_of
 from aiodist.types import ReduceOp
 
 __all__ = ["SUPPORTED", "check_op", "combine", "from_wire", "to_wire", "wire_op"]
@@ -36,8 +37,8 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
     except ValueError:
         raise ValueError(f"op={op!r}: expected one of {', '.join(ReduceOp)}") from None
     if kind not in _TAKES[known]:
-        takes = ", ".join(sorted(str(k).removeprefix("torch.") for k in _TAKES[known]))
-        raise TypeError(f"{known} of {str(kind).removeprefix('torch.')}: {known} takes {takes}")
+        takes = ", ".join(sorted(map(dtype_name, _TAKES[known])))
+        raise TypeError(f"{known} of {dtype_name(kind)}: {known} takes {takes}")
     return known
 
 
@@ -51,10 +52,8 @@ def to_wire(t: Tensor) -> Tensor:
 
     A view of `t` where that is possible, else a copy.
     """
-    flat = t.detach().view(-1)
-    if t.dtype is torch.bool:
-        return flat.view(torch.uint8)
-    return flat.float() if t.dtype in _HALVES else flat
+    numbers = numbers_of(t)
+    return numbers.float() if t.dtype in _HALVES else numbers
 
 
 def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
@@ -62,4 +61,4 @@ def from_wire(wire: Tensor, t: Tensor, op: ReduceOp, ranks: int) -> None:
     if op is ReduceOp.MEAN:
         divide(wire, ranks)
     if wire.data_ptr() != t.data_ptr():
-        copy(t.view(-1), wire)
+        copy(flat(t), wire)

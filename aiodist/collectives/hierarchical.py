@@ -13,9 +13,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from aiodist.collectives.implementations import Implementation, Messages, Wanted
+from aiodist.collectives.choice.table import COMPARED_BYTES
+from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
 from aiodist.collectives.program import Endpoint, Program, concurrently
 from aiodist.collectives.scheduled import SubEndpoint, on_lane
+from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.types import ReduceOp
 
 __all__ = ["Hierarchical"]
@@ -23,8 +25,15 @@ __all__ = ["Hierarchical"]
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 
-class Hierarchical(Messages):
-    """See the module; what it lacks is sent directly."""
+class Hierarchical(ScheduledMessages):
+    """See the module; what it lacks is sent directly.
+
+    Hosts that differ on an operation stop what goes between them. The ranks within a host, which agree, all go on to
+    the end: none may wait for one that has stopped.
+    """
+
+    recallable = False
+    compares = True
 
     def __init__(
         self,
@@ -42,9 +51,9 @@ class Hierarchical(Messages):
         self._hosts = [list(ranks) for ranks in hosts]
         self._here = self._hosts[self._host]
         self._local = self._here.index(rank)
-        self._within = within or Messages("direct")
-        self._short, self._long = Messages("doubling"), Messages("ring", 1)  # on a lane: in one piece
-        self._tree = Messages("tree")
+        self._within = within or ScheduledMessages("direct")
+        self._short, self._long = ScheduledMessages("doubling"), ScheduledMessages("ring", 1)  # on a lane: in one piece
+        self._tree = ScheduledMessages("tree")
 
     @classmethod
     def forms(
@@ -74,7 +83,7 @@ class Hierarchical(Messages):
         if here.size > 1:
             yield from self._within.reduce_scatter(here, t, mine, counts, op)
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
-        yield from self._between(mine).allreduce(across, mine, op)
+        yield from _unless_hosts_differ(across, t, self._between(mine).allreduce(across, mine, op))
         if here.size > 1:
             yield from self._within.allgather(here, mine, t, counts)
 
@@ -83,35 +92,66 @@ class Hierarchical(Messages):
         if here.size > 1:
             yield from self._within.reduce(here, t, op, 0)
         if self._local == 0:
-            yield from self._between(t).allreduce(SubEndpoint(ep, [ranks[0] for ranks in self._hosts]), t, op)
+            first = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
+            yield from _unless_hosts_differ(first, t, self._between(t).allreduce(first, t, op))
         if here.size > 1:
             yield from self._within.broadcast(here, t, 0)
 
     def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
         """Reduce within each host to the one that stands for it, and from there to root."""
-        envoys, home = self._envoys(root)
+        representatives, home = self._representatives(root)
         here = SubEndpoint(ep, self._here)
-        mine = here.ranks.index(envoys[self._host])
+        mine = here.ranks.index(representatives[self._host])
         total = t if ep.rank == root or self._local != mine else t.clone()
         if here.size > 1:
             yield from self._within.reduce(here, total, op, mine)
         if self._local == mine:
-            yield from self._tree.reduce(SubEndpoint(ep, envoys), total, op, home)
+            across = SubEndpoint(ep, representatives)
+            yield from _unless_hosts_differ(across, t, self._tree.reduce(across, total, op, home))
 
     def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         """From root to one rank of each host, and from there to the others."""
-        envoys, home = self._envoys(root)
+        representatives, home = self._representatives(root)
         here = SubEndpoint(ep, self._here)
-        mine = here.ranks.index(envoys[self._host])
+        mine = here.ranks.index(representatives[self._host])
         if self._local == mine:
-            yield from self._tree.broadcast(SubEndpoint(ep, envoys), t, home)
+            across = SubEndpoint(ep, representatives)
+            yield from _unless_hosts_differ(across, t, self._tree.broadcast(across, t, home))
         if here.size > 1:
             yield from self._within.broadcast(here, t, mine)
 
-    def _envoys(self, root: int) -> tuple[list[int], int]:
+    def _representatives(self, root: int) -> tuple[list[int], int]:
         """Return a rank of each host, of which root stands for its own, and the number of that host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
-    def _between(self, t: Tensor) -> Messages:
+    def _between(self, t: Tensor) -> ScheduledMessages:
         return self._short if t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long
+
+
+def _unless_hosts_differ(ep: Endpoint, t: Tensor, program: Program[None]) -> Program[None]:
+    """Run what goes between hosts, and stop where they differ; large tensors wait until it is known that they do not.
+
+    How the operation ends is not decided here: its gate knows.
+    """
+    traffic = ep.traffic
+    try:
+        if traffic is not None and t.nbytes >= COMPARED_BYTES:
+            yield [traffic.agreed]
+        yield from program
+    except Exception:
+        if traffic is None:
+            raise
+        # A message of another size than was asked for fails before it is known why.
+        if (yield from _agreed(traffic)):
+            raise
+    finally:
+        program.close()
+
+
+def _agreed(traffic: Traffic) -> Program[bool]:
+    try:
+        yield [traffic.agreed]
+    except Differ:
+        return False
+    return True

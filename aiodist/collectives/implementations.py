@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Native
+from aiodist.backends.base import Begin, Native, dtype_name
 from aiodist.backends.shm import INLINE_BYTES, ShmNative
 from aiodist.collectives.program import Endpoint, Program, tag_of
 from aiodist.collectives.scheduled import Scheduled
@@ -21,7 +21,7 @@ from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
 
-__all__ = ["Implementation", "Library", "Messages", "SharedMemory", "Wanted"]
+__all__ = ["Implementation", "NativeCollectives", "ScheduledMessages", "SharedMemory", "Wanted"]
 
 
 class Wanted(NamedTuple):
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
         return self.numel * self.kind.itemsize
 
     def __str__(self) -> str:
-        what = f"{self.operation} of {self.numel} {str(self.kind).removeprefix('torch.')}"
+        what = f"{self.operation} of {self.numel} {dtype_name(self.kind)}"
         what += f" with {self.op}" if self.op else ""
         return what if self.device == "cpu" else f"{what} on {self.device}"
 
@@ -52,9 +52,13 @@ class Implementation(Protocol):
     finishes: bool
     """Its reductions take 16-bit floats and means as they are, and round once."""
     inline_bytes: int
-    """Shorter tensors are worked on by whoever issues or awaits, longer ones on the progress thread."""
+    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    recallable: bool
+    """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
+    compares: bool
+    """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
 
     def lacks(self, wanted: Wanted) -> str | None:
         """Return why it cannot do that, None where it can; the same on all ranks."""
@@ -83,12 +87,14 @@ class Implementation(Protocol):
         """Reduce `t` over the ranks up to mine."""
 
 
-class Library:
+class NativeCollectives:
     """The collectives of the library that carries the communicator."""
 
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
+    recallable = False
+    compares = False
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
@@ -133,6 +139,8 @@ class SharedMemory:
     finishes = True
     inline_bytes = INLINE_BYTES
     in_order = False
+    recallable = False
+    compares = False
 
     def __init__(self, native: ShmNative) -> None:
         self._native = native
@@ -165,12 +173,14 @@ class SharedMemory:
         yield [partial(self._native.scan, t, op, ep.tag)]
 
 
-class Messages(Scheduled):
+class ScheduledMessages(Scheduled):
     """A schedule over the messages of the endpoint."""
 
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = False
+    recallable = True
+    compares = False
 
     def lacks(self, wanted: Wanted) -> str | None:
         names = SCHEDULES.get(wanted.operation, {})

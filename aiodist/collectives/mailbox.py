@@ -11,24 +11,26 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
-from aiodist.backends.inplace import copy
+from aiodist.backends.base import Done, Transport, guarded, ours, tell
+from aiodist.backends.inplace import bytes_of, copy
+from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
-from aiodist.collectives.on_device import DeviceWork
-from aiodist.collectives.program import Courier
+from aiodist.collectives.program import DeviceMessages
 from aiodist.errors import BackendError
+from aiodist.handles import join
 from aiodist.types import ANY
 
 __all__ = ["Arrived", "Mailbox", "Wanted"]
 
 _HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
 _BEHIND, _INLINE, _IN_PIECES = range(3)
-"""Forms: the data follow in a message of their own, are in the header's, or follow as a device's courier sends them."""
+"""Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them."""
 _META_AT = _HEADER.size
 _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
@@ -80,30 +82,46 @@ class _Unexpected:
     form: int
     data: Tensor | None = field(repr=False)
 
+    def __str__(self) -> str:
+        what = self.meta if self.kind == Mailbox.TENSOR else f"an object of {self.meta.nbytes} bytes"
+        return f"rank {self.source} sent tag {self.tag} {what}"
+
 
 class Mailbox:
-    """All sends and receives of one communicator; every method runs with the transport lock held."""
+    """All sends and receives of one communicator; every method runs with the transport lock held.
 
-    TENSOR, OBJECT = 0, 1
+    What is raised while a message is sent or received is the error of that one: `done` or `finish` gets it.
+    """
+
+    TENSOR, OBJECT, _FAREWELL = 0, 1, 2
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.courier: Courier | None = None
+        self.device_messages: DeviceMessages | None = None
         """Takes tensors that lie on a device."""
         self._frame_bytes = _FRAME_BYTES if not transport.capabilities().short_receives else 0
         self._wanted: list[Wanted] = []
         self._unexpected: list[_Unexpected] = []
         self._listening = False
         self._sent = 0
+        self._parting: Done | None = None
+        self._farewell_heard = False
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
         """The receives that nothing has matched."""
         return tuple(self._wanted)
 
+    def unmatched(self) -> list[str]:
+        """Return what came and no receive has matched, as words; from any thread."""
+        return [str(message) for message in tuple(self._unexpected)]
+
     def send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done) -> None:
         """Send `t`; `done` when it may be reused, which for this rank itself is at once."""
-        flat = t.detach().view(-1).view(torch.uint8)
+        guarded(lambda told: self._send(t, dst, tag, kind, told), done)
+
+    def _send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done) -> None:
+        flat = bytes_of(t)
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
             # What it is copied behind on a device is queued on the stream that is current now.
@@ -116,26 +134,45 @@ class Mailbox:
             if t.is_cpu:
                 copied(flat.clone(), None)
             else:
-                assert self.courier is not None
-                self.courier.fetch(flat, copied)
+                assert self.device_messages is not None
+                self.device_messages.fetch(flat, copied)
             return
         self._sent = self._sent % _PAYLOAD_TAGS + 1
         inline = flat.nbytes <= (_INLINE_BYTES if t.is_cpu else 0)
         form = _INLINE if inline else _BEHIND if t.is_cpu else _IN_PIECES
-        head = _HEADER.pack(kind, form, self._transport.rank, tag, self._sent) + pack_meta(t)
-        frame = torch.empty(self._frame_bytes or (_DATA_AT + (flat.nbytes if inline else 0)), dtype=torch.uint8)
-        frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        frame = self._frame(kind, form, tag, t, flat.nbytes if inline else 0)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
             self._transport.isend(frame, dst, _HEADER_TAG, _keeping(frame, done))
         else:
-            both = _All(_keeping(frame, done))
+            both = join(2, _keeping(frame, done))
             self._transport.isend(frame, dst, _HEADER_TAG, both)
             if form == _BEHIND:
-                self._transport.isend(flat, dst, self._sent, both)
+                guarded(lambda told: self._transport.isend(flat, dst, self._sent, told), both)
             else:
-                assert self.courier is not None
-                self.courier.send(self._transport, flat, dst, self._sent, both)
+                assert self.device_messages is not None
+                guarded(partial(self.device_messages.send, self._transport, flat, dst, self._sent), both)
+
+    def _frame(self, kind: int, form: int, tag: int, t: Tensor, room: int) -> Tensor:
+        """Return the header of a message of `t`, with so much room behind it."""
+        head = _HEADER.pack(kind, form, self._transport.rank, tag, self._sent) + pack_meta(t)
+        frame = torch.empty(self._frame_bytes or (_DATA_AT + room), dtype=torch.uint8)
+        frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        return frame
+
+    def part(self, done: Done) -> None:
+        """Take in what was sent to this rank; `done` when the rank before it, in a ring, has said that it ends too.
+
+        Every rank says so to the next one, when all have issued what they will. So no receive stays behind.
+        """
+        frame = self._frame(self._FAREWELL, _INLINE, 0, torch.empty(0, dtype=torch.uint8), 0)
+        both = join(2, _keeping(frame, done))
+        self._transport.isend(frame, (self._transport.rank + 1) % self._transport.size, _HEADER_TAG, both)
+        if self._farewell_heard:
+            both(None)
+        else:
+            self._parting = both
+            self._listen()
 
     def receive(self, wanted: Wanted) -> None:
         """Give `wanted` the first message that matches, now or when it comes."""
@@ -145,7 +182,12 @@ class Mailbox:
                 self._deliver(message, wanted)
                 return
         self._wanted.append(wanted)
-        self._listen()
+        try:
+            self._listen()
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
+            if wanted in self._wanted:
+                self._wanted.remove(wanted)
+                _fail(wanted, ours(error))
 
     def withdraw(self, wanted: Wanted) -> bool:
         """Return True when nothing has matched `wanted`, which is forgotten."""
@@ -160,23 +202,37 @@ class Mailbox:
             return
         self._listening = True
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        self._transport.irecv(frame, ANY, _HEADER_TAG, lambda error: self._heard(frame, error))
+        guarded(partial(self._transport.irecv, frame, ANY, _HEADER_TAG), partial(self._heard, frame))
 
     def _heard(self, frame: Tensor, error: BaseException | None) -> None:
         self._listening = False
+        if error is None:
+            try:
+                if self._is_farewell(frame):
+                    return
+                self._arrived(_read(frame))
+            except Exception as raised:  # noqa: BLE001  - whose message it was nobody knows
+                error = ours(raised)
         if error is not None:
-            wanted, self._wanted = self._wanted, []
-            for receive in wanted:
-                receive.drop()
-                receive.finish(None, error)
-            return
-        data = frame.numpy().data
-        kind, form, source, tag, payload = _HEADER.unpack_from(data)
-        meta = unpack_meta(data, _META_AT)
-        inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
-        self._arrived(_Unexpected(kind, source, tag, payload, meta, form, inlined))
-        if self._wanted:
+            self._fail(error)
+        elif self._wanted or self._parting is not None:
             self._listen()
+
+    def _is_farewell(self, frame: Tensor) -> bool:
+        """Return True, and tell who waits for it, when the rank before this one in the ring says that it ends."""
+        if frame[0] != self._FAREWELL:
+            return False
+        self._farewell_heard = True
+        if self._parting is not None:
+            self._parting(None)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing can be received any more."""
+        wanted, self._wanted = self._wanted, []
+        tell((partial(_fail, receive), error) for receive in wanted)
+        if self._parting is not None:
+            self._parting(error)
 
     def _arrived(self, message: _Unexpected) -> None:
         for wanted in self._wanted:
@@ -190,10 +246,7 @@ class Mailbox:
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
-        on_device = refusal is None and (meta.on_device if into is None else not into.is_cpu)
-        if on_device and wanted.work is None and wanted.work_later is not None:
-            wanted.work = wanted.work_later()
-        work = wanted.work if on_device else None
+        work: DeviceWork | None = None
 
         def finish(error: BaseException | None) -> None:
             if work is None:
@@ -203,40 +256,49 @@ class Mailbox:
             else:
                 wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes), None)
 
-        if work is None:
-            if into is None:
-                into = torch.empty(meta.shape, dtype=meta.dtype)
-            self._take(message, _bytes_of(into, meta), finish)
-            return
-        with work.current():
-            work.begin()
-            if into is None:
-                into = torch.empty(meta.shape, dtype=meta.dtype, device=work.stream.device)
-                work.lend(into)
-            self._take_to_device(message, _bytes_of(into, meta), work, finish)
+        def take(told: Done) -> None:
+            nonlocal into, work
+            on_device = refusal is None and (meta.on_device if into is None else not into.is_cpu)
+            if on_device and wanted.work is None and wanted.work_later is not None:
+                wanted.work = wanted.work_later()
+            if not on_device or wanted.work is None:
+                if into is None:
+                    into = torch.empty(meta.shape, dtype=meta.dtype)
+                self._take(message, _front_of(into, meta), told)
+                return
+            with wanted.work.current():
+                wanted.work.begin()
+                if into is None:
+                    into = torch.empty(meta.shape, dtype=meta.dtype, device=wanted.work.stream.device)
+                    wanted.work.lend(into)
+                front = _front_of(into, meta)
+                work = wanted.work
+                self._take_to_device(message, front, work, told)
+
+        guarded(take, finish)
 
     def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
         if message.data is not None:
             copy(flat, message.data)
             done(None)
         elif message.form == _IN_PIECES:
-            assert self.courier is not None
-            pieces = self.courier.cut(flat)
-            all_of_them = _All(done, len(pieces))
+            assert self.device_messages is not None
+            pieces = self.device_messages.cut(flat)
+            all_of_them = join(len(pieces), done)
             for piece in pieces:
-                self._transport.irecv(piece, message.source, message.payload, all_of_them)
+                guarded(partial(self._transport.irecv, piece, message.source, message.payload), all_of_them)
         else:
             self._transport.irecv(flat, message.source, message.payload, done)
 
     def _take_to_device(self, message: _Unexpected, flat: Tensor, work: DeviceWork, done: Done) -> None:
-        courier = self.courier
-        assert courier is not None
+        device_messages = self.device_messages
+        assert device_messages is not None
 
         def there(error: BaseException | None) -> None:
             work.end(lambda lost: done(error or lost))
 
         def take(transport: Transport) -> None:
-            courier.recv(transport, flat, message.source, message.payload, there)
+            guarded(partial(device_messages.recv, transport, flat, message.source, message.payload), there)
 
         def on_host(error: BaseException | None) -> None:
             if error is not None:
@@ -251,11 +313,11 @@ class Mailbox:
             take(self._transport)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
-            self._transport.irecv(host, message.source, message.payload, on_host)
+            guarded(partial(self._transport.irecv, host, message.source, message.payload), on_host)
 
 
 class _AtHand:
-    """Gives a courier, piece after piece, a message that has come in one: the host must not wait for the device."""
+    """Gives `DeviceMessages` a message that came whole, piece after piece: the host must not wait for the device."""
 
     def __init__(self, data: Tensor) -> None:
         self._left = data
@@ -267,21 +329,6 @@ class _AtHand:
         done(None)
 
 
-class _All:
-    """A completion that several transfers share."""
-
-    def __init__(self, done: Done, transfers: int = 2) -> None:
-        self._done = done
-        self._left = transfers
-        self._error: BaseException | None = None
-
-    def __call__(self, error: BaseException | None) -> None:
-        self._left -= 1
-        self._error = self._error or error
-        if self._left == 0:
-            self._done(self._error)
-
-
 def _keeping(frame: Tensor, done: Done) -> Done:
     """Return `done`, holding on to `frame` until it is called."""
 
@@ -291,9 +338,23 @@ def _keeping(frame: Tensor, done: Done) -> Done:
     return over
 
 
-def _bytes_of(into: Tensor, meta: Meta) -> Tensor:
+def _front_of(into: Tensor, meta: Meta) -> Tensor:
     """Return the front of `into` that a message fills."""
-    return into.detach().view(-1).view(torch.uint8)[: meta.nbytes]
+    return bytes_of(into)[: meta.nbytes]
+
+
+def _read(frame: Tensor) -> _Unexpected:
+    """Return the message whose header, and perhaps data, is in `frame`."""
+    data = frame.numpy().data
+    kind, form, source, tag, payload = _HEADER.unpack_from(data)
+    meta = unpack_meta(data, _META_AT)
+    inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
+    return _Unexpected(kind, source, tag, payload, meta, form, inlined)
+
+
+def _fail(wanted: Wanted, error: BaseException | None) -> None:
+    wanted.drop()
+    wanted.finish(None, error)
 
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES
+from aiodist.backends.base import DTYPES, dtype_name
 
 __all__ = ["DTYPES", "DTYPE_CODES", "META_BYTES", "Meta", "pack_meta", "unpack_meta"]
 
@@ -39,7 +39,7 @@ class Meta(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 def pack_meta(t: Tensor) -> bytes:
@@ -63,6 +63,11 @@ def as_tensor(data: bytes) -> Tensor:
 def as_bytes(t: Tensor) -> bytes:
     """Return the bytes of a flat uint8 tensor."""
     return t.numpy().tobytes()
+
+
+def owns_memory(t: Tensor) -> bool:
+    """Return True where `t` can grow: it is no view, and nobody lent its memory."""
+    return not t._is_view() and t.untyped_storage().resizable()
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:

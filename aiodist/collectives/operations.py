@@ -12,9 +12,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import copy
+from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
-from aiodist.collectives.metadata import META_BYTES, Meta, as_bytes, as_tensor, overlaps, pack_meta, unpack_meta
+from aiodist.collectives.metadata import (
+    META_BYTES,
+    Meta,
+    as_bytes,
+    as_tensor,
+    overlaps,
+    owns_memory,
+    pack_meta,
+    unpack_meta,
+)
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Call, Program
 from aiodist.errors import MismatchError
@@ -24,7 +33,6 @@ __all__ = [
     "allgather",
     "allreduce",
     "alltoall",
-    "barrier",
     "broadcast",
     "broadcast_bytes",
     "exscan",
@@ -48,7 +56,7 @@ def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Te
     if _alone(p):
         return target
     if p.finishes("allreduce", target, op):
-        yield from p.allreduce(target.detach().view(-1), op)
+        yield from p.allreduce(flat(target), op)
         return target
     wire = to_wire(target)
     yield from p.allreduce(wire, wire_op(op))
@@ -102,9 +110,9 @@ def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int
 
 
 def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
-    """Overwrite `t` with root's elements, whatever its shape."""
+    """Overwrite `t`, of any shape, with root's elements."""
     if t.numel():
-        yield from p.broadcast(_flat(t), root)
+        yield from p.broadcast(numbers_of(t), root)
     return t
 
 
@@ -113,23 +121,24 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
     record = as_tensor(pack_meta(t))
     records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8)
     yield from p.allgather(record, records, [META_BYTES] * p.ep.size)
+    yield from p.ep.known()
     metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
     _agree_on_dtype(metas)
     counts = [meta.numel for meta in metas]
     if out is None:
-        flat = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
+        whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
     else:
         shape = _joined_shape(metas)
         out = fit(out, shape, t.dtype)
-        flat = _flat(out)
-    if flat.numel():
-        own = flat.split(counts)[p.ep.rank]
-        if out is not None and overlaps(flat, t) and own.data_ptr() != t.data_ptr():
+        whole = numbers_of(out)
+    if whole.numel():
+        own = whole.split(counts)[p.ep.rank]
+        if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
             t = t.clone()  # a part of out, but not the block where it belongs
-        yield from p.afterwards().allgather(_flat(t), flat, counts)
+        yield from p.afterwards().allgather(numbers_of(t), whole, counts)
     if out is not None:
         return out
-    return [block.view(meta.shape) for block, meta in zip(flat.split(counts), metas, strict=True)]
+    return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
 
 
 def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[list[Tensor] | Tensor | None]:
@@ -144,6 +153,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     others = [rank for rank in range(ep.size) if rank != root]
     records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
     yield [ep.recv(record, rank) for rank, record in records.items()]
+    yield from ep.known()
     records[root] = as_tensor(pack_meta(t))
     metas = [unpack_meta(as_bytes(records[rank])) for rank in range(ep.size)]
     _agree_on_dtype(metas)
@@ -151,9 +161,9 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
         parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
     else:
         out = fit(out, _joined_shape(metas), t.dtype)
-        parts = list(_flat(out).split([meta.numel for meta in metas]))
+        parts = list(numbers_of(out).split([meta.numel for meta in metas]))
     yield [ep.recv(parts[rank], rank) for rank in others if parts[rank].numel()]
-    copy(_flat(parts[root]), _flat(t))
+    copy(numbers_of(parts[root]), numbers_of(t))
     return parts if out is None else out
 
 
@@ -177,13 +187,15 @@ def scatter(
         return kept if nested else kept[0]
     record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8)
     yield [ep.recv(record, root)]
+    yield from ep.known()
     head = as_bytes(record)
     (count,) = _COUNT.unpack_from(head)
     metas = [unpack_meta(head, _COUNT.size)] if count else []
     if count > 1:
         rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8)
         yield [ep.recv(rest, root)]
-        metas += [unpack_meta(as_bytes(rest), i * META_BYTES) for i in range(count - 1)]
+        packed = as_bytes(rest)
+        metas += [unpack_meta(packed, i * META_BYTES) for i in range(count - 1)]
     if out is not None and metas:
         _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
     targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
@@ -211,6 +223,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     yield [ep.recv(records[rank], rank) for rank in others] + [
         ep.send(as_tensor(pack_meta(ts[rank])), rank) for rank in others
     ]
+    yield from ep.known()
     result = [torch.empty(0)] * ep.size
     for rank in others:
         meta = unpack_meta(as_bytes(records[rank]))
@@ -225,7 +238,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
 
 def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
     """Do the same where all tensors of all ranks are alike, which the schedule counts on."""
-    sent = torch.stack([_flat(t) for t in ts]).view(-1)
+    sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
     received = torch.empty_like(sent)
     yield from p.alltoall(sent, received)
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
@@ -240,10 +253,10 @@ def reduce_scatter(
     mine = counts[p.ep.rank]
     target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
     if _alone(p):
-        copy(target.view(-1), t.view(-1))
+        copy(flat(target), flat(t))
         return target
     if p.finishes("reduce_scatter", t, op):
-        yield from p.reduce_scatter(t.detach().view(-1), target.detach().view(-1), counts, op)
+        yield from p.reduce_scatter(flat(t), flat(target), counts, op)
         return target
     wire = to_wire(t)
     # Where results are kept as they are computed, they are computed where they are kept.
@@ -251,13 +264,6 @@ def reduce_scatter(
     yield from p.reduce_scatter(wire, block, counts, wire_op(op))
     from_wire(block, target, op, p.ep.size)
     return target
-
-
-def barrier(p: Primitives, digest: int) -> Program[bool]:
-    """Return, once all ranks have come, whether all brought the same `digest` (of 62 bits)."""
-    both = torch.tensor([digest, -digest], dtype=torch.int64)
-    yield from p.allreduce(both, ReduceOp.MAX)
-    return bool(both[0] == -both[1])
 
 
 def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[Tensor]:
@@ -268,6 +274,7 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
         frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
     yield from p.broadcast(frame, root)
+    yield from p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
         packed = frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8)
@@ -287,7 +294,7 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     if out.shape == shape:
         return out
     if out.numel() < numel:
-        if out._is_view() or not out.untyped_storage().resizable():
+        if not owns_memory(out):
             raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")
         # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
         return out.set_(torch.empty(shape, dtype=kind, device=out.device))  # type: ignore[no-any-return, call-overload]
@@ -317,11 +324,6 @@ def _copied(t: Tensor, out: Tensor) -> Tensor:
         if out.data_ptr() != t.data_ptr():
             copy(out, t)
     return out
-
-
-def _flat(t: Tensor) -> Tensor:
-    flat = t.detach().view(-1)
-    return flat.view(torch.uint8) if t.dtype is torch.bool else flat
 
 
 def _agree_on_dtype(metas: Sequence[Meta]) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aiodist.collectives.implementations import Implementation, Messages, Wanted
-from aiodist.collectives.program import Endpoint, Program
+from aiodist.collectives.choice.table import COMPARED_BYTES
+from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
+from aiodist.collectives.program import Endpoint, Nested, Program
 from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.traffic import Traffic
 from aiodist.types import ReduceOp
 
 __all__ = ["Primitives"]
@@ -59,30 +61,73 @@ class Primitives:
         wanted = Wanted(operation, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
         return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)
 
+    def _checked(self, chosen: Implementation, nbytes: int, program: Program[None]) -> Program[None]:
+        """Return `program` behind what has to be known before it: that all hosts have issued the same.
+
+        A library's collective cannot be taken back, and what is large should not be sent in vain.
+        """
+        traffic = self.ep.traffic
+        if traffic is None:
+            return program
+        if chosen.in_order:
+            program = _alone_behind(traffic, program)
+        elif nbytes >= COMPARED_BYTES and not chosen.compares:
+            program = _behind(traffic, program)
+        return program if chosen.recallable else _beyond_recall(traffic, program)
+
     def broadcast(self, t: Tensor, root: int) -> Program[None]:
         """Overwrite `t` with root's."""
-        return self._pick("broadcast", t).broadcast(self.ep, t, root)
+        chosen = self._pick("broadcast", t)
+        return self._checked(chosen, t.nbytes, chosen.broadcast(self.ep, t, root))
 
     def allreduce(self, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` in place."""
-        return self._pick("allreduce", t, op).allreduce(self.ep, t, op)
+        chosen = self._pick("allreduce", t, op)
+        return self._checked(chosen, t.nbytes, chosen.allreduce(self.ep, t, op))
 
     def reduce(self, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
         """Reduce into root's `t`."""
-        return self._pick("reduce", t, op).reduce(self.ep, t, op, root)
+        chosen = self._pick("reduce", t, op)
+        return self._checked(chosen, t.nbytes, chosen.reduce(self.ep, t, op, root))
 
     def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
         """Fill `out` with everybody's elements, in rank order."""
-        return self._pick("allgather", out).allgather(self.ep, t, out, counts)
+        chosen = self._pick("allgather", out)
+        return self._checked(chosen, out.nbytes, chosen.allgather(self.ep, t, out, counts))
 
     def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp) -> Program[None]:
         """Reduce `t`; `out` is my block."""
-        return self._pick("reduce_scatter", t, op).reduce_scatter(self.ep, t, out, counts, op)
+        chosen = self._pick("reduce_scatter", t, op)
+        return self._checked(chosen, t.nbytes, chosen.reduce_scatter(self.ep, t, out, counts, op))
 
     def alltoall(self, t: Tensor, out: Tensor) -> Program[None]:
         """Send block r of `t` to rank r, by Bruck's schedule; all blocks of all ranks are of one size."""
-        return Messages("bruck").alltoall(self.ep, t, out)
+        return ScheduledMessages("bruck").alltoall(self.ep, t, out)
 
     def scan(self, t: Tensor, op: ReduceOp) -> Program[None]:
         """Reduce `t` over the ranks up to mine."""
-        return self._pick("scan", t, op).scan(self.ep, t, op)
+        chosen = self._pick("scan", t, op)
+        return self._checked(chosen, t.nbytes, chosen.scan(self.ep, t, op))
+
+
+def _alone_behind(traffic: Traffic, program: Program[None]) -> Program[None]:
+    """Have `program` begin as soon as all ranks agree, whatever other tensors of the operation wait for beside it.
+
+    All ranks come to know of operations in their order, so in this order they make the calls of a library.
+    """
+    yield [Nested(_behind(traffic, program))]
+
+
+def _behind(traffic: Traffic, program: Program[None]) -> Program[None]:
+    try:
+        yield [traffic.agreed]
+    except BaseException:
+        program.close()
+        raise
+    yield from program
+
+
+def _beyond_recall(traffic: Traffic, program: Program[None]) -> Program[None]:
+    traffic.native += 1
+    yield from program
+    traffic.native -= 1

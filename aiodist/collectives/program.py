@@ -1,4 +1,4 @@
-"""Programs: operations of several steps, written as generators and run by whoever makes progress.
+"""Programs: operations of several steps, written as generators and run by the thread that makes progress.
 
 A program yields the transfers of one step, a list of `Call`s, and is resumed when all of them are over; what it
 returns is the operation's result. So a collective goes on while nobody awaits it and while user code holds the
@@ -13,12 +13,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
+from aiodist.backends.base import Done, Transport, ours
+from aiodist.collectives.traffic import Traffic
 
-__all__ = ["Call", "Courier", "Endpoint", "Nested", "Program", "concurrently", "lockstep", "run", "tag_of"]
+__all__ = ["Call", "DeviceMessages", "Endpoint", "Nested", "Program", "concurrently", "lockstep", "run", "tag_of"]
 
 T = TypeVar("T")
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
+_UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError, MemoryError, OSError)
+"""What a program does not raise to say something: it becomes a `BackendError`, of which the other ranks are told."""
 Call = Callable[[Done], None]
 Program = Generator[Sequence[Call], None, T]
 
@@ -28,7 +31,7 @@ def tag_of(seq: int) -> int:
     return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
 
 
-class Courier(Protocol):
+class DeviceMessages(Protocol):
     """Takes tensors that lie on a device to and from a transport, which moves memory of the host."""
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
@@ -47,42 +50,91 @@ class Courier(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("courier", "rank", "size", "tag", "transport")
+    __slots__ = ("device_messages", "rank", "size", "tag", "traffic", "transport")
 
-    def __init__(self, transport: Transport, tag: int, courier: Courier | None = None) -> None:
-        """`courier` is for tensors on a device."""
+    def __init__(
+        self,
+        transport: Transport,
+        tag: int,
+        device_messages: DeviceMessages | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts."""
         self.transport = transport
-        self.courier = courier
+        self.device_messages = device_messages
+        self.traffic = traffic
         self.rank = transport.rank
         self.size = transport.size
         self.tag = tag
 
     def send(self, t: Tensor, dst: int) -> Call:
         """Return the call that sends `t` to rank `dst`."""
-        if self.courier is not None and not t.is_cpu:
-            return partial(self.courier.send, self.transport, t, dst, self.tag)
+        if self.device_messages is not None and not t.is_cpu:
+            return partial(self.device_messages.send, self.transport, t, dst, self.tag)
+        if self.traffic is not None:
+            self.traffic.check()
+            return partial(self.traffic.send, self.transport, t, dst, self.tag)
         return partial(self.transport.isend, t, dst, self.tag)
 
     def recv(self, t: Tensor, src: int) -> Call:
         """Return the call that receives `t` from rank `src`."""
-        if self.courier is not None and not t.is_cpu:
-            return partial(self.courier.recv, self.transport, t, src, self.tag)
+        if self.device_messages is not None and not t.is_cpu:
+            return partial(self.device_messages.recv, self.transport, t, src, self.tag)
+        if self.traffic is not None:
+            self.traffic.check()
+            return partial(self.traffic.recv, self.transport, t, src, self.tag)
         return partial(self.transport.irecv, t, src, self.tag)
 
+    def known(self) -> Program[None]:
+        """Go on when the ranks are known to agree: what has been received may be of another operation until then."""
+        if self.traffic is not None:
+            yield [self.traffic.agreed]
 
-def run(program: Program[T], finish: Callable[[T | None, BaseException | None], None]) -> None:
-    """Run `program` to its end and call `finish(result, error)`; with the transport lock held, now and later."""
-    _Run(program, finish).advance(None)
+
+def run(
+    program: Program[T],
+    finish: Callable[[T | None, BaseException | None], None],
+    ended: Callable[[], None] = lambda: None,
+) -> None:
+    """Run `program` to its end; with the transport lock held, now and later. Raises nothing but what `finish` does.
+
+    Both are called exactly once: `finish(result, error)` with the outcome, `ended()` when no transfer of the program
+    uses its tensors any more. That comes first, but for a step of which one call fails as it is made: the others of
+    the step may then be under way for ever, since what failed here is what another rank waits for.
+    """
+    _Run(program, finish, ended).advance(None)
+
+
+class _Part:
+    """What one call of a step is to call when it is over; the first time counts."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: _Run) -> None:
+        self._run: _Run | None = run
+
+    def __call__(self, error: BaseException | None) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.part_over(error)
+
+    def fails(self, error: BaseException) -> None:
+        """The call will be over with `error`, perhaps never."""
+        if self._run is not None:
+            self._run.fail(error)
 
 
 class _Run:
     """One program on its way."""
 
-    __slots__ = ("_calls", "_error", "_finish", "_left", "_program")
+    __slots__ = ("_calls", "_ended", "_error", "_finish", "_left", "_program")
 
-    def __init__(self, program: Program[Any], finish: Callable[[Any, BaseException | None], None]) -> None:
+    def __init__(
+        self, program: Program[Any], finish: Callable[[Any, BaseException | None], None], ended: Callable[[], None]
+    ) -> None:
         self._program = program
-        self._finish = finish
+        self._finish: Callable[[Any, BaseException | None], None] | None = finish
+        self._ended = ended
         self._left = 0
         self._error: BaseException | None = None
         self._calls: Sequence[Call] = ()
@@ -93,10 +145,10 @@ class _Run:
             try:
                 calls = self._program.send(None) if error is None else self._program.throw(error)
             except StopIteration as stop:
-                self._finish(stop.value, None)
+                self._end(stop.value, None)
                 return
-            except BaseException as raised:  # noqa: BLE001  - it belongs to whoever awaits the operation
-                self._finish(None, raised)
+            except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+                self._end(None, ours(raised) if isinstance(raised, _UNEXPECTED) else raised)
                 return
             self._error = None
             # Kept until all are over: a call may hold the only reference to what is on its way.
@@ -104,17 +156,37 @@ class _Run:
             # One more than there are, so that calls that finish at once do not resume us from within.
             self._left = len(calls) + 1
             for call in calls:
-                call(self._one_done)
+                part = _Part(self)
+                try:
+                    call(part)
+                except Exception as raised:  # noqa: BLE001  - as above; the others are made: ranks wait for them
+                    self._error = self._error or ours(raised)
+                    part(self._error)
             self._left -= 1
             if self._left:
+                if self._error is not None:
+                    self.fail(self._error)
                 return
             error = self._error
 
-    def _one_done(self, error: BaseException | None) -> None:
+    def part_over(self, error: BaseException | None) -> None:
+        """A call of this step is over."""
         self._error = self._error or error
         self._left -= 1
         if self._left == 0:
             self.advance(self._error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the outcome before the end."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish(None, error)
+
+    def _end(self, result: object, error: BaseException | None) -> None:
+        finish, self._finish = self._finish, None
+        self._ended()
+        if finish is not None:
+            finish(result, error)
 
 
 def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
@@ -126,7 +198,7 @@ def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
 
 
 class Nested:
-    """The call that runs a program of its own; whoever wraps calls can wrap that too."""
+    """The call that runs a program of its own; code that wraps calls can wrap that program's too."""
 
     __slots__ = ("program",)
 
@@ -135,7 +207,25 @@ class Nested:
 
     def __call__(self, done: Done) -> None:
         """Run it."""
-        run(self.program, lambda _, error: done(error))
+        over = False
+        failed: BaseException | None = None
+
+        def finish(_: None, error: BaseException | None) -> None:
+            nonlocal failed
+            if over:
+                done(error)
+                return
+            failed = error
+            if error is not None and isinstance(done, _Part):
+                done.fails(error)
+
+        def ended() -> None:
+            nonlocal over
+            over = True
+            if failed is not None:
+                done(failed)
+
+        run(self.program, finish, ended)
 
 
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:

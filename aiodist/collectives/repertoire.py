@@ -9,7 +9,7 @@ import torch
 
 from aiodist.backends.base import Transport
 from aiodist.backends.shm import ShmNative
-from aiodist.collectives.availability import (
+from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
     ONE_FORM,
     Availability,
@@ -18,9 +18,7 @@ from aiodist.collectives.availability import (
     missing_library,
     state_of,
 )
-from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.implementations import Implementation, Library, Messages, SharedMemory, Wanted
-from aiodist.collectives.table import (
+from aiodist.collectives.choice.table import (
     DEVICES,
     IMPLEMENTATIONS,
     NAMES,
@@ -30,6 +28,14 @@ from aiodist.collectives.table import (
     RangeEdit,
     Table,
     last_resorts,
+)
+from aiodist.collectives.hierarchical import Hierarchical
+from aiodist.collectives.implementations import (
+    Implementation,
+    NativeCollectives,
+    ScheduledMessages,
+    SharedMemory,
+    Wanted,
 )
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
@@ -80,11 +86,13 @@ class Repertoire:
         self.within = within
         found: list[Implementation] = []
         if transport.native is not None:
-            found.append(Library(transport.name, transport.native))
+            found.append(NativeCollectives(transport.name, transport.native))
         if within is not None and within.group.size == transport.size:
             found.append(SharedMemory(within))
         library = found[0].name if transport.native is not None else None
-        self.table = table or Table.usual(library)
+        self._shares = within is not None and within.group.size == transport.size
+        """All ranks share memory, and are compared there."""
+        self.table = table or Table.usual(library, shares=self._shares)
         if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
             self.table = self.table.on_cuda()
         limits = self.table.limits
@@ -94,10 +102,10 @@ class Repertoire:
         alone_forms = Hierarchical.forms(hosts, transport.rank, near, limits) if several else []
         one_piece = {**limits, "hierarchical.pieces": 1}
         together = Hierarchical.forms(hosts, transport.rank, near, one_piece) if several else []
-        schedules: list[Implementation] = [Messages(name, limits=limits) for name in _SCHEDULES]
+        schedules: list[Implementation] = [ScheduledMessages(name, limits=limits) for name in _SCHEDULES]
         self.all: dict[str, Implementation] = {one.name: one for one in [*found, *alone_forms, *schedules]}
         """By name."""
-        in_one: list[Implementation] = [Messages(name, 1) for name in _SCHEDULES]
+        in_one: list[Implementation] = [ScheduledMessages(name, 1) for name in _SCHEDULES]
         self.together: dict[str, Implementation] = {one.name: one for one in [*found, *together, *in_one]}
         """The same for several tensors in one operation, whose messages share a tag: each in one piece."""
         self.on_cuda: dict[str, Implementation] = {}
@@ -133,7 +141,10 @@ class Repertoire:
             return "direct"  # nothing has to leave the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
         there = self._known(device, together=False).keys() & NAMES[operation]
-        return next(one for one in (name, *last_resorts(operation, nbytes, device)) if one in there)
+        return next(one for one in (name, *self._resorts(operation, nbytes, device)) if one in there)
+
+    def _resorts(self, operation: str, nbytes: int, device: str) -> tuple[str, ...]:
+        return last_resorts(operation, nbytes, device, shares=self._shares)
 
     def _known(self, device: str, *, together: bool) -> dict[str, Implementation]:
         if device == "cuda":
@@ -158,7 +169,7 @@ class Repertoire:
     def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
         known = self._known(wanted.device, together=together)
         name = self.choice(wanted.operation, wanted.nbytes, wanted.device) if impl == "auto" else impl
-        names = (name, *last_resorts(wanted.operation, wanted.nbytes, wanted.device))
+        names = (name, *self._resorts(wanted.operation, wanted.nbytes, wanted.device))
         ranked = [known[one] for one in names if one in known]
         return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
 

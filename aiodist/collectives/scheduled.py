@@ -16,8 +16,8 @@ from torch import Tensor
 
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
+from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.program import Call, Endpoint, Program, concurrently
-from aiodist.collectives.table import USUAL_LIMITS
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -40,7 +40,7 @@ class SubEndpoint(Endpoint):
     __slots__ = ("ranks",)
 
     def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag, ep.courier)
+        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic)
         if ep.rank not in ranks:
             raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
         self.rank = ranks.index(ep.rank)

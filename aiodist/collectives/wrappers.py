@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import copy
+from aiodist.backends.inplace import copy, flat
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, lockstep
@@ -70,7 +70,7 @@ def copied_to_all(program: Program[Any], ts: Sequence[Tensor]) -> Program[Sequen
     """Copy the first tensor, which `program` fills, into the others."""
     yield from program
     for t in ts[1:]:
-        copy(t.view(-1), ts[0].view(-1))
+        copy(flat(t), flat(ts[0]))
     return ts
 
 
@@ -103,6 +103,7 @@ def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives]
     given = torch.tensor([len(ts), not ts[0].is_cpu])
     of_all = torch.empty(2 * p.ep.size, dtype=given.dtype)
     yield from p.allgather(given, of_all, [2] * p.ep.size)
+    yield from p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
         sides = f"rank 0: {lists[0]}, rank {other}: {lists[other]}"

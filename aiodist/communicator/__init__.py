@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiodist.arguments import check_rank
+from aiodist.communicator.arguments import check_rank
+from aiodist.communicator.hierarchy import Hierarchy, build
+from aiodist.communicator.levels import Form
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
+from aiodist.communicator.registry import Guest
 from aiodist.errors import CommunicatorAborted
-from aiodist.family import Guest
 from aiodist.handles import Handle
-from aiodist.hierarchy import Hierarchy, build
-from aiodist.levels import Form
 
 __all__ = ["Communicator"]
 
@@ -36,10 +36,10 @@ class Communicator(Reductions, Movement, Objects):
     def dup(self) -> Handle[Communicator]:
         """Return a communicator of the same ranks whose traffic never meets this one's.
 
-        Whatever issues from a task of its own needs one: two tasks that issue on the same communicator would
+        Code that issues from a task of its own needs one: two tasks that issue on the same communicator would
         interleave differently on each rank. Collective; begins once all that is in flight here is over.
         """
-        return self._family.derive(self, "dup", range(self.size))
+        return self._registry.derive(self, "dup", range(self.size))
 
     def group(self, ranks: Sequence[int]) -> Handle[Communicator]:
         """Return a communicator of `ranks`, in that order; elsewhere one of which every call raises.
@@ -50,7 +50,7 @@ class Communicator(Reductions, Movement, Objects):
         wanted = [check_rank(rank, self.size, "ranks") for rank in ranks]
         if len(set(wanted)) != len(wanted) or not wanted:
             raise ValueError(f"ranks={wanted}: expected at least one rank, each once")
-        return self._family.derive(self, "group", wanted)
+        return self._registry.derive(self, "group", wanted)
 
     def split(self, color: int | None = 0, key: int | None = None) -> Handle[Communicator]:
         """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
@@ -61,7 +61,7 @@ class Communicator(Reductions, Movement, Objects):
         for name, value in (("color", color), ("key", key)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
-        return self._family.split(self, color, self.rank if key is None else key)
+        return self._registry.split(self, color, self.rank if key is None else key)
 
     def hierarchy(self, *keys: str, form: Form | None = None) -> Handle[Hierarchy]:
         """Return communicators of groups within groups: a level for each of `keys`, or by host (see `levels`).
@@ -87,22 +87,28 @@ class Communicator(Reductions, Movement, Objects):
 
         For communicators whose operations are not awaited at once, such as those of gradients.
         """
-        self._issuer.large_bytes = nbytes
+        self._dispatcher.large_bytes = nbytes
 
     def admit(self, guest: Guest) -> None:
         """Have `guest` end before this communicator does, however it ends: for what is built on communicators."""
-        self._family.admit(self, guest)
+        self._registry.admit(self, guest)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
-        self._issuer.abort(error)
-        self._issuer.ledger.tell_abort(str(error))
+        self._dispatcher.abort(error)
+        self._dispatcher.disputes.tell_abort(str(error))
 
     async def aclose(self) -> None:
         """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.
 
-        Receives that nothing matched are withdrawn and reported as `ResourceWarning`. Raises `OperationTimeout`
-        naming what is still pending after that, and gives it up.
+        Receives that nothing matched are withdrawn and reported as `ResourceWarning`, messages that nobody received as
+        `RuntimeWarning`. Raises `OperationTimeout` naming what is still pending after that, and gives it up.
+        The world that `aiodist.open` returned ends with all that belongs to it, as at the end of the block of
+        `aiodist.init`.
         """
-        await self._family.close(self)
+        kept = self._registry.kept
+        if kept is None or self.name != "world":
+            await self._registry.close(self)
+        else:
+            await kept.aclose()

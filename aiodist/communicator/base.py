@@ -4,41 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiodist.arguments import check_list, check_tensor, is_number
-from aiodist.claims import Claim
-from aiodist.collectives.agreement import compared
-from aiodist.collectives.availability import ONE_FORM, Availability
-from aiodist.collectives.on_device import DeviceWork, attach, on_devices
+from aiodist.backends.base import Transport, dtype_name
+from aiodist.collectives.choice.agreement import compared
+from aiodist.collectives.choice.availability import ONE_FORM, Availability
+from aiodist.collectives.choice.selector import Selector
+from aiodist.collectives.choice.table import COMPARED_BYTES, OPERATIONS, Edit, LimitEdit
+from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, tag_of
-from aiodist.collectives.selector import Selector
-from aiodist.collectives.table import Edit, LimitEdit
+from aiodist.collectives.repertoire import Repertoire
 from aiodist.collectives.wrappers import side_by_side
+from aiodist.communicator.arguments import check_list, check_tensor, is_number
+from aiodist.communicator.claims import Claim
+from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
+from aiodist.communicator.gate import When
+from aiodist.communicator.levels import Levels
+from aiodist.communicator.oplog import Fingerprint
 from aiodist.handles import Handle
-from aiodist.issuer import Issuer, Plan, QueuePlan
-from aiodist.ledger import Fingerprint
-from aiodist.levels import Levels
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:
-    from aiodist.family import Family
+    from aiodist.communicator.registry import Registry
 
 __all__ = [
     "Base",
     "check_alike",
     "check_single",
     "described",
-    "dtype_name",
     "fingerprint_of",
     "how",
     "joined",
+    "kind_of",
     "kinds_of",
     "lift",
     "tensors_of",
@@ -48,23 +51,42 @@ __all__ = [
 _CPU = torch.device("cpu")
 
 
+class Parts(NamedTuple):
+    """What is below the calls of a communicator, for what is built upon one within aiodist."""
+
+    dispatcher: Dispatcher
+    transport: Transport
+    registry: Registry
+    repertoire: Repertoire
+
+
 class Base:
     """A group of ranks: its place, and the way every call takes."""
 
-    def __init__(self, issuer: Issuer, topology: Topology | None, family: Family) -> None:
-        self._issuer = issuer
-        self._transport = issuer.transport
+    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry) -> None:
+        self._dispatcher = dispatcher
+        self._transport = dispatcher.transport
         self._topology = topology
         bound = None if topology is None else topology.device
         self._device = _CPU if bound is None else torch.device("cuda", bound.index)
         self._levels: Levels | None = None
         self._made_of: tuple[Base, Sequence[int]] | None = None
-        self._family = family
-        self._plans: dict[tuple[torch.dtype, int, str, str], Plan] = {}
-        self._queue_plans: dict[tuple[torch.dtype, int, str, str, torch.device], QueuePlan] = {}
-        self._repertoire = issuer.repertoire
-        self._selector = Selector(self._repertoire, lambda edit: family.edit(self, edit), issuer.large_bytes)
-        self._can_be_quick = self._transport.size > 1 and not issuer.checked
+        self._registry = registry
+        self._plans: dict[tuple[torch.dtype, torch.Size, str, str], ReductionPlan] = {}
+        self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
+        self._repertoire = dispatcher.repertoire
+        self._selector = Selector(self._repertoire, lambda edit: registry.edit(self, edit), dispatcher.large_bytes)
+        self._can_be_quick = self._transport.size > 1
+
+    @property
+    def parts(self) -> Parts:
+        """What is below the calls: for what is built upon a communicator within aiodist."""
+        return Parts(self._dispatcher, self._transport, self._registry, self._repertoire)
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """What the registry does to it: for aiodist itself."""
+        return Upkeep(self)
 
     # --- who and where --------------------------------------------------------------------------------------
 
@@ -81,23 +103,23 @@ class Base:
     @property
     def name(self) -> str:
         """What error messages call it: "world", or a path below it."""
-        return self._issuer.name
+        return self._dispatcher.name
 
     @property
     def timeout(self) -> float | None:
         """The time-out of operations that are given none, in seconds; None is none."""
-        return self._issuer.timeout
+        return self._dispatcher.timeout
 
     @property
     def seq(self) -> int:
         """How many collectives were issued."""
-        return self._issuer.ledger.seq
+        return self._dispatcher.oplog.seq
 
     @property
     def topology(self) -> Topology:
         """Which ranks share a host; `print` shows it."""
         if self._topology is None:
-            self._issuer.check_usable()
+            self._dispatcher.check_usable()
         assert self._topology is not None
         return self._topology
 
@@ -152,7 +174,7 @@ class Base:
     @property
     def selector(self) -> Selector:
         """Which implementation runs an operation of which size: `print` shows the table, `set` edits it."""
-        self._selector.large_bytes = self._issuer.large_bytes
+        self._selector.large_bytes = self._dispatcher.large_bytes
         return self._selector
 
     def availability(self) -> Availability:
@@ -164,7 +186,7 @@ class Base:
 
     def statistics(self) -> dict[str, int]:
         """Return how many collectives were issued and how many operations are pending."""
-        return self._issuer.statistics()
+        return self._dispatcher.statistics()
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
@@ -188,7 +210,7 @@ class Base:
         """
         if torch.device(device).type != "cpu":
             return torch.empty(size_of(shape), dtype=dtype, device=device)
-        near = self._family.near
+        near = self._registry.near
         return torch.empty(size_of(shape), dtype=dtype) if near is None else near.arena.empty(size_of(shape), dtype)
 
     def arena(self, nbytes: int) -> None:
@@ -197,11 +219,11 @@ class Base:
         Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `empty` does, and
         ValueError unless `nbytes` is positive.
         """
-        self._issuer.check_usable()
+        self._dispatcher.check_usable()
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes}: expected a positive number of bytes")
-        if self._family.near is not None:
-            self._family.near.arena.reserve(nbytes)
+        if self._registry.near is not None:
+            self._registry.near.arena.reserve(nbytes)
 
     # --- issuing --------------------------------------------------------------------------------------------
 
@@ -222,61 +244,47 @@ class Base:
         work = self._work_on(where, tag_of(self.seq)) if where else []
         if work:
             program = on_devices(program, work)
-            assert self._family.accelerator is not None
-            if what.kind not in ONE_FORM and (places := self._family.accelerator.places(self.name, ts)):
+            assert self._registry.accelerator is not None
+            if what.kind not in ONE_FORM and (places := self._registry.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
-        # An out that grows takes new memory. The old is claimed, so nobody else may be given it before the end.
-        old = [out.untyped_storage() for out in outs if out is not None]
+        # What NCCL does it queues now; what else a device does begins as on the host.
+        when = When.NOW if work and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
         try:
-            handle: Handle[Any] = self._issuer.collective(
-                what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, queues=bool(work)
+            handle: Handle[Any] = self._dispatcher.collective(
+                what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, when=when, queues=bool(work)
             )
         except BaseException:
-            program.close()  # now, whoever keeps the error: its turn among the device's operations is the next one's
+            program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
             raise
-        if old and not handle.done():
-            handle.keep = old
         if work:
-            attach(handle, work, (ts, outs, old))
+            attach(handle, work, (ts, outs, claims))
         return handle
+
+    @staticmethod
+    def _when(kind: str, nbytes: int) -> When:
+        """Return when an operation may begin: what is made of messages of its own compares large ones first."""
+        return When.ALL if nbytes >= COMPARED_BYTES and kind not in OPERATIONS else When.HOST
 
     def _work_on(self, devices: Collection[torch.device], tag: int | None) -> list[DeviceWork]:
         """Return what the next operation, a collective of `tag` or a message, does on `devices`; raise where it cannot.
 
         ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
-        self._issuer.check_usable()
+        self._dispatcher.check_usable()
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
-        assert self._family.accelerator is not None
+        assert self._registry.accelerator is not None
         check_not_capturing(*(device.index for device in devices))
-        return [self._family.accelerator.work(self.name, device, tag) for device in devices]
-
-    def _adopt(self, edits: Sequence[Edit]) -> None:
-        """Have the selector's table be as after `edits`, for every operation from the next one on."""
-        self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
-        self._plans.clear()
-        self._queue_plans.clear()
-        for edit in edits:
-            if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
-                self._issuer.large_bytes = edit.value
-
-    def _announce(self, edit: Edit) -> Handle[None]:
-        """Issue the comparison of `edit` with the other ranks'; whoever differs gives the communicator up."""
-        p = Primitives(Endpoint(self._transport, tag_of(self.seq)), self._repertoire, "direct")
-        issuer = self._issuer
-        program = compared(p, edit, lambda error: issuer.progress.post(lambda: issuer.abort(error)))
-        handle = issuer.collective(Fingerprint("selector"), program)
-        handle._consumed = True  # nobody has to look: what went wrong, every later operation says too
-        return handle
+        return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
 
     def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
         self._repertoire.check(impl)
-        # From the number that all ranks give the operation, whatever errors each of them raised before it.
-        accelerator = self._family.accelerator
-        ep = Endpoint(self._transport, tag_of(self.seq), None if accelerator is None else accelerator.courier)
+        # From the number that all ranks give the operation, even if some of them raised errors before it.
+        accelerator = self._registry.accelerator
+        device_messages = None if accelerator is None else accelerator.device_messages
+        ep = Endpoint(self._transport, tag_of(self.seq), device_messages, self._dispatcher.traffic())
         return Primitives(ep, self._repertoire, impl, together=together, device=self._device)
 
 
@@ -321,11 +329,6 @@ def described(ts: Sequence[Tensor]) -> str:
     return ", ".join(f"{kind_of(t)}[{t.numel()}]" for t in ts)
 
 
-def dtype_name(kind: torch.dtype) -> str:
-    """Return "float32" for `torch.float32`."""
-    return str(kind).removeprefix("torch.")
-
-
 def kind_of(t: Tensor) -> str:
     """Return what all ranks must agree on of an element of `t`: "float32", or "float32 on cuda"."""
     return dtype_name(t.dtype) if t.is_cpu else f"{dtype_name(t.dtype)} on cuda"
@@ -348,16 +351,52 @@ def fingerprint_of(
     root: int | None = None,
     impl: str = "auto",
     *,
+    given: object = None,
     across: bool = False,
+    extra: str = "",
 ) -> Fingerprint:
-    """Return what all ranks must agree on in a call on `ts`."""
-    known = how(None if op is None else ReduceOp(op).value, impl, across=across)
-    if len(ts) == 1:
-        return Fingerprint(kind, kind_of(ts[0]), ts[0].numel(), known, root)
-    return Fingerprint(kind, described(ts), sum(t.numel() for t in ts), known, root)
+    """Return what all ranks must agree on in a call on `ts`: dtypes and shapes; `given` is what the caller gave."""
+    dtype = kind_of(ts[0]) if len(ts) == 1 else "".join(f" {kind_of(t)}{list(t.shape)}" for t in ts).strip()
+    size = str(list(ts[0].shape)) if len(ts) == 1 else None
+    known = None if op is None else ReduceOp(op).value
+    return Fingerprint(kind, dtype, size, how(known, impl, given=given, across=across, extra=extra), root)
 
 
-def how(op: str | None, impl: str, *, across: bool = False) -> str | None:
-    """Return the operator and the implementation that the caller chose as words."""
-    words = [op or "", "across" if across else "", "" if impl == "auto" else f"by {impl}"]
+def how(op: str | None, impl: str, *, given: object = None, across: bool = False, extra: str = "") -> str | None:
+    """Return as words what else the caller chose: the operator, the implementation, a list or a number."""
+    form = f"list of {len(given)}" if isinstance(given, (list, tuple)) else "number" if is_number(given) else ""
+    words = [op or "", extra, form, "across" if across else "", "" if impl == "auto" else f"by {impl}"]
     return " ".join(filter(None, words)) or None
+
+
+class Upkeep:
+    """What the registry does to a communicator that it made; apart from the calls, since users make none of it."""
+
+    def __init__(self, communicator: Base) -> None:
+        self._communicator = communicator
+
+    def apply_edits(self, edits: Sequence[Edit]) -> None:
+        """Have the selector's table be as after `edits`, for every operation from the next one on."""
+        comm = self._communicator
+        comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
+        comm._plans.clear()
+        comm._queue_plans.clear()
+        for edit in edits:
+            if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
+                comm._dispatcher.large_bytes = edit.value
+
+    def compare_edit(self, edit: Edit) -> Handle[None]:
+        """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
+        dispatcher, transport, _, repertoire = self._communicator.parts
+        endpoint = Endpoint(transport, tag_of(self._communicator.seq), traffic=dispatcher.traffic())
+        program = compared(
+            Primitives(endpoint, repertoire, "direct"),
+            edit,
+            lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
+        )
+        handle = dispatcher.collective(Fingerprint("selector"), program)
+        return handle.detach()  # nobody has to look: what went wrong, every later operation says too
+
+    def set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None = None) -> None:
+        """Form `levels`; without them, those that are left among its ranks of what it was made of."""
+        self._communicator._levels, self._communicator._made_of = levels, made_of

@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aiodist.arguments import check_list, check_out, check_rank, check_tag, check_tensor
-from aiodist.claims import reading, writing
+from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.program import Program
+from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
+from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, gather
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
     from aiodist.backends.base import Done
 
-__all__ = ["Messages"]
+__all__ = ["PointToPoint"]
 
 
-class Messages(Base):
+class PointToPoint(Base):
     """`send`, `recv` and `sendrecv`."""
 
     def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
@@ -53,10 +54,14 @@ class Messages(Base):
         into = None if t is None else check_tensor(t)
         work = self._work_for(into)
         later = None if work is not None or into is not None else self._work_later()
-        handle, finish = self._issuer.message(
-            "recv", 0 if into is None else into.nbytes, [] if into is None else writing(into), timeout
+        handle, finish = self._dispatcher.message(
+            "recv",
+            0 if into is None else into.nbytes,
+            [] if into is None else writing(into),
+            timeout,
+            Peer(src, None, tag),
         )
-        self._issuer.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
+        self._dispatcher.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
         if work is not None:
             attach(handle, [work], into)
         return handle
@@ -69,7 +74,7 @@ class Messages(Base):
         return self._work_on([device], None)[0]
 
     def _work_later(self) -> Callable[[], DeviceWork] | None:
-        accelerator = self._family.accelerator
+        accelerator = self._registry.accelerator
         if accelerator is None or not self._repertoire.on_cuda:
             return None
         return partial(accelerator.work, self.name, self.device)
@@ -93,8 +98,8 @@ class Messages(Base):
         claims = [*reading(t), *(writing(into) if into is not None else [])]
         work = self._work_for(t if into is None and t.is_cuda else into)
         sending = self._sending([t])
-        handle, finish = self._issuer.message("sendrecv", t.nbytes, claims, timeout)
-        mailbox = self._issuer.mailbox
+        handle, finish = self._dispatcher.message("sendrecv", t.nbytes, claims, timeout, Peer(src, dst, tag))
+        mailbox = self._dispatcher.mailbox
 
         def program() -> Program[Arrived]:
             box: list[Arrived] = []
@@ -102,7 +107,7 @@ class Messages(Base):
             yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
             return box[0]
 
-        self._issuer.run(on_devices(program(), sending), finish, t.nbytes)
+        self._dispatcher.run(on_devices(program(), sending), finish, t.nbytes)
         if works := sending if work is None else [*sending, work]:
             attach(handle, works, (t, into))
         return handle
@@ -114,13 +119,13 @@ class Messages(Base):
     def _send(self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._sending(ts)
-        handle, finish = self._issuer.message(op, nbytes, reading(*ts), timeout)
-        mailbox = self._issuer.mailbox
+        handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, Peer(None, dst, tag))
+        mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:
             yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
 
-        self._issuer.run(on_devices(program(), work), finish, nbytes)
+        self._dispatcher.run(on_devices(program(), work), finish, nbytes)
         if work:
             attach(handle, work, ts)
         return handle
@@ -132,6 +137,7 @@ def _nobody(arrived: Arrived | None, error: BaseException | None) -> None:
 
 def _receive(mailbox: Mailbox, wanted: Wanted, box: list[Arrived], done: Done) -> None:
     def finish(arrived: Arrived | None, error: BaseException | None) -> None:
+        wanted.finish = _nobody  # else the program, which keeps its calls, would keep itself
         if arrived is not None:
             box.append(arrived)
         done(error)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist.arguments import (
+from aiodist.backends.base import dtype_name
+from aiodist.collectives import operations
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program, lockstep
+from aiodist.collectives.wrappers import alike_lists, copied_to_all, interleaved, mapped, nothing, returning
+from aiodist.communicator.arguments import (
     check_across,
     check_apart,
     check_list,
@@ -16,25 +22,22 @@ from aiodist.arguments import (
     check_rank,
     check_tensor,
 )
-from aiodist.claims import claims_of, reading, writing
-from aiodist.collectives import operations
-from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program, lockstep
-from aiodist.collectives.wrappers import alike_lists, copied_to_all, interleaved, mapped, nothing, returning
 from aiodist.communicator.base import (
     Base,
     check_alike,
     check_single,
-    dtype_name,
-    fingerprint_of,
+    described,
     how,
     joined,
+    kind_of,
     kinds_of,
     lift,
     tensors_of,
 )
+from aiodist.communicator.claims import claims_of, reading, writing
+from aiodist.communicator.oplog import Fingerprint
 from aiodist.handles import Handle
-from aiodist.ledger import Fingerprint
+from aiodist.types import Impl
 
 __all__ = ["Movement"]
 
@@ -45,7 +48,7 @@ class Movement(Base):
     """`broadcast`, `allgather`, `gather`, `scatter`, `alltoall` and `barrier`."""
 
     def broadcast(
-        self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: str = "auto"
+        self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: Impl = "auto"
     ) -> Handle[Data]:
         """Return root's elements, in place: `t` keeps its shape, only the number of elements counts.
 
@@ -62,13 +65,12 @@ class Movement(Base):
         if isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
-        return self._issue(
-            fingerprint_of("broadcast", ts, None, root, impl), mapped(program, convert), claims, ts, timeout
-        )
+        what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t), root)
+        return self._issue(what, mapped(program, convert), claims, ts, timeout)
 
     def _broadcast_across(self, t: object, root: int, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
-        what = fingerprint_of("broadcast", ts, None, root, impl, across=True)
+        what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t, across=True), root)
         if not ts:
             return self._issue(what, returning(nothing(), t), [], ts, timeout)
         check_across(ts)
@@ -87,7 +89,7 @@ class Movement(Base):
         out: Tensor | None = None,
         across: bool = False,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Any]:
         """Return every rank's tensor: a list by rank, or with `out` all of them concatenated along dim 0.
 
@@ -102,14 +104,14 @@ class Movement(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
         programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
-        what = Fingerprint("allgather", kinds_of(ts), op=how(None, impl))
+        what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t))
         return self._issue(what, joined(programs, ts, t), claims_of(ts, out), ts, timeout, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
         if out is not None:
             check_single(t, "out")
-        what = Fingerprint("allgather", kinds_of(ts), op=how(None, impl, across=True))
+        what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t, across=True))
         if not ts:
             return self._issue(what, returning(nothing(), []), [], ts, timeout)
         check_across(ts)
@@ -128,7 +130,7 @@ class Movement(Base):
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Any]:
         """Return on `root` what `allgather` returns, and None elsewhere. Cost: one message per rank, to root."""
         root = check_rank(root, self.size)
@@ -139,7 +141,7 @@ class Movement(Base):
             check_out(out, ts[0], numel=None)
         programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
         program = joined(programs, ts, t)
-        what = Fingerprint("gather", kinds_of(ts), op=how(None, impl), root=root)
+        what = Fingerprint("gather", kinds_of(ts), how=how(None, impl, given=t), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def scatter(
@@ -149,7 +151,7 @@ class Movement(Base):
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Any]:
         """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
 
@@ -158,8 +160,10 @@ class Movement(Base):
         root = check_rank(root, self.size)
         if out is not None:
             check_tensor(out, "out")
-        what = Fingerprint("scatter", op=how(None, impl), root=root)
+        # The root's dtype, and that of an `out`: elsewhere nobody knows it.
+        said = partial(Fingerprint, "scatter", how=how(None, impl), root=root, loose=True)
         if self.rank != root:
+            what = said(None if out is None else kind_of(out))
             program = operations.scatter(self._primitives(impl), None, False, out, root)
             return self._issue(what, program, [] if out is None else writing(out), [], timeout, outs=(out,))
         if ts is None:
@@ -169,7 +173,9 @@ class Movement(Base):
             check_out(out, lists[0][root], numel=lists[0][root].numel())
             check_apart(out, lists[0], lists[0][root])
         sent = [t for one in lists for t in one]
+        kinds = set(map(kind_of, sent))
         program = operations.scatter(self._primitives(impl), lists, nested, out, root)
+        what = said(kinds.pop() if len(kinds) == 1 else None)
         return self._issue(what, program, claims_of(sent, out), sent, timeout, outs=(out,))
 
     def alltoall(
@@ -178,7 +184,7 @@ class Movement(Base):
         *,
         out: Sequence[Tensor] | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
@@ -187,10 +193,11 @@ class Movement(Base):
         alike on all ranks (else a ValueError, or MismatchError).
         """
         lists, nested = self._lists(ts, out)
-        what = Fingerprint("alltoall", None if lists[0][0].is_cpu else "any on cuda", op=how(None, impl))
+        form = how(None, impl, extra=f"{len(lists)} lists" if nested else "")
+        what = Fingerprint("alltoall", ", ".join(sorted({kind_of(t) for one in lists for t in one})), how=form)
         if impl == "bruck":
             alike = check_alike([t for one in lists for t in one])
-            what = Fingerprint("alltoall", dtype_name(alike[0].dtype), alike[0].numel(), how(None, impl))
+            what = Fingerprint("alltoall", dtype_name(alike[0].dtype), f"[{alike[0].numel()}]", form)
         outs = None if out is None else check_list(out, self.size, "out")
         for t, into in zip(lists[0], outs or (), strict=False):
             check_out(into, t, numel=0)
@@ -213,6 +220,6 @@ class Movement(Base):
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Return None once every rank has called it. Covers the handles before it that nobody awaited.
 
-        Ranks that issued different operations before it get `MismatchError`. Cost: an allreduce of 16 bytes.
+        Cost: what every collective costs that moves nothing, a comparison of the ranks.
         """
-        return self._issuer.barrier(self._primitives("auto"), timeout)
+        return self._dispatcher.barrier(timeout)

@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist import objects
-from aiodist.arguments import check_rank, check_tag
 from aiodist.collectives import operations
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.wrappers import returning
-from aiodist.communicator.messages import Messages
+from aiodist.communicator import pickling as objects
+from aiodist.communicator.arguments import check_rank, check_tag
+from aiodist.communicator.messages import PointToPoint
+from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle
-from aiodist.ledger import Fingerprint
 from aiodist.types import ANY
 
 __all__ = ["Objects"]
@@ -23,7 +24,7 @@ __all__ = ["Objects"]
 T = TypeVar("T")
 
 
-class Objects(Messages):
+class Objects(PointToPoint):
     """The collectives and messages of any picklable object, pickled at the call."""
 
     def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> Handle[T]:
@@ -75,8 +76,8 @@ class Objects(Messages):
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`; matching as in `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
-        handle, finish = self._issuer.message("recv_object", 0, [], timeout, convert=_unpacked)
-        self._issuer.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))
+        handle, finish = self._dispatcher.message("recv_object", 0, [], timeout, Peer(src, None, tag), _unpacked)
+        self._dispatcher.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))
         return handle
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:

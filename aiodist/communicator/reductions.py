@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from aiodist.arguments import check_across, check_list, check_out, check_rank, check_sizes
-from aiodist.claims import claims_of, reading, writing
+from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
+from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
-from aiodist.collectives.queued import Queue
 from aiodist.collectives.wrappers import alike_lists, copied_to_all, local_first, mapped, nothing, returning
+from aiodist.communicator.arguments import check_across, check_list, check_out, check_rank, check_sizes
 from aiodist.communicator.base import (
     Base,
     check_single,
-    dtype_name,
     fingerprint_of,
     how,
     joined,
     lift,
     tensors_of,
 )
+from aiodist.communicator.claims import claims_of, reading, writing
+from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
+from aiodist.communicator.oplog import Fingerprint
 from aiodist.handles import Handle
-from aiodist.issuer import Plan, QueuePlan
-from aiodist.ledger import Fingerprint
 from aiodist.streams import check_not_capturing
-from aiodist.types import ReduceOp
+from aiodist.types import Impl, Op, ReduceOp
 
 __all__ = ["Reductions"]
 
@@ -48,12 +48,12 @@ class Reductions(Base):
     def allreduce(
         self,
         t: Data,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         across: bool = False,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Data]:
         """Return the elementwise sum (or other `op`) over all ranks, in place; sum unless said otherwise.
 
@@ -67,15 +67,15 @@ class Reductions(Base):
         """
         one: Any = t
         if self._can_be_quick and out is None and type(t) in (Tensor, Parameter) and one.is_cpu:
-            key = (one.dtype, one.numel(), op, impl)
+            key = (one.dtype, one.shape, op, impl)
             plan = self._plans.get(key) or self._plan(key)
             if plan is not None and one.layout is torch.strided and one.is_contiguous():
-                return self._issuer.quick(plan, one, timeout)  # type: ignore[return-value]
+                return self._dispatcher.quick(plan, one, timeout)  # type: ignore[return-value]
         elif out is None and not across and isinstance(t, Tensor) and t.is_cuda:
             queued = self._queue_plan(t, op, impl)
             if queued is not None:
                 check_not_capturing(t.get_device())
-                return self._issuer.quick(queued, t, timeout)
+                return self._dispatcher.quick(queued, t, timeout)
         if across:
             return self._allreduce_across(t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
@@ -83,11 +83,11 @@ class Reductions(Base):
     def scan(
         self,
         t: Data,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Data]:
         """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
 
@@ -98,11 +98,11 @@ class Reductions(Base):
     def exscan(
         self,
         t: Data,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Data]:
         """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
 
@@ -113,13 +113,13 @@ class Reductions(Base):
     def reduce(
         self,
         t: Tensor | float | list[Tensor],
-        op: str = "sum",
+        op: Op = "sum",
         root: int = 0,
         *,
         out: Tensor | None = None,
         across: bool = False,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Any]:
         """Return the reduction on `root`, in place there, and None elsewhere, where `t` is left alone.
 
@@ -130,7 +130,7 @@ class Reductions(Base):
         lifted, convert = lift(t, op)
         ts = check_list(t, None, "t") if across else tensors_of(lifted)
         kinds = [check_op(op, x.dtype) for x in ts]
-        what = fingerprint_of("reduce", ts, op, root, impl, across=across)
+        what = fingerprint_of("reduce", ts, op, root, impl, given=t, across=across)
         if across:
             return self._reduce_across(what, ts, kinds, root, timeout, impl)
         if out is not None and mine:
@@ -175,12 +175,12 @@ class Reductions(Base):
     def reduce_scatter(
         self,
         t: Tensor | list[Tensor],
-        op: str = "sum",
+        op: Op = "sum",
         sizes: Sequence[int] | None = None,
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> Handle[Any]:
         """Return this rank's block of the reduction, in new memory or in `out`; `t` is left alone.
 
@@ -198,15 +198,22 @@ class Reductions(Base):
             for x, kind, cut in zip(ts, kinds, blocks, strict=True)
         ]
         program = joined(programs, ts, t)
+        cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         return self._issue(
-            fingerprint_of("reduce_scatter", ts, op, impl=impl), program, claims_of(ts, out), ts, timeout, outs=(out,)
+            fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as),
+            program,
+            claims_of(ts, out),
+            ts,
+            timeout,
+            outs=(out,),
         )
 
     # --- building them --------------------------------------------------------------------------------------
 
-    def _plan(self, key: tuple[torch.dtype, int, str, str]) -> Plan | None:
+    def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> ReductionPlan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
-        kind, numel, op, impl = key
+        kind, shape, op, impl = key
+        numel = shape.numel()
         self._repertoire.check(impl)
         if op not in _OPS or not numel or len(self._plans) > _MOST_PLANS or kind not in SUPPORTED:
             return None
@@ -215,18 +222,18 @@ class Reductions(Base):
         begin = chosen.plan_allreduce(kind, numel, known)
         if begin is None:
             return None
-        what = Fingerprint("allreduce", dtype_name(kind), numel, how(known.value, impl))
-        plan = self._plans[key] = Plan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
+        what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
+        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
         return plan
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
         """Remember how a device is given the reduction of tensors like `t` in a single call, where that is possible."""
         kind, numel, device = t.dtype, t.numel(), t.device
-        key = (kind, numel, op, impl, device)
+        key = (kind, t.shape, op, impl, device)
         plan = self._queue_plans.get(key)
         if plan is None:
             self._repertoire.check(impl)
-            if self._issuer.checked or op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
+            if op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
                 return None
             queue = self._queue_of(kind, numel, check_op(op, kind), device, impl) if kind in SUPPORTED else None
             if queue is None:
@@ -236,7 +243,7 @@ class Reductions(Base):
         return plan if t.layout is torch.strided and t.is_contiguous() else None
 
     def _queue_of(self, kind: torch.dtype, numel: int, op: ReduceOp, device: torch.device, impl: str) -> Queue | None:
-        accelerator = self._family.accelerator
+        accelerator = self._registry.accelerator
         if accelerator is None or not self._repertoire.on_cuda:
             return None
         if self.size == 1 and impl == "auto":
@@ -269,12 +276,12 @@ class Reductions(Base):
             program = returning(program, t)
         claims = writing(*ts) if out is None else claims_of(ts, out)
         return self._issue(
-            fingerprint_of(name, ts, op, impl=impl), mapped(program, convert), claims, ts, timeout, outs=(out,)
+            fingerprint_of(name, ts, op, impl=impl, given=t), mapped(program, convert), claims, ts, timeout, outs=(out,)
         )
 
     def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
-        what = fingerprint_of("allreduce", ts, op, impl=impl, across=True)
+        what = fingerprint_of("allreduce", ts, op, impl=impl, given=t, across=True)
         if not ts:
             return self._issue(what, returning(nothing(), t), [], ts, timeout)
         check_across(ts)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiodist.collectives.table import Edit
-from aiodist.collectives.tablefile import cache_folder, conditions, read_edits, tuned_path
+from aiodist.collectives.choice.table import Edit
+from aiodist.collectives.choice.tablefile import cache_folder, conditions, read_edits, tuned_path
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
@@ -27,13 +27,15 @@ def edits_at_start(world: Communicator, asked: str | os.PathLike[str] | None) ->
     path = tuned_path(here) if asked is None else Path(asked)
     if asked is None and not path.exists():
         return []
-    return read_edits(path, here, world._repertoire)
+    return read_edits(path, here, world.parts.repertoire)
 
 
 def conditions_of(world: Communicator) -> dict[str, str]:
     """Return what the speeds of `world` depend on."""
     topology = world.topology
-    return conditions(world._repertoire, [len(topology.ranks_on(host)) for host in topology.hosts], _library(world))
+    return conditions(
+        world.parts.repertoire, [len(topology.ranks_on(host)) for host in topology.hosts], _library(world)
+    )
 
 
 def _library(world: Communicator) -> str:

@@ -9,15 +9,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from aiodist.control.exits import HUB, Exit, name_ranks
-from aiodist.control.inbox import Inbox
+from aiodist.control.inbox import Subscriptions
 from aiodist.control.link import Link, Pulse
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 
 if TYPE_CHECKING:
+    from aiodist.control.places import Place
     from aiodist.control.thread import LoopThread
 
 __all__ = ["SocketChannel"]
@@ -32,15 +34,20 @@ _Resolve = Callable[[Any, "Exception | None"], None]
 class SocketChannel:
     """A `Channel` whose other end is a hub.
 
-    Whatever runs on the listener thread is under its own heading below; the rest may be called from any thread.
+    The methods that run on the listener thread are under their own heading; the rest may be called from any thread.
     What is sent is appended to a deque and the thread is woken once for many (waking it costs most of a `send`).
     """
 
-    def __init__(self, rank: int, size: int, thread: LoopThread) -> None:
+    _of_process: ClassVar[WeakSet[SocketChannel]] = WeakSet()
+
+    def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
+        self.place = place
+        """Where it met the others."""
+        self._of_process.add(self)
         self._rank = rank
         self._size = size
         self._thread = thread
-        self._inbox = Inbox(self._post, self._report)
+        self._inbox = Subscriptions(self._post, self._report)
         self._outbox: deque[bytes] = deque()
         self._flushing = False
         self._numbers = itertools.count()
@@ -190,6 +197,17 @@ class SocketChannel:
         if self._closing and not self._thread.is_current():
             raise self._gone()
 
+    @classmethod
+    def is_joined(cls, place: Place, rank: int) -> bool:
+        """Whether this process is in the job that meets at `place` already, as `rank`."""
+        return any(
+            (channel.place, channel.rank) == (place, rank) and channel.is_welcome and channel._is_open()
+            for channel in tuple(cls._of_process)
+        )
+
+    def _is_open(self) -> bool:
+        return not self._closing and self._lost is None and self._thread.is_of_this_process()
+
     # On the listener thread.
 
     @property
@@ -260,10 +278,10 @@ class SocketChannel:
     def _lose(self, exit: Exit) -> None:
         """The hub is gone; nobody waits for it any more."""
         if self._lost is None:
-            known = self._inbox.exits.get(exit.rank)
-            if known is not None and not known.clean:
-                exit = known  # the rank that hosted the hub said why before it went
-            elif known is not None:
+            earlier = self._inbox.exits.get(exit.rank)
+            if earlier is not None and not earlier.clean:
+                exit = earlier  # the rank that hosted the hub said why before it went
+            elif earlier is not None:
                 exit = replace(exit, rank=HUB)  # it had said goodbye, and was still serving
             self._lost = exit
             if not self._closing:

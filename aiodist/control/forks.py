@@ -2,7 +2,7 @@
 
 A loader worker that `fork` made has a copy of every socket. Were it to keep them, the hub would see no end of file
 when the parent is killed, and the port of a dead rank 0 would stay taken. So the child puts /dev/null in the place
-of each: the number stays taken, and whatever still refers to it, a garbage collector included, does no harm.
+of each: the number stays taken, and anything that still refers to it, a garbage collector included, does no harm.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, Final
 from aiodist.control.link import Link
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
-__all__ = ["Door", "Hello", "Refused", "dial"]
+__all__ = ["Authenticator", "Hello", "Refused", "dial"]
 
 HANDSHAKE_TIMEOUT: Final = 10.0
 _ABORT_TIMEOUT: Final = 1.0
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Hello:
-    """Who wants to come in."""
+    """What a rank says of itself to join."""
 
     rank: int
     size: int
@@ -50,10 +50,10 @@ class Hello:
         return hmac.digest(self.token.encode(), said, "sha256")
 
 
-class Door:
-    """The hub's side: greets whoever connects, and hands over those who know the token.
+class Authenticator:
+    """The hub's side: greets each process that connects, and hands over those that know the token.
 
-    `admit(link, hello, proof)` lets a rank in, with the proof to send along, or raises `Refused`.
+    `admit(link, hello, proof)` takes a rank in, with the proof to send along, or raises `Refused`.
     """
 
     def __init__(self, token: str, admit: Callable[[Link, Hello, bytes], None]) -> None:
@@ -81,7 +81,7 @@ class Door:
         return link
 
     async def aclose(self) -> None:
-        """Send away whoever has not been let in; to be called when nobody can connect any more."""
+        """Send away those who have not been let in; to be called when nobody can connect any more."""
         for link in tuple(self._strangers):
             link.abort("the hub was closed")
             await link.wait_closed(_ABORT_TIMEOUT)
@@ -118,22 +118,22 @@ class _Greeting(Link):
 async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
     """Connect to a hub and introduce this rank; `welcomed(link, settings)` runs before any later frame is read.
 
-    Raises `OSError` where nobody listens, and also where whoever listens is no hub of this protocol
+    Raises `OSError` where nobody listens, and also where what listens is no hub of this protocol
     (`ConnectionError`) or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not
     accept the other.
     """
-    visit = _Visit(hello, welcomed)
+    handshake = _Handshake(hello, welcomed)
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            await asyncio.get_running_loop().create_connection(lambda: visit.link, host, port)
-            await visit.outcome
+            await asyncio.get_running_loop().create_connection(lambda: handshake.link, host, port)
+            await handshake.outcome
     except BaseException:
-        visit.link.abort("the handshake failed")
-        visit.outcome.cancel()
+        handshake.link.abort("the handshake failed")
+        handshake.outcome.cancel()
         raise
 
 
-class _Visit:
+class _Handshake:
     """The rank's side of one handshake."""
 
     def __init__(self, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from aiodist.control.exits import Exit
-from aiodist.control.handshake import Door, Hello
+from aiodist.control.handshake import Authenticator, Hello
 from aiodist.control.link import Link, Pulse
 from aiodist.control.listener import Listener
 from aiodist.control.places import listen, outward_host, tcp_address
@@ -24,8 +24,6 @@ from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 
 __all__ = ["Hub", "HubOptions"]
-
-T = TypeVar("T")
 
 _FAREWELL_TIMEOUT = 1.0
 
@@ -64,12 +62,10 @@ class Hub:
         self._options = options or HubOptions()
         self._roster = Roster(size)
         self._store = Store()
-        self._door = Door(token, self._admit)
+        self._authenticator = Authenticator(token, self._admit)
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._on_join: list[Callable[[int], None]] = []
-        self._on_exit: list[Callable[[Exit], None]] = []
         self._listener: Listener | None = None
         self._pulse: Pulse | None = None
 
@@ -89,11 +85,6 @@ class Hub:
         return frozenset(self._roster.joined)
 
     @property
-    def ready(self) -> bool:
-        """All ranks have joined."""
-        return self._roster.ready
-
-    @property
     def exits(self) -> Mapping[int, Exit]:
         """How the ranks that left did so."""
         return dict(self._roster.exits)
@@ -102,18 +93,10 @@ class Hub:
         """Return the ranks that have not joined, each with what is known of it."""
         return self._roster.missing()
 
-    def on_join(self, fn: Callable[[int], None]) -> None:
-        """Call `fn(rank)` on the hub's loop for each rank that joins from now on."""
-        self._on_join.append(fn)
-
-    def on_exit(self, fn: Callable[[Exit], None]) -> None:
-        """Call `fn(exit)` on the hub's loop for each rank that leaves from now on, clean exits too."""
-        self._on_exit.append(fn)
-
     async def __aenter__(self) -> Hub:
         sock = await listen(self._host, self._port, backlog=max(128, self._roster.size))
         self._port = sock.getsockname()[1]
-        self._listener = Listener(sock, self._door.greet)
+        self._listener = Listener(sock, self._authenticator.greet)
         self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
         return self
 
@@ -141,7 +124,7 @@ class Hub:
             self._pulse.stop()
         if self._listener is not None:
             await self._listener.wait_closed()
-        await self._door.aclose()
+        await self._authenticator.aclose()
         links = tuple(self._links.values())
         late = [] if self._roster.ready else list(self._roster.missing().items())
         closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
@@ -165,7 +148,6 @@ class Hub:
         self._idle.clear()
         settings = {"heartbeat": self._options.heartbeat, "host_rank": self._host_rank}
         link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
-        _tell(self._on_join, rank)
         if self._roster.ready:
             self._write_all(frame(Kind.READY))
 
@@ -228,7 +210,6 @@ class Hub:
         if not self._roster.leave(exit):
             return
         self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
-        _tell(self._on_exit, exit)
 
     def _gone(self, rank: int, link: Link, cause: str) -> None:
         """A connection is over; after a goodbye or a report of failure that is no news."""
@@ -241,16 +222,6 @@ class Hub:
             self._idle.set()
             if self._roster.start_over():
                 self._store = Store()
-
-
-def _tell(observers: list[Callable[[T], None]], news: T) -> None:
-    for fn in observers:
-        try:
-            fn(news)
-        except Exception as error:  # noqa: BLE001  (an observer must not cost a rank its connection)
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"an observer of the hub raised: {fn!r}", "exception": error}
-            )
 
 
 def _given_up(cause: str) -> bytes:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from aiodist.control.exits import Exit
 
-__all__ = ["Inbox"]
+__all__ = ["Subscriptions"]
 
 
 class _Post(Protocol):
     def __call__(self, fn: Callable[..., None], /, *args: Any) -> None: ...  # noqa: ANN401
 
 
-class Inbox:
+class Subscriptions:
     """Hands each message to the subscriber of its topic, in order, and keeps it until there is one.
 
     `deliver`, `left` and all callbacks run on the delivering thread. The other methods may be called from anywhere:

@@ -88,7 +88,7 @@ class Link(asyncio.Protocol):
             self.abort(f"it broke the protocol: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell whoever listens; called by the loop, before it closes the socket."""
+        """Tell `on_closed`; called by the loop, before it closes the socket."""
         forks.forget(self._fd)
         self._transport = None
         self.closed.set()

@@ -14,7 +14,7 @@ _PAUSE = 0.2
 
 
 class Listener:
-    """Makes a connection of whoever connects, until it is closed.
+    """Accepts each process that connects, until it is closed.
 
     asyncio's own server loses a socket, open, when it is closed in the moment in which somebody connects (its
     transport fails to attach to a closed server); in a rendezvous that ranks give up, that moment is a common one.
@@ -31,7 +31,7 @@ class Listener:
         self._listen()
 
     def close(self) -> None:
-        """Stop; whoever is not accepted yet is refused by the system. Calling it again does nothing."""
+        """Stop; the system refuses a process that is not accepted yet. Calling it again does nothing."""
         if self._sock.fileno() < 0:
             return
         if self._pause is not None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiodist.control.exits import Exit
-from aiodist.control.inbox import Inbox
+from aiodist.control.inbox import Subscriptions
 from aiodist.control.store import Store
 from aiodist.control.wire import Kind, frame, pack, unpack
 from aiodist.errors import OperationTimeout
@@ -79,7 +79,7 @@ class InProcessChannel:
         self._hub = hub
         self._rank = rank
         self._size = size
-        self._inbox = Inbox(hub.post, self._report)
+        self._inbox = Subscriptions(hub.post, self._report)
         self._open = True
         self._failed = False
         self._waiting: set[asyncio.Future[bytes]] = set()

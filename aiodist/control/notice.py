@@ -24,8 +24,8 @@ class Notice:
     """What the file says.
 
     An earlier job may have left one, and its port may be another program's by now. So the hub's token includes the
-    `nonce`: whoever follows an old file is not let in by anybody, and reads the file again. `proof` shows that the
-    writer knows the job's token.
+    `nonce`: a rank that follows an old file is not let in by anybody, and reads the file again. `proof` shows that
+    the writer knows the job's token.
     """
 
     hostname: str

@@ -55,17 +55,22 @@ async def connect(
     here when this call fails. `options` are those of a hub that this call opens. The loop of the caller (asyncio
     or uvloop) is not blocked; cancelling leaves no thread, no socket and no file.
 
-    Raises `ConfigError` for an address that makes no sense, and when the hub refuses this rank: a wrong token,
-    another size, a rank that has joined already; `PeerLost` when the hub or the job is gone; `OperationTimeout`
-    after `timeout` seconds, whose `late` are the ranks that never came.
+    Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
+    hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the
+    job is gone; `OperationTimeout` after `timeout` seconds, whose `late` are the ranks that never came.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size}: expected 0 <= rank < size")
     place = parse(address, environ)
+    if SocketChannel.is_joined(place, rank):
+        raise ConfigError(
+            f"this process is rank {rank} of the job at {address} already, through an init() that is still open: leave "
+            "that one first, or use its communicator, or `await coll.dup()` of it"
+        )
     if hub is not None:
         hub.thread.check_process()
     thread = LoopThread(THREAD_NAME) if hub is None else hub.thread
-    channel = SocketChannel(rank, size, thread)
+    channel = SocketChannel(rank, size, thread, place)
     meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None)
     try:
         await thread.run(meeting.join())
@@ -76,8 +81,8 @@ async def connect(
 
 
 @dataclass(frozen=True)
-class _Door:
-    """Where to knock, and with which token."""
+class _HubAddress:
+    """Where a hub may listen, and the token to join it with."""
 
     host: str
     port: int
@@ -96,7 +101,7 @@ class _Meeting:
     channel: SocketChannel
     thread: LoopThread
     hub: Hub | None
-    own_door: _Door | None = None
+    own_hub: _HubAddress | None = None
     last_seen: str = "nothing was tried"
 
     async def join(self) -> None:
@@ -107,7 +112,7 @@ class _Meeting:
                     await self._host()
                 await self._enter()
                 await self.channel.ready
-        except OperationTimeout:  # whoever hosts the hub gave up first, and said who never came
+        except OperationTimeout:  # the rank that hosts the hub gave up first, and said who never came
             raise
         except TimeoutError:
             raise await self._too_late() from None
@@ -139,22 +144,22 @@ class _Meeting:
         hub = Hub(size, host=host, port=port, token=token, options=self.options, host_rank=rank)
         await open_hub(self.thread, hub)
         self.hub = hub
-        self.own_door = _Door(host or "127.0.0.1", hub.port, token)
+        self.own_hub = _HubAddress(host or "127.0.0.1", hub.port, token)
 
     async def _enter(self) -> None:
-        """Knock until some hub lets this rank in."""
+        """Ask until some hub lets this rank in."""
         pause = _FIRST_PAUSE
         while True:
-            for door in self._doors():
-                if await self._knock(door):
+            for where in self._hub_addresses():
+                if await self._ask(where):
                     return
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, pause * 1.5)
 
-    async def _knock(self, door: _Door) -> bool:
-        hello = Hello(self.channel.rank, self.channel.size, door.token)
+    async def _ask(self, where: _HubAddress) -> bool:
+        hello = Hello(self.channel.rank, self.channel.size, where.token)
         try:
-            await dial(door.host, door.port, hello, self.channel.welcomed)
+            await dial(where.host, where.port, hello, self.channel.welcomed)
         except Refused as refusal:
             if not self._may_change(refusal.code):
                 message = f"{self.address}: {refusal}"
@@ -162,32 +167,32 @@ class _Meeting:
             self.last_seen = str(refusal)
         except OSError as error:
             why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else str(error) or "no answer"
-            self.last_seen = f"{tcp_address(door.host, door.port)}: {why}"
+            self.last_seen = f"{tcp_address(where.host, where.port)}: {why}"
         else:
             return True
         return False
 
     def _may_change(self, code: str) -> bool:
-        """Whether it makes sense to knock again: the next hub there may be the right one."""
+        """Whether it makes sense to ask again: the next hub there may be the right one."""
         match self.place:
             case FilePlace():
                 return code in ("left", "failed", "token")
             case TcpPlace(hosted=hosted, ports=ports):
                 return code == "left" or (hosted and code == "failed") or (len(ports) > 1 and code == "token")
 
-    def _doors(self) -> list[_Door]:
-        if self.own_door:
-            return [self.own_door]
+    def _hub_addresses(self) -> list[_HubAddress]:
+        if self.own_hub:
+            return [self.own_hub]
         match self.place:
             case TcpPlace(host=host, ports=ports, secret=secret):
-                return [_Door(host, port, self.token + secret) for port in ports]
+                return [_HubAddress(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
                     notice = Notice.read(path, self.token)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []
-                return [_Door(host, notice.port, f"{self.token}\n{notice.nonce}") for host in notice.reachable()]
+                return [_HubAddress(host, notice.port, f"{self.token}\n{notice.nonce}") for host in notice.reachable()]
 
     async def _too_late(self) -> OperationTimeout:
         """Return the error that names those who never came, as far as anybody here knows."""

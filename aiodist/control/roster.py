@@ -40,7 +40,8 @@ class Roster:
             still_here = name_ranks(self.joined - self._left)
             raise Refused("left", f"rank {rank} has left this session, {still_here} not yet")
         if rank in self.joined:
-            raise Refused("duplicate", f"rank {rank} has joined already: two processes have the same rank")
+            who = "two processes, or two init() of one process, have the same rank"
+            raise Refused("duplicate", f"rank {rank} has joined already: {who}")
         self.joined.add(rank)
         self.exits.pop(rank, None)
         self._gave_up.pop(rank, None)

@@ -35,8 +35,12 @@ class LoopThread:
 
     def check_process(self) -> None:
         """Raise `RuntimeError` in a forked child, where the thread does not exist."""
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process():
             raise RuntimeError(f"the control channel belongs to process {self._pid}: a forked child has none")
+
+    def is_of_this_process(self) -> bool:
+        """Whether this process started it, and not the one that it was forked from."""
+        return os.getpid() == self._pid
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -72,7 +76,7 @@ class LoopThread:
     def _main(self) -> None:
         try:
             self.loop.run_until_complete(self._serve())
-        except BaseException as error:  # noqa: BLE001  (handed to whoever closes the thread)
+        except BaseException as error:  # noqa: BLE001  (`aclose` raises it)
             self.loop.close()
             self._ended.set_exception(error)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import rebuilt
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Done, Handle, Progress, join
 from aiodist.streams import CudaStream, OnStream, Staging
 from aiodist.streams.capture import Uncaptured
 
@@ -94,13 +94,21 @@ class ToDevice:
             return
         with self._lock:
             self._under_way += 1
-        copying = _Copying(self, item, made, began, len(parts))
-        self._progress.start_in_thread(partial(self._begin, parts, copying))
+        copied = join(len(parts), partial(self._copied, item, made, began))
+        self._progress.start_in_thread(partial(self._begin, parts, copied))
 
-    def _begin(self, parts: list[Copies], copying: _Copying) -> None:
+    def _begin(self, parts: list[Copies], copied: Done) -> None:
         """With the transport lock held."""
         for part in parts:
-            self._staging.copies(part, self._stream, _nothing, copying.part_over)
+            self._staging.copies(part, self._stream, _nothing, copied)
+
+    def _copied(self, item: Item, made: Made, began: float, error: BaseException | None) -> None:
+        """All parts are there, or failed; with the transport lock held."""
+        if error is not None:
+            made = made.failed(error)
+        made.copying = perf_counter() - began
+        item.handle.resolve(made)
+        self.over()
 
     def take(self, made: Made) -> None:
         """Make `made` its consumer's, whose stream is the current one; on the loop, and may raise what torch does."""
@@ -135,7 +143,7 @@ class _Room:
         """Something in it is moved by torch, or by itself, when it is taken."""
         self.copies: Copies = []
         self._device = device
-        self._known: dict[int, tuple[object, object]] = {}
+        self._changed: dict[int, tuple[object, object]] = {}
         """What was changed, which must live as long as its id counts, and what it was changed to."""
 
     def parts(self) -> tuple[Copies, Copies]:
@@ -150,10 +158,10 @@ class _Room:
         """Return what stands for `x` on the device; the same when it comes again."""
         if isinstance(x, Tensor) and not x.is_cpu:
             return x
-        known = self._known.get(id(x))
-        if known is None:
-            known = self._known[id(x)] = x, self._new(x)
-        return known[1]
+        entry = self._changed.get(id(x))
+        if entry is None:
+            entry = self._changed[id(x)] = x, self._new(x)
+        return entry[1]
 
     def _new(self, x: Any) -> Any:  # noqa: ANN401
         if not isinstance(x, Tensor):
@@ -168,27 +176,6 @@ class _Room:
             x = torch.empty_like(x, device=x.device).copy_(x)
         self.copies.append((into, x))
         return into
-
-
-class _Copying:
-    """One item that is being copied."""
-
-    def __init__(self, owner: ToDevice, item: Item, made: Made, began: float, parts: int) -> None:
-        self._owner = owner
-        self._item = item
-        self._made = made
-        self._began = began
-        self._left = parts
-
-    def part_over(self, error: BaseException | None) -> None:
-        """One part is there, or failed; with the transport lock held."""
-        if error is not None and self._made.outcome is Outcome.VALUE:
-            self._made = self._made.failed(error)
-        self._left -= 1
-        if self._left == 0:
-            self._made.copying = perf_counter() - self._began
-            self._item.handle.resolve(self._made)
-            self._owner.over()
 
 
 def _flat(t: Tensor) -> Tensor:

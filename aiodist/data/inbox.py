@@ -6,14 +6,14 @@ import asyncio
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-__all__ = ["Inbox"]
+__all__ = ["WorkQueue"]
 
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loop was closed around it
 
 
-class Inbox(Generic[T]):
+class WorkQueue(Generic[T]):
     """Work for threads that wait for it; `put` and `stop` may be called from any thread."""
 
     def __init__(self) -> None:

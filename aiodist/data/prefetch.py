@@ -21,7 +21,7 @@ from aiodist.data.reading import Reader, TaskReader, ThreadReader
 from aiodist.data.sizes import nbytes_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
-from aiodist.pinning import warn_of_one_core
+from aiodist.world.pinning import warn_of_one_core
 
 __all__ = ["Prefetch", "Prefetched", "Statistics", "prefetch"]
 
@@ -124,7 +124,7 @@ def prefetch(
     then the iteration is over. A `StopIteration` from `transform` becomes a `RuntimeError`. Nothing is lost when
     waiting for an item is cancelled: the next wait returns it.
 
-    Leaving the block, in whatever way, drops what nobody took, closes generators, and ends the worker processes of a
+    Leaving the block, in any way, drops what nobody took, closes generators, and ends the worker processes of a
     `DataLoader` without `persistent_workers`. It waits, cancelled or not, for the call of `next` or `transform` that
     runs just then, since no thread can be stopped: for ever, if that blocks for ever. So it does for copies that are
     under way. An async source is cancelled.

@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
-from aiodist.data.inbox import Inbox
+from aiodist.data.inbox import WorkQueue
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
@@ -48,7 +48,7 @@ class ThreadReader(Reader):
         self._deliver = deliver
         self._stream = HostStream(name)
         self._progress = Progress.current()
-        self._orders: Inbox[Item] = Inbox()
+        self._orders: WorkQueue[Item] = WorkQueue()
         self._iterator: Iterator[Any] | None = None
         self._over: Handle[None]
 
@@ -100,7 +100,7 @@ class ThreadReader(Reader):
             made = Made(Outcome.VALUE, next(self._iterator))
         except StopIteration:
             made = Made(Outcome.END)
-        except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the consumer
+        except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
             made = Made(Outcome.ERROR, error)
         made.reading = perf_counter() - began
         self._deliver(item, made)

@@ -18,7 +18,7 @@ _SEQUENCES = (list, tuple, set, frozenset)
 def nbytes_of(value: object) -> int:
     """Return the bytes of the tensors, arrays and byte strings in `value`, each object once.
 
-    Looked into are lists, tuples, sets, mappings and dataclasses. Whatever has a number `nbytes` counts with that;
+    Looked into are lists, tuples, sets, mappings and dataclasses. Objects with a number `nbytes` count with that;
     other objects, strings and numbers count nothing.
 
     >>> nbytes_of({"x": bytes(100), "y": (bytearray(20), "label", 7)})

@@ -14,7 +14,7 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_process, to_thread
 
-from aiodist.data.inbox import Inbox
+from aiodist.data.inbox import WorkQueue
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.reading import Deliver
 from aiodist.data.sizes import nbytes_of
@@ -69,7 +69,7 @@ class ThreadWorkers(Workers):
 
     def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver) -> None:
         super().__init__(transform, count, deliver)
-        self._inbox: Inbox[Job] = Inbox()
+        self._inbox: WorkQueue[Job] = WorkQueue()
         self._modes = Modes.capture()
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ def _made(transform: Callable[[Any], Any], value: object) -> Made:
         ended = RuntimeError(f"transform raised {type(error).__name__}")
         ended.__cause__ = error
         made = Made(Outcome.ERROR, ended)
-    except BaseException as error:  # noqa: BLE001  - whatever it is belongs to the consumer
+    except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
         made = Made(Outcome.ERROR, error)
     made.transforming = perf_counter() - began
     return made

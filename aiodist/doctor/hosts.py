@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiodist.doctor import probe
-from aiodist.doctor.here import ASK_MPI, Answer, Finding, State, ask_command, colour
+from aiodist.doctor.here import ASK_MPI, ask_command
+from aiodist.doctor.report import Answer, Finding, State, show_findings, show_verdict
 from aiodist.env import variables
 from aiodist.launch import discover, network
 from aiodist.launch.commands import Flavour, Mpi
@@ -61,13 +62,26 @@ class HostsReport:
         """A job on these hosts works."""
         return self.together.state is State.AVAILABLE
 
+    @property
+    def verdict(self) -> str:
+        """Whether a job on these hosts works, and what stands in its way, in one line."""
+        if self.usable:
+            return f"ready: {self.together.detail}"
+        wrong = [
+            f"{host}: {finding.name}: {finding.detail}"
+            for host, findings in self.hosts.items()
+            for finding in findings
+            if finding.state is State.UNUSABLE
+        ]
+        return f"not ready: {'; '.join(wrong) or f'{self.together.name}: {self.together.detail}'}"
+
     def to_json(self) -> str:
         """Return the report as one JSON object."""
-        return json.dumps({**asdict(self), "usable": self.usable}, indent=2)
+        return json.dumps({**asdict(self), "usable": self.usable, "verdict": self.verdict}, indent=2)
 
 
 @dataclass
-class _Asked:
+class _HostInquiry:
     """One host while it is asked."""
 
     name: str
@@ -97,11 +111,11 @@ async def examine_hosts(question: Question) -> HostsReport:
             "script": question.script and str(Path.cwd() / question.script),
         }
         turn = asyncio.Semaphore(_AT_ONCE)
-        asked = [_Asked(name) for name in names]
+        asked = [_HostInquiry(name) for name in names]
         stack.push_async_callback(_end, asked)
         await asyncio.gather(*(_look(host, question, mpi, wanted, turn) for host in asked))
-        doors = {host.name: (host.said["address"], host.said["port"]) for host in asked if host.said}
-        await asyncio.gather(*(_connect(host, doors) for host in asked))
+        addresses = {host.name: (host.said["address"], host.said["port"]) for host in asked if host.said}
+        await asyncio.gather(*(_connect(host, addresses) for host in asked))
     expected = probe.looked_for(wanted)
     found = {host.name: _judge(host, expected, mpi, question) for host in asked}
     return HostsReport(found, await asyncio.to_thread(_together, question, mpi, found))
@@ -110,7 +124,9 @@ async def examine_hosts(question: Question) -> HostsReport:
 # Asking
 
 
-async def _look(host: _Asked, question: Question, mpi: Mpi | None, wanted: object, turn: asyncio.Semaphore) -> None:
+async def _look(
+    host: _HostInquiry, question: Question, mpi: Mpi | None, wanted: object, turn: asyncio.Semaphore
+) -> None:
     """Have the shell there say that it was reached and what it sees, and the Python there what it finds."""
     async with turn:
         try:
@@ -153,15 +169,15 @@ def _shell_command(mpi: Mpi | None) -> str:
     return "\n".join(lines)
 
 
-async def _connect(host: _Asked, doors: Mapping[str, tuple[str | None, int | None]]) -> None:
+async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None, int | None]]) -> None:
     """Have the host connect to each of the others, and connect to it from here."""
     if host.said is None or host.said["address"] is None:
         return
     try:
         async with asyncio.timeout(_ANSWER):
-            others = {name: door for name, door in doors.items() if name != host.name and door[0] is not None}
+            others = {name: where for name, where in addresses.items() if name != host.name and where[0] is not None}
             host.ports = await _exchange(host, others)
-            address, port = doors[host.name]
+            address, port = addresses[host.name]
             _, writer = await asyncio.open_connection(address, port)
             writer.close()
     except TimeoutError:
@@ -170,7 +186,7 @@ async def _connect(host: _Asked, doors: Mapping[str, tuple[str | None, int | Non
         host.ports["this host"] = str(error)
 
 
-async def _exchange(host: _Asked, question: object) -> dict[str, Any]:
+async def _exchange(host: _HostInquiry, question: object) -> dict[str, Any]:
     assert host.process is not None
     assert host.process.stdin is not None
     host.process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -182,14 +198,14 @@ async def _exchange(host: _Asked, question: object) -> dict[str, Any]:
     return said
 
 
-async def _line(host: _Asked) -> str | None:
+async def _line(host: _HostInquiry) -> str | None:
     assert host.process is not None
     assert host.process.stdout is not None
     line = await host.process.stdout.readline()
     return line.decode(errors="replace").rstrip("\n") if line else None
 
 
-async def _last_words(host: _Asked) -> str:
+async def _last_words(host: _HostInquiry) -> str:
     """Return why the remote shell ended."""
     assert host.process is not None
     assert host.process.stderr is not None
@@ -197,7 +213,7 @@ async def _last_words(host: _Asked) -> str:
     return words[-1].strip() if words else f"exit code {await host.process.wait()}"
 
 
-async def _end(asked: Sequence[_Asked]) -> None:
+async def _end(asked: Sequence[_HostInquiry]) -> None:
     for process in (host.process for host in asked if host.process is not None):
         if process.stdin is not None:
             process.stdin.close()
@@ -217,7 +233,7 @@ async def _stop(server: asyncio.Server) -> None:
 # Judging
 
 
-def _judge(host: _Asked, expected: Mapping[str, Any], mpi: Mpi | None, question: Question) -> list[Finding]:
+def _judge(host: _HostInquiry, expected: Mapping[str, Any], mpi: Mpi | None, question: Question) -> list[Finding]:
     if not host.reached:
         return [Finding("reachable", State.UNUSABLE, host.trouble, _reach(host))]
     found = [Finding("reachable", State.AVAILABLE, "without a password")]
@@ -232,7 +248,7 @@ def _judge(host: _Asked, expected: Mapping[str, Any], mpi: Mpi | None, question:
     return [*found, _ports(host), _cores(said)]
 
 
-def _reach(host: _Asked) -> str:
+def _reach(host: _HostInquiry) -> str:
     if "Host key verification failed" in host.trouble:
         return f"ssh {host.name}, once, to accept its key"
     if "not resolve" in host.trouble:
@@ -240,7 +256,7 @@ def _reach(host: _Asked) -> str:
     return f"ssh-copy-id {host.name}, then ssh {host.name} true must ask nothing; another program: --rsh"
 
 
-def _daemon(host: _Asked, mpi: Mpi | None) -> Finding:
+def _daemon(host: _HostInquiry, mpi: Mpi | None) -> Finding:
     assert mpi is not None
     name = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}[mpi.flavour]
     if host.daemon:
@@ -290,7 +306,7 @@ def _script(said: Mapping[str, Any], expected: Mapping[str, Any], script: str) -
     return Finding("script", State.AVAILABLE, f"{script}, the same")
 
 
-def _ports(host: _Asked) -> Finding:
+def _ports(host: _HostInquiry) -> Finding:
     assert host.said is not None
     troubles = {"this host": host.said["launcher"]} if host.said["launcher"] else host.ports
     if troubles:
@@ -340,16 +356,8 @@ def _met(answer: Answer, count: int) -> Finding:
 
 
 def show_hosts(report: HostsReport, console: Console) -> None:
-    """Print the report as a table."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    long = (Column("detail", overflow="fold"), Column("what to do", overflow="fold"))  # paths must not be cut
-    table = Table("host", "check", "state", *long, title="Hosts", title_justify="left")
-    for name, findings in {**report.hosts, "all": [report.together]}.items():
-        for i, finding in enumerate(findings):
-            state = Text(finding.state, style=colour(finding.state))
-            host = Text("" if i else name)
-            table.add_row(host, Text(finding.name), state, Text(finding.detail), Text(finding.remedy))
-        table.add_section()
-    console.print(table)
+    """Print the report, its verdict last."""
+    for name, findings in report.hosts.items():
+        show_findings(name, findings, console)
+    show_findings("all", [report.together], console)
+    show_verdict(report.verdict, console, good=report.usable)

@@ -1,5 +1,5 @@
 """What `aiodist doctor` runs on each host, with the host's Python: this file's text, so it imports only the standard
-library, and works with the Python and the aiodist that are there, whatever they are.
+library, and works with the Python and the aiodist that are there, of any version.
 
 It reads a JSON object a line and answers each with one: first what to look for, then whom to connect to.
 """
@@ -32,7 +32,7 @@ def looked_for(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def doors(host: str, port: int) -> tuple[dict[str, Any], socket.socket | None]:
+def connect_and_listen(host: str, port: int) -> tuple[dict[str, Any], socket.socket | None]:
     """Connect to the launcher, and listen where the way to it begins, for the others to connect."""
     try:
         with socket.create_connection((host, port), timeout=_SECONDS) as to_launcher:
@@ -90,7 +90,7 @@ def digest_of_package(name: str) -> str | None:
 def main() -> None:
     """Answer two questions, and stay until there are no more."""
     asked = json.loads(sys.stdin.readline())
-    where, listener = doors(*asked["launcher"])
+    where, listener = connect_and_listen(*asked["launcher"])
     print(json.dumps({**looked_for(asked), **where}), flush=True)  # noqa: T201
     others = sys.stdin.readline()
     if others:

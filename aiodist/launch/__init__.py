@@ -1,7 +1,7 @@
 """Starts the ranks of a job and watches over them; imports neither torch, numpy nor mpi4py.
 
 `job.run(Job(...))` is what `aiodist run` calls. Every rank runs below a small guard process (`worker`), which
-carries its output and the way it ended to the launcher, whoever started it: the launcher itself or an mpirun.
+carries its output and the way it ended to the launcher, whether the launcher itself or an mpirun started it.
 
 commands    what to start: pure functions from a `Job` to command lines and environments
 hosts       which hosts, and how many ranks each of them has

@@ -21,8 +21,8 @@ __all__ = [
     "GUARD_NEEDS",
     "Flavour",
     "Job",
+    "MeetingPlace",
     "Mpi",
-    "Place",
     "check_hosts",
     "exported",
     "flavour",
@@ -69,7 +69,7 @@ class Job:
     """What to run, and how."""
 
     command: tuple[str, ...]
-    """What Python is given: `("train.py", "--lr", "0.1")` or `("-m", "package.module")`."""
+    """What the program is given, which is Python: `("train.py", "--lr", "0.1")` or `("-m", "package.module")`."""
     ranks: int
     """All of them, the servers too."""
     mpi: str = "auto"
@@ -94,6 +94,8 @@ class Job:
     """How many of the ranks, the last ones, only serve parameters."""
     keep_going: bool = False
     """The others go on when a rank fails."""
+    program: str = sys.executable
+    """What each rank runs."""
 
     def __post_init__(self) -> None:
         if self.servers < 0:
@@ -101,7 +103,7 @@ class Job:
         if self.ranks <= self.servers:
             who = f"workers beside {self.servers} servers" if self.servers else "ranks"
             raise ConfigError(f"{self.ranks - self.servers} {who}: expected at least 1")
-        if not self.command:
+        if not self.command and self.program == sys.executable:
             raise ConfigError("there is no script to run")
         if self.mpi == "none" and self.mpi_args:
             raise ConfigError(f"--mpi-arg {self.mpi_args[0]} needs an mpirun, but --mpi is none")
@@ -114,7 +116,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Where a job's ranks meet, and the secret that lets them and their guards in."""
 
     rendezvous: str
@@ -175,7 +177,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
 
 
-def common_variables(environ: Mapping[str, str], place: Place, servers: int = 0) -> dict[str, str]:
+def common_variables(environ: Mapping[str, str], place: MeetingPlace, servers: int = 0) -> dict[str, str]:
     """Return what every process of the job inherits."""
     return {
         **inherited(environ),

@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -17,8 +16,8 @@ from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.errors import ConfigError
 from aiodist.launch import commands, discover, network
-from aiodist.launch.commands import Job, Mpi, Place
-from aiodist.launch.output import Console, Lines, Logs, read_input
+from aiodist.launch.commands import Job, MeetingPlace, Mpi
+from aiodist.launch.output import Console, Lines, Logs, Notices, read_input
 from aiodist.launch.processes import Command, Processes
 from aiodist.launch.ranks import Ranks
 from aiodist.launch.supervisor import Event, Signalled, Supervisor, report
@@ -52,7 +51,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         output = _Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
         stack.push_async_callback(output.aclose)
         hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
-        place = Place(hub.address, token)
+        place = MeetingPlace(hub.address, token)
         common = commands.common_variables(environ, place, job.servers)
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
@@ -62,7 +61,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours simply has it.
         first: Stdin = "same" if mpi is None else "sent"
         starts = [
-            Start([sys.executable, *job.command], exports, "null" if rank else first, commands.folder(job, Path.cwd()))
+            Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, Path.cwd()))
             for rank in range(job.ranks)
         ]
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
@@ -106,7 +105,7 @@ def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str,
 
 @contextlib.contextmanager
 def _signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Hear signals while inside; outside the main thread they belong to whoever runs the loop."""
+    """Hear signals while inside; outside the main thread they belong to the program that runs the loop."""
     loop = asyncio.get_running_loop()
     heard = []
     for signum in map(signal.Signals.__getitem__, _SIGNALS):
@@ -134,6 +133,7 @@ class _Streams:
             for kind in (Kind.OUT, Kind.ERR)
         }
         self._mpirun = Lines(b"[mpirun] ")
+        self._notices = Notices()
         self._words: set[asyncio.Task[None]] = set()
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
@@ -152,7 +152,8 @@ class _Streams:
 
     async def overheard(self, data: bytes) -> None:
         """Print what mpirun itself says."""
-        await self._console.write(Kind.ERR, self._mpirun.feed(data, asyncio.get_running_loop().time()))
+        said = self._notices.feed(data)
+        await self._console.write(Kind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
 
     def say(self, line: str) -> None:
         """Print a line of our own as soon as somebody reads, and do not wait for that."""
@@ -162,7 +163,7 @@ class _Streams:
 
     async def aclose(self) -> None:
         """Wait a little for our last words to be read, and close the files."""
-        rest = self._mpirun.flush()
+        rest = self._mpirun.feed(self._notices.flush(), asyncio.get_running_loop().time()) + self._mpirun.flush()
         if rest:
             self.say(rest.decode(errors="replace").rstrip("\n"))
         if self._words:

@@ -11,10 +11,13 @@ from pathlib import Path
 from aiodist.errors import ConfigError
 from aiodist.launch.wire import Kind
 
-__all__ = ["Console", "Lines", "Logs", "read_input"]
+__all__ = ["Console", "Lines", "Logs", "Notices", "read_input"]
 
 _LONGEST = 1 << 20
 _REDRAW = 1.0
+_RULE = 60
+_OF_AN_END = (b"has exited due to process rank", b"BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES")
+_AFTER_IT = (b"YOUR APPLICATION TERMINATED WITH", b"This typically refers to a problem", b"Please see the FAQ page")
 _PIECE = 4096  # a pipe that reports room takes this much without blocking (PIPE_BUF)
 _FDS = {Kind.OUT: 1, Kind.ERR: 2}
 
@@ -52,6 +55,43 @@ class Lines:
         """Return what was written after the last line end, as a line."""
         rest, self._rest = _last_state(self._rest), b""
         return self._prefix + rest + b"\n" if rest else b""
+
+
+class Notices:
+    """Leaves out of what mpirun says the notices, between two rules, of how ranks ended: we say that.
+
+    Open MPI and MPICH print one also for a rank that ends well without MPI_Finalize, as one does that gave transfers
+    up; MPICH has an empty line before it, and some lines after it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._notice: list[bytes] | None = None
+        """The lines since a rule, until the next."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that `data` completes, but for those."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return b"".join(self._line(line + b"\n") for line in lines)
+
+    def flush(self) -> bytes:
+        """Return what is left, of a notice that does not end."""
+        rest = b"".join(self._notice or ()) + self._rest
+        self._notice, self._rest = None, b""
+        return rest
+
+    def _line(self, line: bytes) -> bytes:
+        is_rule = len(line) > _RULE and len(set(line.strip())) == 1
+        if self._notice is None:
+            if not is_rule:
+                return b"" if line.startswith(_AFTER_IT) or line == b"\n" else line
+            self._notice = [line]
+            return b""
+        self._notice.append(line)
+        if not is_rule:
+            return b""
+        notice, self._notice = b"".join(self._notice), None
+        return b"" if any(text in notice for text in _OF_AN_END) else notice
 
 
 def _last_state(line: bytes) -> bytes:

@@ -15,9 +15,9 @@ from typing import Protocol
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.network import LOOPBACK
-from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
+from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
 
-__all__ = ["Done", "Ended", "Ranks"]
+__all__ = ["Ended", "Finished", "Ranks"]
 
 _HELLO_TIMEOUT = 10.0
 _LONGEST_HELLO = 4096
@@ -44,11 +44,11 @@ class Ended:
     """The rank's process ended."""
 
     rank: int
-    exit: Exit
+    exit: Exited
 
 
 @dataclass(frozen=True)
-class Done:
+class Finished:
     """Nothing more comes from this rank."""
 
     rank: int
@@ -59,7 +59,7 @@ class Ranks:
 
     `starts` has what each rank runs. Output goes to `streams`, one chunk after the other: to wait there makes the
     rank wait. `notify` hears `Ended`
-    and then `Done` of each rank, also of one whose guard was killed (the kernel kills the rank then). Guards
+    and then `Finished` of each rank, also of one whose guard was killed (the kernel kills the rank then). Guards
     connect to `address`, at the address `host` of this host.
     """
 
@@ -68,7 +68,7 @@ class Ranks:
         token: str,
         starts: Sequence[Start],
         streams: Streams,
-        notify: Callable[[Ended | Done], None],
+        notify: Callable[[Ended | Finished], None],
         host: str = LOOPBACK,
     ) -> None:
         self._token = token
@@ -145,14 +145,14 @@ class Ranks:
         if rank not in self._done:
             self._lost(rank)
             await self._streams.finish(rank)
-            self._notify(Done(rank))
+            self._notify(Finished(rank))
 
     async def _greet(self, reader: asyncio.StreamReader) -> int:
         async with asyncio.timeout(_HELLO_TIMEOUT):
             kind, length = wire.header(await reader.readexactly(wire.HEADER.size))
             if kind is not Kind.HELLO or length > _LONGEST_HELLO:
                 raise LaunchError("expected a guard's hello")
-            hello = Hello.decode(await reader.readexactly(length))
+            hello = GuardHello.decode(await reader.readexactly(length))
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
         if not known or hello.size != len(self._starts) or hello.rank in self._writers:
             raise LaunchError(f"rank {hello.rank} of {hello.size} is not awaited here")
@@ -172,12 +172,12 @@ class Ranks:
                         self._pids[rank] = Started.decode(payload).pid
                 case Kind.EXIT:
                     self._ended.add(rank)
-                    self._notify(Ended(rank, Exit.decode(payload)))
+                    self._notify(Ended(rank, Exited.decode(payload)))
                 case Kind.DONE:
                     self._pids.pop(rank, None)
                     self._done.add(rank)
                     await self._streams.finish(rank)
-                    self._notify(Done(rank))
+                    self._notify(Finished(rank))
                 case _:
                     raise LaunchError(f"the guard of rank {rank} sent {kind!r}")
 
@@ -188,7 +188,7 @@ class Ranks:
                 os.killpg(self._pids.pop(rank), signal.SIGKILL)
         if rank not in self._ended:
             self._ended.add(rank)
-            self._notify(Ended(rank, Exit(-signal.SIGKILL, told=True)))
+            self._notify(Ended(rank, Exited(-signal.SIGKILL, told=True)))
 
 
 def _same_host(writer: asyncio.StreamWriter) -> bool:

@@ -12,8 +12,8 @@ from aiodist.control import Hub, name_ranks
 from aiodist.errors import LaunchError
 from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
-from aiodist.launch.ranks import Done, Ended, Ranks
-from aiodist.launch.verdict import Ending, Left, Report, Verdict, describe
+from aiodist.launch.ranks import Ended, Finished, Ranks
+from aiodist.launch.verdict import Departures, Ending, JobVerdict, Left, describe
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
@@ -35,10 +35,10 @@ class Signalled:
     signum: int
 
 
-Event = Ended | Done | ProcessEnded | Signalled
+Event = Ended | Finished | ProcessEnded | Signalled
 
 
-def report(hub: Hub) -> Report:
+def report(hub: Hub) -> Departures:
     """Return what the hub knows in the words of the verdict."""
 
     def left(rank: int) -> Left:
@@ -51,20 +51,20 @@ def report(hub: Hub) -> Report:
         failed = next((exit for exit in hub.exits.values() if not exit.clean), None)
         return None if failed is None else (failed.rank, failed.exitcode or 1)
 
-    return Report(left, first_failure)
+    return Departures(left, first_failure)
 
 
 class Supervisor:
     """Takes events until every rank is done; `code` is the job's exit code then."""
 
-    def __init__(self, job: Job, ranks: Ranks, known: Report, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, ranks: Ranks, known: Departures, say: Callable[[str], None]) -> None:
         self.code: int | None = None
         self.stopping = False
         self._job = job
         self._ranks = ranks
         self._known = known
         self._say = say
-        self._verdict = Verdict(job.ranks, job.finish_within, known, servers=job.servers, keep_going=job.keep_going)
+        self._verdict = JobVerdict(job.ranks, job.finish_within, known, servers=job.servers, keep_going=job.keep_going)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._came_by: float | None = self._loop.time() + _START_TIMEOUT
@@ -100,7 +100,7 @@ class Supervisor:
         match event:
             case Ended(rank, exit):
                 self._ended(Ending(rank, exit.code, exit.told))
-            case Done(rank):
+            case Finished(rank):
                 self._left.discard(rank)
             case ProcessEnded(None, code):
                 self._mpirun_ended(code)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["HOLD", "Ending", "Left", "Report", "Verdict"]
+__all__ = ["HOLD", "Departures", "Ending", "JobVerdict", "Left"]
 
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5
@@ -41,7 +41,7 @@ class Left(Enum):
 
 
 @dataclass(frozen=True)
-class Report:
+class Departures:
     """What the control channel knows: how each rank left it, and the first to fail, with its exit code."""
 
     left: Callable[[int], Left]
@@ -76,11 +76,11 @@ def describe(code: int) -> str:
         return f"signal {-code}"
 
 
-class Verdict:
+class JobVerdict:
     """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
 
     def __init__(
-        self, size: int, finish_within: float, report: Report, *, servers: int = 0, keep_going: bool = False
+        self, size: int, finish_within: float, report: Departures, *, servers: int = 0, keep_going: bool = False
     ) -> None:
         """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job."""
         self.code: int | None = None
@@ -173,7 +173,7 @@ class Verdict:
         return f"{self._line(ending)}, while others still worked ({', '.join(map(str, sorted(others)))})"
 
     def _settle(self) -> list[str]:
-        """Nothing more will be learnt: whoever ended with a failure is named, the first of them gives the code."""
+        """Nothing more will be learnt: ranks that ended with a failure are named, the first of them gives the code."""
         if self.code is not None:
             return []
         failed = [ending for _, ending in self._suspects.values() if ending.code != 0]

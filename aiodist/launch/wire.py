@@ -2,8 +2,8 @@
 
 The guard says HELLO, the launcher answers START, the guard STARTED; then OUT and ERR carry what the rank
 writes, EXIT how it ended and DONE that nothing follows. The launcher sends SIGNAL, and for each WANT a piece of
-INPUT (an empty one at its end), so that no more is read than the rank takes. Whoever loses the connection ends
-its work.
+INPUT (an empty one at its end), so that no more is read than the rank takes. The side that loses the connection
+ends its work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from aiodist.errors import LaunchError
 
-__all__ = ["HEADER", "Exit", "Hello", "Kind", "Start", "Started", "Stdin", "header", "keep_alive", "pack"]
+__all__ = ["HEADER", "Exited", "GuardHello", "Kind", "Start", "Started", "Stdin", "header", "keep_alive", "pack"]
 
 HEADER = struct.Struct("!BI")
 LONGEST = 16 << 20
@@ -49,7 +49,7 @@ Stdin = Literal["null", "same", "sent"]
 
 
 @dataclass(frozen=True)
-class _Message:
+class _JsonMessage:
     """A frame whose payload is a JSON object."""
 
     def encode(self) -> bytes:
@@ -63,7 +63,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class Hello(_Message):
+class GuardHello(_JsonMessage):
     """The guard of `rank` is here."""
 
     rank: int
@@ -72,7 +72,7 @@ class Hello(_Message):
 
 
 @dataclass(frozen=True)
-class Start(_Message):
+class Start(_JsonMessage):
     """What the rank runs: its argument vector, and the variables it has beside those it inherits."""
 
     argv: list[str]
@@ -83,14 +83,14 @@ class Start(_Message):
 
 
 @dataclass(frozen=True)
-class Started(_Message):
+class Started(_JsonMessage):
     """The rank runs, in a session of its own whose id is `pid`."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class Exit(_Message):
+class Exited(_JsonMessage):
     """How the rank ended: its exit code, or minus the signal; `told`: something asked it to stop before."""
 
     code: int

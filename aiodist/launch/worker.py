@@ -16,12 +16,13 @@ import signal
 import socket
 import sys
 import time
+from os import _exit as exit_at_once
 from pathlib import Path
 
 from aiodist.env import Environment, replace_variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
-from aiodist.launch.wire import Exit, Hello, Kind, Start, Started
+from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
 
 _CHUNK = 1 << 16
 _CONNECT = 30.0
@@ -40,12 +41,12 @@ def main() -> int:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.keep_alive(sock)
-        sock.sendall(wire.pack(Kind.HELLO, Hello(here.rank, here.size, here.token).encode()))
+        sock.sendall(wire.pack(Kind.HELLO, GuardHello(here.rank, here.size, here.token).encode()))
         start = _receive_start(sock)
         if start is None:
             return 1
         sock.setblocking(False)
-        _Guard(sock, start).run()
+        _RankGuard(sock, start).run()
     return 0
 
 
@@ -64,7 +65,7 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-class _Guard:
+class _RankGuard:
     """One rank, its two pipes and the connection to the launcher, in one poll loop."""
 
     def __init__(self, sock: socket.socket, start: Start) -> None:
@@ -223,7 +224,7 @@ class _Guard:
         self._ended = True
         self._drain()
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
-        self._send(Kind.EXIT, Exit(code, self._told).encode())
+        self._send(Kind.EXIT, Exited(code, self._told).encode())
         self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
     def _leave(self) -> None:
@@ -258,7 +259,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
             os.setsid()
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != guard:
-                os._exit(1)
+                exit_at_once(1)
             os.dup2(its_in, 0)
             os.dup2(its_out, 1)
             os.dup2(its_err, 2)
@@ -272,7 +273,7 @@ def _spawn(start: Start) -> tuple[int, int | None, int, int]:
         except OSError as error:
             os.write(2, f"aiodist: cannot start {start.argv[0]}: {error}\n".encode())
         finally:
-            os._exit(127)
+            exit_at_once(127)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     for fd in (its_out, its_err, *([its_in] if its_in else [])):
         os.close(fd)
@@ -287,7 +288,7 @@ def _enter(folder: str | None) -> None:
         os.chdir(folder or ".")
     except OSError as error:
         os.write(2, f"aiodist: {socket.gethostname()} has no folder {folder}: {error.strerror}\n".encode())
-        os._exit(127)
+        exit_at_once(127)
 
 
 def _input_for(start: Start) -> tuple[int, int | None]:

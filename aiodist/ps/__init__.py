@@ -1,7 +1,7 @@
 """The parameter server: tensors on servers, in shards; every call returns a handle.
 
-`ParameterServer` is what programs open. Below it, read in this order: `wire` and `post` (entries between ranks),
-`known` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
+`ParameterServer` is what programs open. Below it, read in this order: `wire` and `coalescer` (entries between ranks),
+`names` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
 them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`; `training` stands on top.
 """
 

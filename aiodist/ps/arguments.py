@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.ps.known import Known
+from aiodist.ps.names import NameEntry
 from aiodist.ps.raw import flat
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import RuleLike, Settings
@@ -19,7 +19,7 @@ __all__ = ["Out", "Pushed", "check_settings", "check_timeout", "check_version", 
 class Pushed(NamedTuple):
     """What goes up for one name."""
 
-    known: Known
+    entry: NameEntry
     value: Tensor
     """Flat."""
     rule: int
@@ -33,7 +33,7 @@ class Out(NamedTuple):
 
 
 def pushed_of(
-    knowns: Sequence[Known],
+    entries: Sequence[NameEntry],
     values: Any,  # noqa: ANN401
     single: bool,
     rule: tuple[Settings, RuleLike | None],
@@ -44,50 +44,50 @@ def pushed_of(
     Of several, frozen parameters are left out where their gradients are meant.
     """
     settings, wanted = rule
-    given = [values] * len(knowns) if values is None else ([values] if single else listed("values", values))
-    if len(given) != len(knowns):
-        raise ValueError(f"{len(given)} values for {len(knowns)} tensors: expected one for each")
+    given = [values] * len(entries) if values is None else ([values] if single else listed("values", values))
+    if len(given) != len(entries):
+        raise ValueError(f"{len(given)} values for {len(entries)} tensors: expected one for each")
     pushed = []
-    for known, value in zip(knowns, given, strict=True):
-        number, chosen = (known.rule_number, known.rule) if wanted is None else settings.rule(wanted)
-        if single or value is not None or not (chosen.takes_gradients and known.frozen):
-            pushed.append(_pushed(known, value, number, chosen, alpha))
+    for entry, value in zip(entries, given, strict=True):
+        number, chosen = (entry.rule_number, entry.rule) if wanted is None else settings.rule(wanted)
+        if single or value is not None or not (chosen.takes_gradients and entry.frozen):
+            pushed.append(_pushed(entry, value, number, chosen, alpha))
     return pushed
 
 
-def _pushed(known: Known, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
-    if known.codec is not None:
-        if number != known.rule_number:
+def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
+    if entry.codec is not None:
+        if number != entry.rule_number:
             raise ValueError(
-                f"rule {rule.name} for the object {known.name!r}: expected copy, servers look at no object"
+                f"rule {rule.name} for the object {entry.name!r}: expected copy, servers look at no object"
             )
-        return Pushed(known, known.codec.encode(value), number)
-    rule.check(known.dtype, alpha)
-    return Pushed(known, flat(known.check(_default(known, rule) if value is None else value)), number)
+        return Pushed(entry, entry.codec.encode(value), number)
+    rule.check(entry.dtype, alpha)
+    return Pushed(entry, flat(entry.check(_default(entry, rule) if value is None else value)), number)
 
 
-def _default(known: Known, rule: Rule) -> Tensor:
+def _default(entry: NameEntry, rule: Rule) -> Tensor:
     """Return what a push sends that was given no value."""
-    t = known.tensor
+    t = entry.tensor
     assert t is not None
     if not rule.takes_gradients:
         return t
     if t.grad is None:
-        raise ValueError(f"{known.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
+        raise ValueError(f"{entry.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
     return t.grad
 
 
-def outs_of(knowns: Sequence[Known], out: Any, single: bool) -> list[Out]:  # noqa: ANN401
+def outs_of(entries: Sequence[NameEntry], out: Any, single: bool) -> list[Out]:  # noqa: ANN401
     """Return where tensors go."""
-    given = [None] * len(knowns) if out is None else ([out] if single else listed("out", out))
-    if len(given) != len(knowns):
-        raise ValueError(f"{len(given)} out tensors for {len(knowns)}: expected one for each")
+    given = [None] * len(entries) if out is None else ([out] if single else listed("out", out))
+    if len(given) != len(entries):
+        raise ValueError(f"{len(given)} out tensors for {len(entries)}: expected one for each")
     outs: list[Out] = []
-    for known, t in zip(knowns, given, strict=True):
-        if known.codec is not None:
+    for entry, t in zip(entries, given, strict=True):
+        if entry.codec is not None:
             outs.append(Out(None, None))
         else:
-            checked = known.check(known.tensor if t is None else t, "out")
+            checked = entry.check(entry.tensor if t is None else t, "out")
             outs.append(Out(flat(checked), checked))
     return outs
 
@@ -119,8 +119,8 @@ def check_version(at_least: object) -> int:
     return at_least
 
 
-def check_settings(known: Known, settings: Mapping[str, float]) -> None:
-    """Raise ValueError or TypeError unless the rule of `known` has these settings and takes these values."""
+def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
+    """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
     with torch.inference_mode(False):
-        trial = known.rule.state(torch.zeros(1, dtype=known.dtype))
-    known.rule.configure(trial, **settings)
+        trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype))
+    entry.rule.configure(trial, **settings)

@@ -10,8 +10,8 @@ from typing import Any
 from aiodist.backends.base import Done
 from aiodist.collectives.program import Call, Program
 from aiodist.errors import AiodistError, MismatchError, PeerLost, RemoteError
-from aiodist.ps.known import Known
-from aiodist.ps.outlet import Outlet
+from aiodist.ps.names import NameEntry
+from aiodist.ps.request_queue import RequestQueue
 from aiodist.ps.requests import Freed
 from aiodist.ps.wire import Kind
 
@@ -24,24 +24,36 @@ _Answered = Callable[[Said | None, BaseException | None], None]
 class Calls:
     """Every method runs with the transport lock held."""
 
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
-        self._context = outlet.context
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._context = queue.context
         self._waiting: dict[tuple[int, int], _Answered] = {}
         """By server and number."""
         self._refusal: AiodistError | None = None
 
     def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, Said]:  # noqa: ANN401
         """Ask server `dst`, as a step of a program, and return what it answers."""
-        box: list[Said] = []
-        yield [partial(self._ask, dst, self._outlet.number(), {"op": op, **said}, box.append)]
-        return box[0]
+        answers: list[Said] = []
+        yield [partial(self._ask, dst, self._queue.number(), {"op": op, **said}, answers.append)]
+        return answers[0]
 
-    def configuring(self, known: Known, settings: dict[str, float]) -> Program[None]:
-        """Change settings of the rule of `known`, on all of its shards: one request, so one number."""
-        number = self._outlet.number()
-        said = {"op": "configure", "key": known.key, "settings": settings}
-        yield [partial(self._ask, span.rank, number, said, lambda _: None) for span in known.spans]
+    def everywhere(self, op: str) -> Program[None]:
+        """Ask all servers that are there, as one request; raises PeerLost where the first of them dies, or has."""
+        number = self._queue.number()
+
+        def ask(dst: int, done: Done) -> None:
+            def answered(error: BaseException | None) -> None:
+                done(None if isinstance(error, PeerLost) and dst != self._context.servers[0] else error)
+
+            self._ask(dst, number, {"op": op}, lambda _: None, answered)
+
+        yield [partial(ask, rank) for rank in self._context.servers]
+
+    def configuring(self, entry: NameEntry, settings: dict[str, float]) -> Program[None]:
+        """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
+        number = self._queue.number()
+        said = {"op": "configure", "key": entry.key, "settings": settings}
+        yield [partial(self._ask, span.rank, number, said, lambda _: None) for span in entry.spans]
 
     def _ask(self, dst: int, number: int, said: Said, answer: Callable[[Said], object], done: Done) -> None:
         def answered(got: Said | None, error: BaseException | None) -> None:
@@ -53,8 +65,8 @@ class Calls:
             done(self._refusal or self._context.lost(dst))
             return
         self._waiting[(dst, number)] = answered
-        self._context.post.put(dst, Kind.CALL, json.dumps({**said, "n": number}).encode(), request=True)
-        self._context.post.flush()
+        self._context.coalescer.put(dst, Kind.CALL, json.dumps({**said, "n": number}).encode(), request=True)
+        self._context.coalescer.flush()
 
     def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
         """Return the call that tells server `dst` something which it does not answer."""
@@ -62,8 +74,8 @@ class Calls:
         def put(done: Done) -> None:
             if dst not in self._context.gone:
                 body = json.dumps({"op": op, **said}).encode()
-                self._context.post.put(dst, Kind.CALL, body, request=True)
-                self._context.post.flush()
+                self._context.coalescer.put(dst, Kind.CALL, body, request=True)
+                self._context.coalescer.flush()
             done(None)
 
         return put

@@ -17,10 +17,10 @@ from aiodist.ps import wire
 from aiodist.ps.calls import Calls, error_of
 from aiodist.ps.codes import Codes
 from aiodist.ps.context import Context
-from aiodist.ps.known import Known, Span
-from aiodist.ps.outlet import Outlet
+from aiodist.ps.names import NameEntry, Span
 from aiodist.ps.pulls import Pulls
 from aiodist.ps.pushes import Pushes
+from aiodist.ps.request_queue import RequestQueue
 from aiodist.ps.wire import Kind
 
 __all__ = ["Client"]
@@ -32,14 +32,14 @@ class Client:
     def __init__(self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int], Tensor]) -> None:
         """`own` is where the server of this very rank finds what is pushed to it, `shown` its shards' memory."""
         self._context = context
-        self.outlet = Outlet(context, self.lose)
+        self.queue = RequestQueue(context, self.lose)
         self.codes = Codes(context)
-        self.calls = Calls(self.outlet)
-        self.pushes = Pushes(self.outlet, self.codes, own, self._one_over)
-        self.pulls = Pulls(self.outlet, self.codes, shown, self._one_over)
+        self.calls = Calls(self.queue)
+        self.pushes = Pushes(self.queue, self.codes, own, self._one_over)
+        self.pulls = Pulls(self.queue, self.codes, shown, self._one_over)
         self.programs: set[Handle[Any]] = set()
         """Calls of several steps that are not over."""
-        self._watched: dict[Known, Done] = {}
+        self._watched: dict[NameEntry, Done] = {}
 
     @property
     def busy(self) -> bool:
@@ -50,36 +50,50 @@ class Client:
         """Return the servers that have not answered, and what they were asked."""
         return self.calls.late() | self.pulls.late() | self.pushes.late()
 
-    def filling(self, known: Known, value: Tensor, spans: Sequence[Span]) -> Program[None]:
-        """Make the shards `spans` of `known` and give them the first values."""
-        servers = [span.rank for span in known.spans]
+    def filling(self, entry: NameEntry, value: Tensor, spans: Sequence[Span]) -> Program[None]:
+        """Make the shards `spans` of `entry` and give them the first values."""
+        servers = [span.rank for span in entry.spans]
         yield [
             self.calls.tell(
                 span.rank,
                 "make",
-                key=known.key,
-                name=known.name,
-                dtype=DTYPES.index(known.dtype),
+                key=entry.key,
+                name=entry.name,
+                dtype=DTYPES.index(entry.dtype),
                 numel=span.stop - span.start,
                 servers=servers,
-                rule=known.rule_number,
-                codec=known.codec is not None,
+                rule=entry.rule_number,
+                codec=entry.codec is not None,
             )
             for span in spans
         ]
-        yield [partial(self.pushes.fill, known, span, value) for span in spans]
+        yield [partial(self.pushes.fill, entry, span, value) for span in spans]
 
-    def when_over(self, known: Known, done: Done) -> None:
+    def waits(self) -> None:
+        """Tell all servers that this worker waits until its pushes are applied."""
+        number = self.queue.number()
+
+        def say() -> None:
+            if not self.pushes.busy:
+                return
+            body = json.dumps({"op": "sync", "n": number}).encode()
+            for rank in self._context.servers:
+                if rank not in self._context.gone:
+                    self._context.coalescer.put(rank, Kind.CALL, body, request=True)
+
+        self.queue.issue((say,))
+
+    def when_over(self, entry: NameEntry, done: Done) -> None:
         """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
-        if known.open:
-            self._watched[known] = done
+        if entry.open:
+            self._watched[entry] = done
             return
-        self.codes.forget(known)
+        self.codes.forget(entry)
         done(None)
 
-    def _one_over(self, known: Known) -> None:
-        if self._watched and not known.open and (done := self._watched.pop(known, None)) is not None:
-            self.when_over(known, done)
+    def _one_over(self, entry: NameEntry) -> None:
+        if self._watched and not entry.open and (done := self._watched.pop(entry, None)) is not None:
+            self.when_over(entry, done)
 
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
@@ -107,3 +121,6 @@ class Client:
         self.pushes.give_up(error)
         self.pulls.give_up(error)
         self.calls.give_up(error)
+        for handle in list(self.programs):  # those too that have not begun
+            if not handle.done():
+                handle.reject(error)

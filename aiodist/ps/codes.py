@@ -13,7 +13,7 @@ from torch import Tensor
 from aiodist.backends.inplace import copy
 from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.ps.context import LIGHT_BYTES, Context
-from aiodist.ps.known import Known
+from aiodist.ps.names import NameEntry
 from aiodist.ps.rules import RULES, Rule
 
 __all__ = ["Codes"]
@@ -51,16 +51,18 @@ class Codes:
 
     # --- what goes up ------------------------------------------------------------------------------------------
 
-    def takes(self, known: Known) -> bool:
-        """Return whether pushes of `known` are encoded."""
-        if self._codec is None or not known.dtype.is_floating_point:
+    def takes(self, entry: NameEntry) -> bool:
+        """Return whether pushes of `entry` are encoded."""
+        if self._codec is None or not entry.dtype.is_floating_point:
             return False
-        return any(span.rank != self._context.rank for span in known.spans)
+        return any(span.rank != self._context.rank for span in entry.spans)
 
-    def encode(self, known: Known, value: Tensor, rule: Rule, alpha: float) -> tuple[list[tuple[Tensor, bool]], float]:
+    def encode(
+        self, entry: NameEntry, value: Tensor, rule: Rule, alpha: float
+    ) -> tuple[list[tuple[Tensor, bool]], float]:
         """Return for each shard what is pushed, and whether that is a code; and the alpha that is left to the server.
 
-        One call for a tensor at a time, in whatever thread. Residuals are of `alpha` times the value.
+        One call for a tensor at a time, in any thread. Residuals are of `alpha` times the value.
         """
         assert self._codec is not None
         began = perf_counter()
@@ -68,8 +70,8 @@ class Codes:
         if adds and alpha != 1:
             value, alpha = value * alpha, 1.0
         found: list[tuple[Tensor, bool]] = []
-        for rank, start, stop in known.spans:
-            part, block = (known.key, rank), value[start:stop]
+        for rank, start, stop in entry.spans:
+            part, block = (entry.key, rank), value[start:stop]
             if rank == self._context.rank or not rule.takes_value:
                 found.append((block, False))
             else:
@@ -91,22 +93,22 @@ class Codes:
         assert self._feedback is not None
         self._feedback.forget(part)
 
-    def residual(self, known: Known) -> Tensor:
-        """Return what was pushed of `known` and is not sent yet, flat; 16-bit floats in float32."""
+    def residual(self, entry: NameEntry) -> Tensor:
+        """Return what was pushed of `entry` and is not sent yet, flat; 16-bit floats in float32."""
         parts = []
-        for rank, start, stop in known.spans:
-            found = None if self._feedback is None else self._feedback.residual((known.key, rank))
-            parts.append(torch.zeros(stop - start, dtype=known.dtype) if found is None else found)
+        for rank, start, stop in entry.spans:
+            found = None if self._feedback is None else self._feedback.residual((entry.key, rank))
+            parts.append(torch.zeros(stop - start, dtype=entry.dtype) if found is None else found)
         return torch.cat(parts)
 
     # --- what comes down -----------------------------------------------------------------------------------------
 
-    def expect(self, known: Known, src: int, into: Tensor, done: _Done) -> Callable[[Tensor | BaseException], None]:
+    def expect(self, entry: NameEntry, src: int, into: Tensor, done: _Done) -> Callable[[Tensor | BaseException], None]:
         """Have the next code of `src` go `into`; return what to call with it, or with why it never comes.
 
         Codes are decoded in the order of these calls, whichever is there first; `done` is called when one is.
         """
-        part = (known.key, src)
+        part = (entry.key, src)
         line = self._lines.setdefault(part, deque())
         code = _Code(into, done)
         line.append(code)
@@ -128,7 +130,7 @@ class Codes:
     def _decode(self, part: _Part, into: Tensor, raw: Tensor) -> BaseException | None:
         try:
             self._decode_there(part, into, raw)
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever pulled
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the pull
             return error
         return None
 
@@ -140,10 +142,10 @@ class Codes:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def forget(self, known: Known) -> None:
-        """Keep nothing more of `known`, of which nothing is on its way."""
-        for span in known.spans:
-            part = (known.key, span.rank)
+    def forget(self, entry: NameEntry) -> None:
+        """Keep nothing more of `entry`, of which nothing is on its way."""
+        for span in entry.spans:
+            part = (entry.key, span.rank)
             self.kept.discard(part)
             self._lines.pop(part, None)
             if self._feedback is not None:

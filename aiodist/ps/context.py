@@ -12,17 +12,17 @@ from aiodist.backends.shm.memory import Place
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
+from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.consistency import Policy
 from aiodist.ps.metrics import Metrics
 from aiodist.ps.pool import Pool
-from aiodist.ps.post import Post
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
 
 __all__ = ["LIGHT_BYTES", "Context"]
 
 LIGHT_BYTES = 256 << 10
-"""Work on fewer bytes is done at once, by whoever makes progress; more is the service thread's."""
+"""Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Context:
     metrics: Metrics
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
-    post: Post = field(init=False)
+    coalescer: Coalescer = field(init=False)
 
     def shares_memory(self, rank: int) -> bool:
         """Return whether this rank and `rank` can look into one another's arena."""

@@ -20,7 +20,7 @@ _COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
 
 @dataclass(eq=False)
 class _Entry:
-    """One name. Whoever opens it waits until its values are there; those who give them are the fillers."""
+    """One name. A client that opens it waits until its values are there; those who give them are the fillers."""
 
     key: int
     first: dict[str, Any]
@@ -35,6 +35,16 @@ class _Entry:
     freed: set[int] = field(default_factory=set)
     again: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Those who have freed it and open it again, before all have freed it."""
+    sides: str = ""
+    """What was refused last, if anything: both sides."""
+
+
+@dataclass(eq=False)
+class _Failure:
+    """A name that never got first values. A client that has not heard of it is told; one that has may try again."""
+
+    error: AiodistError
+    told: set[int]
 
 
 class Directory:
@@ -44,6 +54,7 @@ class Directory:
         self._context = context
         self._server = server
         self._entries: dict[str, _Entry] = {}
+        self._failures: dict[str, _Failure] = {}
         self._made = 0
         self._keys: set[int] = set()
         """Those in use: numbers begin anew after `_KEYS` names."""
@@ -56,6 +67,8 @@ class Directory:
         lost = next((rank for rank in call["servers"] if rank in self._context.gone), None)
         if lost is not None and (entry is None or not entry.filled):  # it never gets first values
             self._server.fail(client, call["n"], self._context.lost(lost))
+            return
+        if self._fails_too(client, call, entry):
             return
         if entry is None:
             if len(self._keys) == _KEYS:
@@ -74,15 +87,35 @@ class Directory:
             )
             self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
             entry.refused.add(client)
+            entry.sides = sides
+            self._server.refused(client, entry.key)
             self._choose(entry)
             self._sweep(call["name"], entry)
             return
-        entry.refused.discard(client)
+        if client in entry.refused:
+            entry.refused.discard(client)
+            self._server.agreed(client, entry.key)
         if entry.filled:
             self._server.answer(client, call["n"], key=entry.key, fill=False)
             return
         entry.waiting.append((client, call))
         self._choose(entry)
+
+    def _fails_too(self, client: int, call: dict[str, Any], entry: _Entry | None) -> bool:
+        """Tell a client that comes late of what failed before it came, unless the name has values by now."""
+        failure = self._failures.get(call["name"])
+        if failure is None or client in failure.told or (entry is not None and entry.filled):
+            return False
+        failure.told.add(client)
+        self._server.fail(client, call["n"], failure.error)
+        if len(failure.told) == len(self._context.world_ranks):
+            del self._failures[call["name"]]
+        return True
+
+    def refused(self, name: str) -> set[int]:
+        """Return who means something else by the name."""
+        entry = self._entries.get(name)
+        return set() if entry is None else entry.refused
 
     def _new_key(self) -> int:
         first = self._context.servers.index(self._context.rank) * _KEYS
@@ -95,7 +128,7 @@ class Directory:
         return key
 
     def _choose(self, entry: _Entry) -> None:
-        """Have those fill the entry who should: each server its own block, the first worker, or whoever came first."""
+        """Have those fill the entry who should: each server its own block, the first worker, or the first to come."""
         start = entry.first["start"]
         for client, call in list(entry.waiting):
             if start == "own":
@@ -129,14 +162,15 @@ class Directory:
             return
         name = entry.first["name"]
         text = f"init of {name!r} with start={entry.first['start']!r}: nobody will give its first values: expected "
-        error = MismatchError(
-            f"{text}{'each' if entry.first['start'] == 'own' else 'one'} of ranks {missing} to init it"
-        )
-        self._fail(entry, error)
+        which = "each" if entry.first["start"] == "own" else "one"
+        sides = f"; refused: {entry.sides}" if entry.sides else ""
+        self._fail(entry, MismatchError(f"{text}{which} of ranks {missing} to init it{sides}"))
 
     def _fail(self, entry: _Entry, error: AiodistError) -> None:
         for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
             self._server.fail(client, number, error)
+        told = {*entry.done, *(waiter for waiter, _ in entry.waiting), *entry.refused}
+        self._failures[entry.first["name"]] = _Failure(error, told)
         self._forget(entry.first["name"], entry)
 
     def _forget(self, name: str, entry: _Entry) -> None:
@@ -145,7 +179,7 @@ class Directory:
         call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
         for rank in entry.first["servers"]:
             if rank not in self._context.gone:
-                self._context.post.put(rank, Kind.CALL, call)
+                self._context.coalescer.put(rank, Kind.CALL, call)
 
     def _present(self) -> set[int]:
         return set(self._context.workers) - self._left - set(self._context.gone)
@@ -154,11 +188,17 @@ class Directory:
         """A filler has filled what it should."""
         entry = self._entries.get(call["name"])
         if entry is None or entry.key != call["key"]:
-            self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: others left without it"))
+            failure = self._failures.get(call["name"])
+            error: AiodistError = MismatchError(f"init of {call['name']!r}: others left without it")
+            if failure is not None:
+                failure.told.add(client)
+                error = failure.error
+            self._server.fail(client, call["n"], error)
             return
         entry.done[client] = call["n"]
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
+            self._failures.pop(call["name"], None)
             for waiter, number in (*entry.done.items(), *((waiter, waiting["n"]) for waiter, waiting in entry.waiting)):
                 self._server.answer(waiter, number, key=entry.key, fill=False)
             entry.waiting.clear()

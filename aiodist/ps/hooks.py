@@ -43,7 +43,7 @@ class BackwardPushes:
             raise self._errors[0]
 
     def _ready(self, t: Tensor) -> None:
-        """Backward has the gradient of `t`, in whatever thread it runs."""
+        """Backward has the gradient of `t`; in any thread."""
         if self._progress.owns_thread():
             self._begin(t)
         else:

@@ -61,7 +61,7 @@ class Integration:
                 for mine, (pull, i) in zip(self._tensors, self._fetched, strict=True):
                     result = pull.result()
                     self._fn(mine, result if i is None else result[i])
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the handle
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             handle.reject(error)
             return
         versions = [pull.version for pull, _ in self._fetched if pull.version is not None]

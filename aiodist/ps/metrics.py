@@ -49,6 +49,9 @@ class Metrics:
     """Pushes that came too late and were thrown away, of tensors that this rank leads."""
     scaled: int = 0
     """Pushes that were weighted for coming late, of tensors that this rank leads."""
+    incomplete: int = 0
+    """Steps of fewer pushes than the consistency asks for, of tensors that this rank leads: the other workers had left
+    or died, or waited at a barrier."""
     torn: int = 0
     """Pushes that another shard applied and this one never got, since their worker died on the way."""
     staleness: Counter[int] = field(default_factory=Counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,10 @@ from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
-from aiodist.ps.known import Known, Names
+from aiodist.ps.names import NameEntry, Names, Span
 from aiodist.ps.raw import flat
 from aiodist.ps.rules import RULES
-from aiodist.ps.session import Session
+from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, RuleLike, Settings, Start, one_of
 from aiodist.ps.sharding import place
 
@@ -26,7 +27,7 @@ __all__ = ["Naming"]
 _MISSING: Any = object()
 
 
-class Naming(Session):
+class Naming(ParameterServerSession):
     """A session that knows tensors and objects by name."""
 
     def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
@@ -51,8 +52,8 @@ class Naming(Session):
     ) -> Handle[None]:
         """Make names known: `what` is one with its value, or a list with a list of values.
 
-        Done when the first values lie on the servers; whose they are `start` says, and whoever comes later waits. With
-        `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
+        Done when the first values lie on the servers; whose they are `start` says, and a rank that comes later waits.
+        With `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
         init()ed it cannot push or pull. Raises KeyError for a name that it has, TypeError for integers under a
         consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
         """
@@ -69,12 +70,12 @@ class Naming(Session):
             given = [
                 codec.encode(value) for value in given
             ]  # here, since what cannot be encoded is the caller's mistake
-        programs = [self._opening(known, value, chosen) for known, value in zip(fresh, given, strict=True)]
+        programs = [self._opening(entry, value, chosen) for entry, value in zip(fresh, given, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
         return self._run_all("init", programs, timeout)
 
-    def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> Known:  # noqa: ANN401
+    def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> NameEntry:  # noqa: ANN401
         if not isinstance(name, str) or not name:
             raise TypeError(f"name {name!r}: expected a str that is not empty")
         if name in self._names:
@@ -90,65 +91,66 @@ class Naming(Session):
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
             placement = place(name, 1, 1, len(self._settings.servers), 2)
-            return Known(name, None, (number, chosen), placement, self._settings.servers, codec)
-        t = Known.checked(name, value)
+            return NameEntry(name, None, (number, chosen), placement, self._settings.servers, codec)
+        t = NameEntry.checked(name, value)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
                 f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
             )
         placement = place(name, t.numel(), t.itemsize, len(self._settings.servers), self._settings.split_bytes)
-        return Known(name, t, (number, chosen), placement, self._settings.servers)
+        return NameEntry(name, t, (number, chosen), placement, self._settings.servers)
 
-    def _opening(self, known: Known, value: Tensor, start: str) -> Program[None]:
+    def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         opened = None
         try:
-            yield from self._opened_by(known, value, start)
-            opened = known
+            yield from self._opened_by(entry, value, start)
+            opened = entry
         finally:
-            self._names.settle(known.name, opened)
+            self._names.settle(entry.name, opened)
 
-    def _opened_by(self, known: Known, value: Tensor, start: str) -> Program[None]:
-        leader = known.spans[0].rank
+    def _opened_by(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
+        leader = entry.spans[0].rank
         said = yield from self._client.calls.call(
             leader,
             "open",
-            name=known.name,
-            dtype=DTYPES.index(known.dtype),
-            shape=list(known.shape),
-            rule=known.rule_number,
+            name=entry.name,
+            dtype=DTYPES.index(entry.dtype),
+            shape=list(entry.shape),
+            rule=entry.rule_number,
             start=start,
-            servers=[span.rank for span in known.spans],
-            codec=repr(known.codec),
+            servers=[span.rank for span in entry.spans],
+            codec=repr(entry.codec),
             worker=self._coll.rank in self._settings.workers,
         )
-        known.key = said["key"]
+        entry.key = said["key"]
         if said["fill"]:
             data = flat(value)
-            spans = known.spans if start != "own" else [span for span in known.spans if span.rank == self._coll.rank]
-            if known.codec is not None:
-                spans = [spans[0]._replace(stop=data.numel())]
-            yield from self._client.filling(known, data, spans)
-            yield from self._client.calls.call(leader, "ready", name=known.name, key=known.key)
+            spans = entry.spans if start != "own" else [span for span in entry.spans if span.rank == self._coll.rank]
+            if entry.codec is not None:
+                spans = [Span(spans[0].rank, spans[0].start, data.numel())]
+            with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                yield from self._client.filling(entry, data, spans)
+            yield from self._client.calls.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
         self._check()
-        knowns = list(dict.fromkeys(self._names.resolve(what)[0]))
+        entries = list(dict.fromkeys(self._names.resolve(what)[0]))
         check_timeout(timeout)
-        for known in knowns:
-            self._names.remove(known)
-            self._names.changing[known.name] = "free"
-            self._prefetched.pop(known.name, None)
+        for entry in entries:
+            self._names.remove(entry)
+            self._names.changing[entry.name] = "free"
+            self._prefetched.pop(entry.name, None)
         self._names.first = tuple(name for name in self._names.first if name in self._names)
-        return self._run_all("free", [self._freeing(known) for known in knowns], timeout)
+        return self._run_all("free", [self._freeing(entry) for entry in entries], timeout)
 
-    def _freeing(self, known: Known) -> Program[None]:
+    def _freeing(self, entry: NameEntry) -> Program[None]:
         try:
-            yield [partial(self._client.when_over, known)]
-            yield from self._client.calls.call(known.spans[0].rank, "free", name=known.name, key=known.key)
+            yield [partial(self._client.when_over, entry)]
+            yield from self._client.calls.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
-            self._names.settle(known.name, None)
+            self._names.settle(entry.name, None)
 
     def configure(self, what: object = None, *, timeout: float | None = None, **settings: float) -> Handle[None]:
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.
@@ -157,13 +159,28 @@ class Naming(Session):
         ValueError and TypeError for settings that a rule does not have or refuses.
         """
         self._check()
-        knowns, _ = self._names.resolve(what)
+        entries, _ = self._names.resolve(what)
         if not settings:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
-        for known in knowns:
-            check_settings(known, settings)
-        programs = [self._client.calls.configuring(known, settings) for known in knowns]
+        for entry in entries:
+            check_settings(entry, settings)
+        programs = [self._client.calls.configuring(entry, settings) for entry in entries]
         return self._run_all("configure", programs, timeout)
 
     def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
-        return self._run(op, concurrently(programs), timeout)
+        return self._run(op, _each(programs), timeout)
+
+
+def _each(programs: Sequence[Program[None]]) -> Program[None]:
+    """Run all of them to their ends, whichever of them fail; then raise the first error."""
+    errors: list[Exception] = []
+
+    def kept(program: Program[None]) -> Program[None]:
+        try:
+            yield from program
+        except Exception as error:  # noqa: BLE001  - raised below
+            errors.append(error)
+
+    yield from concurrently([kept(program) for program in programs])
+    if errors:
+        raise errors[0]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from aiodist.claims import Claim
+from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, in_flight
 
 if TYPE_CHECKING:
-    from aiodist.ps.known import Known
+    from aiodist.ps.names import NameEntry
 
 __all__ = ["Operation", "PullPart", "PushPart"]
 
@@ -20,7 +20,7 @@ __all__ = ["Operation", "PullPart", "PushPart"]
 class Operation:
     """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""
 
-    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "buffers", "handle", "seconds", "version")
+    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "handle", "seconds", "version")
 
     def __init__(self, handle: Handle[Any], parts: int, claims: Sequence[Claim], result: Callable[[], Any]) -> None:
         """`result` makes what the handle returns; the claims are the operation's now."""
@@ -28,8 +28,6 @@ class Operation:
         self._left = parts
         self._claims = claims
         self._result = result
-        self.buffers: object = None
-        """What it pushes: kept while it is claimed, so that nobody else is given that memory."""
         self._error: BaseException | None = None
         self._began = perf_counter()
         self.seconds = 0.0
@@ -47,9 +45,8 @@ class Operation:
         if self._left:
             return False
         self.seconds = perf_counter() - self._began
-        for claim in self._claims:
-            in_flight.release(*claim)
-        self.buffers = None
+        in_flight.release_all(self._claims)
+        self._claims = ()
         handle = self.handle
         handle.version = self.version
         if handle.done():
@@ -59,7 +56,7 @@ class Operation:
             return True
         try:
             result = self._result()
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
             handle.reject(error)
         else:
             handle.resolve(result)
@@ -69,11 +66,11 @@ class Operation:
 class PushPart:
     """A push of one tensor: `accepting` and `applying` are the servers that have not said so yet."""
 
-    __slots__ = ("accepting", "applying", "keep", "known", "operation")
+    __slots__ = ("accepting", "applying", "entry", "keep", "operation")
 
-    def __init__(self, operation: Operation, known: Known, servers: Sequence[int], *, accepts: bool) -> None:
+    def __init__(self, operation: Operation, entry: NameEntry, servers: Sequence[int], *, accepts: bool) -> None:
         self.operation = operation
-        self.known = known
+        self.entry = entry
         self.accepting = set(servers) if accepts else None
         self.applying = set(servers)
         self.keep: Any = None
@@ -82,12 +79,12 @@ class PushPart:
 class PullPart:
     """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
 
-    __slots__ = ("copying", "error", "given", "into", "known", "left", "operation", "value", "version")
+    __slots__ = ("copying", "entry", "error", "given", "into", "left", "operation", "value", "version")
 
-    def __init__(self, operation: Operation, known: Known, into: Tensor | None, given: Tensor | None) -> None:
+    def __init__(self, operation: Operation, entry: NameEntry, into: Tensor | None, given: Tensor | None) -> None:
         self.operation = operation
-        self.known = known
-        self.left = {span.rank for span in known.spans}
+        self.entry = entry
+        self.left = {span.rank for span in entry.spans}
         self.copying: set[int] = set()
         """The servers whose data the service thread writes into it just now."""
         self.into = into
@@ -99,8 +96,8 @@ class PullPart:
 
     def result(self) -> Any:  # noqa: ANN401
         """Return what the user gets: a tensor with the shape that it has, or the object."""
-        if self.known.codec is not None:
+        if self.entry.codec is not None:
             assert self.value is not None
-            return self.known.codec.decode(self.value)
+            return self.entry.codec.decode(self.value)
         assert self.into is not None
-        return self.into.view(self.known.shape) if self.given is None else self.given
+        return self.into.view(self.entry.shape) if self.given is None else self.given

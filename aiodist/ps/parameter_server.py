@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.claims import Claim, reading, writing
 from aiodist.codecs import Codec
-from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
+from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, in_flight
 from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
-from aiodist.ps.known import Known, named
 from aiodist.ps.metrics import Metrics
+from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.raw import flat
@@ -56,9 +55,9 @@ class ParameterServer(Naming):
         servers: the ranks that hold shards, or how many: then the last so many ranks, which do nothing else. None: as
             `aiodist run --servers` says, else all ranks, each of which works too.
         workers: the ranks that push; None: those that do not serve, or all where all serve.
-        start: where first values come from: "root", the first worker's; "first", of whoever is the first to init;
+        start: where first values come from: "root", the first worker's; "first", of the first worker to init;
             "own", each server's block from its own tensor.
-        reads: "snapshot", all of a tensor from one version, or "lock-free", whatever is there just now.
+        reads: "snapshot", all of a tensor from one version, or "lock-free", what is there just now.
         codec: encodes what is pushed to other ranks; floating tensors only. With error feedback where pushes are summed
             (add, axpy, optimizers, rules that combine): what a code left out goes with the next push, weighted by its
             own `alpha`. Of copy, mul, min, max and functions each push is encoded by itself, so a copy through `TopK`
@@ -180,12 +179,12 @@ class ParameterServer(Naming):
         pushed, _ = self._pushed(what, values, rule, alpha)
         nbytes = pushed[0][1].nbytes if len(pushed) == 1 else sum(value.nbytes for _, value, _ in pushed)
         handle = self._handle("push", nbytes, timeout)
-        claims = self._claim(handle, pushed, []) if nbytes > self._context.post.inline_bytes else []
+        claims = self._claim(handle, pushed, []) if nbytes > self._context.coalescer.inline_bytes else []
         operation = Operation(handle, len(pushed), claims, _none)
         self._start_pushes(operation, pushed, alpha)
         if not pushed:
             handle.resolve(None)
-        if self._context.post.congested:
+        if self._context.coalescer.congested:
             self._progress.glance()
         return handle
 
@@ -205,12 +204,12 @@ class ParameterServer(Naming):
         `version` says which (of a list the lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
         """
         self._check()
-        knowns, single = self._names.resolve(what)
-        outs, version = outs_of(knowns, out, single), check_version(at_least)
+        entries, single = self._names.resolve(what)
+        outs, version = outs_of(entries, out, single), check_version(at_least)
         mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
         handle = self._handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
         claims = self._claim(handle, [], outs)
-        self._start_pulls(handle, len(knowns), claims, (knowns, outs), single, (mode, version))
+        self._start_pulls(handle, len(entries), claims, (entries, outs), single, (mode, version))
         return handle
 
     def push_pull(
@@ -226,12 +225,12 @@ class ParameterServer(Naming):
         """Push, and return what the tensors are after that: `push` and `pull` in one; raises what both do."""
         self._check()
         pushed, _ = self._pushed(what, values, rule, alpha)
-        knowns, single = self._names.resolve(what)
-        outs = outs_of(knowns, out, single)
+        entries, single = self._names.resolve(what)
+        outs = outs_of(entries, out, single)
         handle = self._handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
         claims = self._claim(handle, pushed, outs)
-        pulls = (knowns, outs)
-        self._start_pulls(handle, len(pushed) + len(knowns), claims, pulls, single, (self._reads, 0), (pushed, alpha))
+        pulls = (entries, outs)
+        self._start_pulls(handle, len(pushed) + len(entries), claims, pulls, single, (self._reads, 0), (pushed, alpha))
         return handle
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
@@ -246,19 +245,19 @@ class ParameterServer(Naming):
         belongs to its push until then. Raises on leaving what a push raises.
         """
         self._check()
-        knowns, _ = self._names.resolve(what)
-        tensors = [known.tensor for known in knowns if known.tensor is not None and known.tensor.requires_grad]
+        entries, _ = self._names.resolve(what)
+        tensors = [entry.tensor for entry in entries if entry.tensor is not None and entry.tensor.requires_grad]
         return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._progress)
 
     def prefetch(self, what: object = None, *, timeout: float | None = None) -> Handle[Any]:
         """Begin to pull into new memory, for the next `integrate`; returns that memory."""
         self._check()
-        knowns, single = self._names.resolve(what)
-        outs = [None if known.tensor is None else torch.empty_like(known.tensor) for known in knowns]
+        entries, single = self._names.resolve(what)
+        outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
         handle = self.pull(what, outs[0] if single else outs, timeout=timeout)
         handle.op = "prefetch"
-        for i, known in enumerate(knowns):
-            self._prefetched[known.name] = (handle, None if single else i)
+        for i, entry in enumerate(entries):
+            self._prefetched[entry.name] = (handle, None if single else i)
         return handle
 
     def integrate(
@@ -270,20 +269,20 @@ class ParameterServer(Naming):
         raises is raised by the await.
         """
         self._check()
-        knowns, single = self._names.resolve(what)
-        for known in knowns:
-            if known.tensor is None:
-                raise TypeError(f"integrate of {known.name!r}: expected a tensor, not an object")
-        if len(set(knowns)) != len(knowns):
-            raise ValueError(f"integrate of {[known.name for known in knowns]}: expected each of them once")
-        if len(set(knowns)) != len(knowns):
-            raise ValueError(f"integrate of {[known.name for known in knowns]}: expected each tensor once")
-        missing = [known for known in knowns if known.name not in self._prefetched]
+        entries, single = self._names.resolve(what)
+        for entry in entries:
+            if entry.tensor is None:
+                raise TypeError(f"integrate of {entry.name!r}: expected a tensor, not an object")
+        if len(set(entries)) != len(entries):
+            raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each of them once")
+        if len(set(entries)) != len(entries):
+            raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each tensor once")
+        missing = [entry for entry in entries if entry.name not in self._prefetched]
         if missing:
-            self.prefetch([known.name for known in missing], timeout=timeout)
-        fetched = [self._prefetched.pop(known.name) for known in knowns]
+            self.prefetch([entry.name for entry in missing], timeout=timeout)
+        fetched = [self._prefetched.pop(entry.name) for entry in entries]
         handle = self._handle("integrate", 0, timeout)
-        tensors = [known.tensor for known in knowns if known.tensor is not None]
+        tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         Integration(handle, fn, tensors, fetched, single=single).begin()
         return handle
 
@@ -292,24 +291,28 @@ class ParameterServer(Naming):
     def sync(self, *, timeout: float | None = None) -> Handle[None]:
         """Be done when every push that this rank issued before is applied (or dropped, as the consistency says).
 
-        Raises, on await, what made one fail after it was accepted. Covers push handles that nobody awaited.
+        Where every worker waits here or at a barrier, each for pushes that nobody will make, steps are made of what
+        there is. Raises, on await, what made one fail after it was accepted. Covers push handles that nobody awaited.
         """
         self._check()
         handle = self._handle("sync", 0, timeout)
         self._client.pushes.sync(handle, self._account)
+        if self._settings.consistency.holds and self.is_worker:
+            self._client.waits()
         return handle
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
-        """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push."""
+        """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push.
+
+        Who waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it all go on
+        from the same step, however many each had pushed. Raises ValueError on a rank that is no worker.
+        """
         self._check()
         if not self.is_worker:
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        return self._run("barrier", self._asking(self.servers[0], "barrier"), timeout)
+        return self._run("barrier", self._client.calls.everywhere("barrier"), timeout)
 
     # --- how it is done ----------------------------------------------------------------------------------------
-
-    def _asking(self, rank: int, op: str) -> Program[None]:
-        yield from self._client.calls.call(rank, op)
 
     def _pushed(
         self,
@@ -321,18 +324,18 @@ class ParameterServer(Naming):
         if not self.is_worker:
             raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
         if type(what) is str and values is not None:  # what is called most often
-            known = self._names[what]
-            if known.codec is None:
-                number, chosen = (known.rule_number, known.rule) if rule is None else self._settings.rule(rule)
+            entry = self._names[what]
+            if entry.codec is None:
+                number, chosen = (entry.rule_number, entry.rule) if rule is None else self._settings.rule(rule)
                 if alpha != 1 or rule is not None:
-                    chosen.check(known.dtype, alpha)
-                return [Pushed(known, flat(known.check(values)), number)], True
-        knowns, single = self._names.resolve(what)
-        return pushed_of(knowns, values, single, (self._settings, rule), alpha), single
+                    chosen.check(entry.dtype, alpha)
+                return [Pushed(entry, flat(entry.check(values)), number)], True
+        entries, single = self._names.resolve(what)
+        return pushed_of(entries, values, single, (self._settings, rule), alpha), single
 
     def _claim(self, handle: Handle[Any], pushed: Sequence[Pushed], outs: Sequence[Out]) -> list[Claim]:
         """Claim what the operation reads and writes until it is over; small pushes are copied at the call."""
-        small = self._context.post.inline_bytes
+        small = self._context.coalescer.inline_bytes
         written = [out for out, _ in outs if out is not None and out.nbytes]
         claims = writing(*written)
         taken = {claim.start for claim in claims}
@@ -341,39 +344,38 @@ class ParameterServer(Naming):
         return claims
 
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
-        operation.buffers = pushed
         if len(pushed) == 1:
-            known, value, rule = pushed[0]
-            self._client.pushes.push(operation, known, value, rule, alpha)
+            entry, value, rule = pushed[0]
+            self._client.pushes.push(operation, entry, value, rule, alpha)
             return
-        with self._client.outlet.together():
-            for known, value, rule in pushed:
-                self._client.pushes.push(operation, known, value, rule, alpha)
+        with self._client.queue.together():
+            for entry, value, rule in pushed:
+                self._client.pushes.push(operation, entry, value, rule, alpha)
 
     def _start_pulls(
         self,
         handle: Handle[Any],
         count: int,
         claims: Sequence[Claim],
-        pulls: tuple[Sequence[Known], Sequence[Out]],
+        pulls: tuple[Sequence[NameEntry], Sequence[Out]],
         single: bool,
         how: tuple[Reads, int],
         pushes: tuple[Sequence[Pushed], float] | None = None,
     ) -> None:
-        knowns, outs = pulls
+        entries, outs = pulls
 
         def result() -> Any:  # noqa: ANN401
             results = [part.result() for part in parts]
             return results[0] if single else results
 
         operation = Operation(handle, count, claims, result)
-        parts = [PullPart(operation, known, *out) for known, out in zip(knowns, outs, strict=True)]
-        with self._client.outlet.together():
+        parts = [PullPart(operation, entry, *out) for entry, out in zip(entries, outs, strict=True)]
+        with self._client.queue.together():
             if pushes is not None:
                 self._start_pushes(operation, *pushes)
             for part in parts:
                 self._client.pulls.pull(part, *how)
-        if not knowns:
+        if not entries:
             handle.resolve([])
 
 

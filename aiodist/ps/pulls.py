@@ -12,10 +12,10 @@ from aiodist.backends.inplace import copy
 from aiodist.errors import AiodistError
 from aiodist.ps.codes import Codes
 from aiodist.ps.context import LIGHT_BYTES
-from aiodist.ps.known import Known
+from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
-from aiodist.ps.outlet import Outlet
 from aiodist.ps.raw import bytes_in
+from aiodist.ps.request_queue import RequestQueue
 from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Release, Way, pack_pull
 
 __all__ = ["Pulls"]
@@ -25,11 +25,11 @@ class Pulls:
     """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
 
     def __init__(
-        self, outlet: Outlet, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[Known], None]
+        self, queue: RequestQueue, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[NameEntry], None]
     ) -> None:
         """`shown` is the memory of this very rank's shards; `one_over` is called after each pull."""
-        self._outlet = outlet
-        self._context = outlet.context
+        self._queue = queue
+        self._context = queue.context
         self._codes = codes
         self._shown = shown
         self._one_over = one_over
@@ -37,23 +37,23 @@ class Pulls:
 
     def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
         """Pull what `part` says."""
-        number = self._outlet.number()
-        known, into = part.known, part.into
+        number = self._queue.number()
+        entry, into = part.entry, part.into
         self._parts[number] = part
-        known.open.add(number)
+        entry.open.add(number)
         metrics = self._context.metrics
         metrics.pulls += 1
         metrics.pull_bytes += 0 if into is None else into.nbytes
-        postings = []
-        for span in known.spans:
+        senders = []
+        for span in entry.spans:
             way = Way.MESSAGE
             if span.rank == self._context.rank:
                 way = Way.OWN
             elif self._context.shares_memory(span.rank):
                 way = Way.MEMORY
-            head = pack_pull(known.key, way, reads, number, wants)
-            postings.append(partial(self._outlet.put, span.rank, Kind.PULL, head))
-        self._outlet.issue(postings)
+            head = pack_pull(entry.key, way, reads, number, wants)
+            senders.append(partial(self._queue.put, span.rank, Kind.PULL, head))
+        self._queue.issue(senders)
 
     # --- what servers say ------------------------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ class Pulls:
 
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
-                self._context.post.put(src, Kind.RELEASE, Release(part.known.key, data.number).pack())
-                self._context.post.flush()
+                self._context.coalescer.put(src, Kind.RELEASE, Release(part.entry.key, data.number).pack())
+                self._context.coalescer.flush()
             self._read(data.number, src, error)
 
         if data.nbytes <= LIGHT_BYTES:
@@ -104,7 +104,7 @@ class Pulls:
         """Take what came with the entry, or comes in a message behind it."""
         over = partial(self._read, data.number, src)
         into = None if part.into is None else _span(part, part.into, src)
-        arrived = self._codes.expect(part.known, src, into, over) if data.coded and into is not None else None
+        arrived = self._codes.expect(part.entry, src, into, over) if data.coded and into is not None else None
         if data.way == Way.INLINE:
             raw = bytes_in(body, DATA_BYTES, data.nbytes)
             if arrived is not None:
@@ -126,7 +126,7 @@ class Pulls:
             part.value = None if plain else target
             over(error)
 
-        self._context.post.receive(target, src, data.number, received)
+        self._context.coalescer.receive(target, src, data.number, received)
 
     def refuse(self, number: int, src: int, error: BaseException) -> None:
         """Server `src` has nothing for a pull."""
@@ -142,13 +142,13 @@ class Pulls:
         if part.left:
             return
         del self._parts[number]
-        part.known.open.discard(number)
+        part.entry.open.discard(number)
         if part.error is None and part.version is not None:
-            part.known.base = max(part.known.base, part.version)
+            part.entry.base = max(part.entry.base, part.version)
             part.operation.read(part.version)
-        if part.operation.part_over(None if part.error is None else self._outlet.located(part.error)):
+        if part.operation.part_over(None if part.error is None else self._queue.located(part.error)):
             self._context.metrics.pull_seconds += part.operation.seconds
-        self._one_over(part.known)
+        self._one_over(part.entry)
 
     # --- waiting for them, and the end -------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Pulls:
 
     def late(self) -> dict[int, str]:
         """Return the servers from which something is missing, and what."""
-        return {rank: f"pull of {part.known}" for part in list(self._parts.values()) for rank in list(part.left)}
+        return {rank: f"pull of {part.entry}" for part in list(self._parts.values()) for rank in list(part.left)}
 
     def lose(self, rank: int, error: AiodistError) -> None:
         """`rank` died: what it should have sent never comes."""
@@ -171,12 +171,12 @@ class Pulls:
         """Fail everything."""
         parts, self._parts = self._parts, {}
         for number, part in parts.items():
-            part.known.open.discard(number)
+            part.entry.open.discard(number)
             part.operation.part_over(error)
-            self._one_over(part.known)
+            self._one_over(part.entry)
 
 
 def _span(part: PullPart, into: Tensor, src: int) -> Tensor:
     """Return the part of the destination that server `src` has."""
-    span = next(span for span in part.known.spans if span.rank == src)
+    span = next(span for span in part.entry.spans if span.rank == src)
     return into[span.start : span.stop]

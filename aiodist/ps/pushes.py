@@ -14,10 +14,10 @@ from aiodist.errors import AiodistError
 from aiodist.handles import Account, Handle
 from aiodist.ps.codes import Codes
 from aiodist.ps.context import LIGHT_BYTES
-from aiodist.ps.known import Known, Span
+from aiodist.ps.names import NameEntry, Span
 from aiodist.ps.operation import Operation, PushPart
-from aiodist.ps.outlet import Outlet, Posting
 from aiodist.ps.raw import as_bytes
+from aiodist.ps.request_queue import RequestQueue, Sender
 from aiodist.ps.wire import FILL, Kind, Stage, Way, pack_push
 
 __all__ = ["Pushes"]
@@ -29,19 +29,23 @@ class Pushes:
     """`push` and `sync` are called on the loop's thread; the rest runs with the transport lock held."""
 
     def __init__(
-        self, outlet: Outlet, codes: Codes, own: dict[tuple[int, int], Tensor], one_over: Callable[[Known], None]
+        self,
+        queue: RequestQueue,
+        codes: Codes,
+        own: dict[tuple[int, int], Tensor],
+        one_over: Callable[[NameEntry], None],
     ) -> None:
         """`own` is where the server of this very rank finds what is pushed to it.
 
         `one_over` is called after each push, with what it pushed to.
         """
-        self._outlet = outlet
-        self._context = outlet.context
+        self._queue = queue
+        self._context = queue.context
         self._codes = codes
         self._own = own
         self._one_over = one_over
         self._encodes = self._context.codec is not None
-        self._inline_bytes = self._context.post.inline_bytes
+        self._inline_bytes = self._context.coalescer.inline_bytes
         self._parts: dict[int, PushPart] = {}
         self._open: set[int] = set()
         """Those that are neither applied nor dropped."""
@@ -53,50 +57,50 @@ class Pushes:
 
     # --- going up --------------------------------------------------------------------------------------------
 
-    def push(self, operation: Operation, known: Known, value: Tensor, rule: int, alpha: float) -> None:
+    def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
-        number = self._last = self._outlet.number()
-        spans = known.spans
+        number = self._last = self._queue.number()
+        spans = entry.spans
         accepts = self._context.policy.accepts
-        part = self._parts[number] = PushPart(operation, known, [span.rank for span in spans], accepts=accepts)
+        part = self._parts[number] = PushPart(operation, entry, [span.rank for span in spans], accepts=accepts)
         self._open.add(number)
-        known.open.add(number)
+        entry.open.add(number)
         metrics = self._context.metrics
         metrics.pushes += 1
         metrics.push_bytes += value.nbytes
-        if self._encodes and self._codes.takes(known):
+        if self._encodes and self._codes.takes(entry):
             self._push_code(number, part, value, rule, alpha)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
-            # What `_posting` does, for what is pushed fifty thousand times a second.
-            head = pack_push(known.key, rule, _INLINE, False, number, known.base, alpha, value.nbytes, 0, 0)
-            self._outlet.issue((partial(self._put, spans[0].rank, head, as_bytes(value)),))
+            # What `_sender` does, for what is pushed fifty thousand times a second.
+            head = pack_push(entry.key, rule, _INLINE, False, number, entry.base, alpha, value.nbytes, 0, 0)
+            self._queue.issue((partial(self._put, spans[0].rank, head, as_bytes(value)),))
         else:
             # The one span of an object does not say how long its code is.
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
             parts = zip(spans, blocks, strict=True)
-            self._outlet.issue([self._posting(number, known, span, block, rule, alpha) for span, block in parts])
+            self._queue.issue([self._sender(number, entry, span, block, rule, alpha) for span, block in parts])
 
-    def _posting(
-        self, number: int, known: Known, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
-    ) -> Posting:
+    def _sender(
+        self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
+    ) -> Sender:
         """Return what sends one shard's part of a push."""
         dst, nbytes = span.rank, value.nbytes
         way, place = self._way(dst, value)
         raw = value.view(torch.uint8)
         data = b""
         if way == Way.OWN:
-            self._own[(number, known.key)] = raw.clone() if nbytes <= self._inline_bytes else raw
+            self._own[(number, entry.key)] = raw.clone() if nbytes <= self._inline_bytes else raw
         elif way == Way.INLINE:
             data = as_bytes(value)
-        head = pack_push(known.key, rule, way, coded, number, known.base, alpha, nbytes, *place)
-        put = partial(self._outlet.put, dst, _PUSH) if rule == FILL else partial(self._put, dst)
+        head = pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
+        put = partial(self._queue.put, dst, _PUSH) if rule == FILL else partial(self._put, dst)
         if way != Way.MESSAGE:
             return partial(put, head, data)
 
         def send() -> None:
             put(head)
             if dst not in self._context.gone:
-                self._context.post.send(raw, dst, number, partial(_keep, value))
+                self._context.coalescer.send(raw, dst, number, partial(_keep, value))
                 self._context.metrics.push_sent_bytes += 0 if rule == FILL else nbytes
 
         return send
@@ -115,46 +119,46 @@ class Pushes:
 
     def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
         """Encode in the service thread what is large, and keep what comes after it behind it."""
-        known = part.known
-        if self._outlet.behind and value.nbytes <= self._inline_bytes:
+        entry = part.entry
+        if self._queue.behind and value.nbytes <= self._inline_bytes:
             value = value.clone()  # it is the user's again when the call returns
 
         def encode() -> None:
-            part.keep = self._codes.encode(known, value, self._context.rules[rule], alpha)
+            part.keep = self._codes.encode(entry, value, self._context.rules[rule], alpha)
 
-        def postings() -> list[Posting]:
+        def senders() -> list[Sender]:
             codes, left = part.keep
             return [
-                self._posting(number, known, span, code, rule, left, coded=coded)
-                for span, (code, coded) in zip(known.spans, codes, strict=True)
+                self._sender(number, entry, span, code, rule, left, coded=coded)
+                for span, (code, coded) in zip(entry.spans, codes, strict=True)
             ]
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
                 self.refuse(number, error)
             elif number in self._parts:
-                self._outlet.post(postings())
+                self._queue.send(senders())
 
-        if value.nbytes > LIGHT_BYTES or self._outlet.behind:
-            self._outlet.issue_later(encode, encoded)
+        if value.nbytes > LIGHT_BYTES or self._queue.behind:
+            self._queue.issue_later(encode, encoded)
             return
         try:
             encode()
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the push
-            self._outlet.issue((partial(self._refused, number, error),))
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the push
+            self._queue.issue((partial(self._refused, number, error),))
         else:
-            self._outlet.issue(postings())
+            self._queue.issue(senders())
 
-    def fill(self, known: Known, span: Span, value: Tensor, done: Done) -> None:
+    def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""
-        number = self._outlet.number()
-        self._parts[number] = PushPart(_Told(done), known, [span.rank], accepts=False)
-        self._posting(number, known, span, value[span.start : span.stop], FILL, 1.0)()
-        self._context.post.flush()
+        number = self._queue.number()
+        self._parts[number] = PushPart(_Told(done), entry, [span.rank], accepts=False)
+        self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0)()
+        self._context.coalescer.flush()
 
     def _put(self, dst: int, head: bytes, data: bytes = b"") -> None:
         self._context.metrics.push_sent_bytes += len(data)
-        self._outlet.put(dst, _PUSH, head, data)
+        self._queue.put(dst, _PUSH, head, data)
 
     # --- what servers say ------------------------------------------------------------------------------------
 
@@ -174,20 +178,20 @@ class Pushes:
             del self._parts[number]
             if part.accepting is None:
                 self._over(part, None)
-            self._applied(number, part.known)
+            self._applied(number, part.entry)
 
     def refuse(self, number: int, error: BaseException) -> bool:
         """A push failed: its handle says so, or, where that is done already, the next sync. False: it is none."""
         part = self._parts.pop(number, None)
         if part is None:
             return False
-        error = self._outlet.located(error)
+        error = self._queue.located(error)
         if part.accepting is not None and not part.accepting:
             self._late_error = self._late_error or error
         else:
             self._over(part, error)
-        self._own.pop((number, part.known.key), None)
-        self._applied(number, part.known)
+        self._own.pop((number, part.entry.key), None)
+        self._applied(number, part.entry)
         return True
 
     def _refused(self, number: int, error: BaseException) -> None:
@@ -197,12 +201,12 @@ class Pushes:
         if part.operation.part_over(error):
             self._context.metrics.push_seconds += part.operation.seconds
 
-    def _applied(self, number: int, known: Known) -> None:
+    def _applied(self, number: int, entry: NameEntry) -> None:
         self._open.discard(number)
-        known.open.discard(number)
+        entry.open.discard(number)
         if self._syncs:
             self._look()
-        self._one_over(known)
+        self._one_over(entry)
 
     # --- waiting for them ------------------------------------------------------------------------------------
 
@@ -213,7 +217,7 @@ class Pushes:
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not applied something, and what."""
-        return {rank: f"push of {part.known}" for part in list(self._parts.values()) for rank in list(part.applying)}
+        return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
     def sync(self, handle: Handle[None], account: Account | None) -> None:
         """Resolve `handle` when every push issued so far is applied or dropped; `account` is told of it."""
@@ -253,10 +257,10 @@ class Pushes:
 
     def give_up(self, error: AiodistError) -> None:
         """Fail everything."""
+        self._refusal = error  # also of syncs that were left for the lock's holder
         for number in list(self._parts):
             self.refuse(number, error)
         self._open.clear()
-        self._refusal = error  # also of syncs that were left for the lock's holder
         self._look()
 
 

@@ -7,14 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import flat
+
 __all__ = ["as_bytes", "bytes_in", "flat", "values_in"]
-
-
-def flat(t: Tensor) -> Tensor:
-    """Return contiguous `t` as a flat tensor of the same memory, without a history."""
-    if t.requires_grad:
-        t = t.detach()
-    return t if t.dim() == 1 else t.view(-1)
 
 
 def as_bytes(t: Tensor) -> bytes:

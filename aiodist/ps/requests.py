@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from aiodist.ps.wire import Reads, Way
 
-__all__ = ["Change", "Freed", "Pulling", "Pushing", "Request"]
+if TYPE_CHECKING:
+    from aiodist.ps.shard import Shard
+
+__all__ = ["Change", "Freed", "Mark", "Pulling", "Pushing", "Request"]
 
 
 class Freed(LookupError):
@@ -60,3 +66,17 @@ class Change(Request):
     def __init__(self, client: int, number: int, settings: dict[str, float]) -> None:
         super().__init__(client, number)
         self.settings = settings
+
+
+class Mark(Request):
+    """Stands behind what a worker has sent, on all shards that a server leads; with `stops` in front of the rest."""
+
+    __slots__ = ("act", "behind")
+
+    def __init__(self, client: int, number: int, act: Callable[[Shard], None], *, stops: bool = False) -> None:
+        """`act` is done to each shard when all that came before the mark was delivered there."""
+        super().__init__(client, number)
+        self.act = act
+        self.ready = not stops
+        self.behind: set[object] = set()
+        """Where something before it is still to come."""

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import dtype_name
 from aiodist.collectives.arithmetic import SUPPORTED
 
-__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Rule", "State", "as_rule", "bare", "plain_name"]
+__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Rule", "State", "as_rule", "bare"]
 
 State: TypeAlias = Any
 """What lies beside a shard; only its rule knows what that is."""
@@ -59,7 +60,7 @@ class Rule:
         dtype cannot hold, which inf and nan count as.
         """
         if dtype not in self.takes:
-            raise TypeError(f"rule {self.name} on {plain_name(dtype)}: expected {_names(self.takes)}")
+            raise TypeError(f"rule {self.name} on {dtype_name(dtype)}: expected {_names(self.takes)}")
         if alpha == 1:
             return
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
@@ -138,11 +139,11 @@ class _Zero(Rule):
     takes_value = False
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = 0, whatever `value` is."""
+        """Shard = 0, for any `value`."""
         bare(shard).zero_()
 
 
-class _Copy(Rule):
+class _CopyRule(Rule):
     """Of several pushes in one step their sum, or mean, is copied; of one push, the push."""
 
     name = "copy"
@@ -197,7 +198,7 @@ RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
         _Zero(),
-        _Copy(),
+        _CopyRule(),
         _Add("add"),
         _Add("axpy"),
         _Into("mul", _NUMBERS, torch.mul),
@@ -255,15 +256,10 @@ def _check_factor(name: str, dtype: torch.dtype, alpha: float) -> None:
     whole = not (dtype.is_floating_point or dtype.is_complex)
     most = torch.iinfo(dtype).max if whole else torch.finfo(dtype).max
     if not abs(alpha) <= most:  # nan too
-        raise ValueError(f"rule {name} on {plain_name(dtype)}: alpha={alpha}: expected a number from -{most} to {most}")
+        raise ValueError(f"rule {name} on {dtype_name(dtype)}: alpha={alpha}: expected a number from -{most} to {most}")
     if whole and alpha != int(alpha):
-        raise TypeError(f"rule {name} on {plain_name(dtype)}: alpha={alpha}: expected a whole number")
-
-
-def plain_name(dtype: torch.dtype) -> str:
-    """Return float32 for torch.float32."""
-    return str(dtype).removeprefix("torch.")
+        raise TypeError(f"rule {name} on {dtype_name(dtype)}: alpha={alpha}: expected a whole number")
 
 
 def _names(takes: frozenset[torch.dtype]) -> str:
-    return ", ".join(sorted(plain_name(kind) for kind in takes))
+    return ", ".join(sorted(map(dtype_name, takes)))

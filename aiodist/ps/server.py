@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,24 @@ from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.metrics import Metrics
-from aiodist.ps.raw import as_bytes, values_in
-from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
+from aiodist.ps.raw import values_in
+from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
+from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import (
     FILL,
     PUSH_BYTES,
     Kind,
     Order,
-    Pull,
-    Push,
+    PullHead,
+    PushHead,
     Reads,
     Release,
     Stage,
     Way,
-    pack_data,
     pack_done,
 )
-
-if TYPE_CHECKING:
-    from aiodist.codecs import Codec
 
 __all__ = ["Server"]
 
@@ -58,9 +55,10 @@ class Server:
         self._counted: list[Counts] = []  # of tensors that were freed
         self._rules: dict[int, int] = {}
         self._outgoing: Outgoing | None = None if context.pull_codec is None else Outgoing(context.pull_codec)
+        self._serving = Serving(context, self._outgoing, self.refuse, self._shards.get)
+        self.serve = self._serving.serve
         self._directory = Directory(context, self)
         self._meeting = Meeting(context, self)
-        self._left: set[int] = set()
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "make": self._make,
             "remove": self._remove,
@@ -71,6 +69,9 @@ class Server:
             "ready": self._directory.ready,
             "free": self._directory.free,
             "barrier": self._meeting.barrier,
+            "sync": self._meeting.sync,
+            "standing": self._meeting.compare,
+            "settle": self._meeting.settle,
             "bye": self._meeting.bye,
         }
 
@@ -93,14 +94,16 @@ class Server:
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = Push.unpack(body)
+        head = PushHead.unpack(body)
+        if self._meeting.syncs:
+            self._meeting.syncs.pop(client, None)  # it goes on
         push = Pushing(client, head.number, head.base, head.rule, head.alpha, coded=head.coded)
         shard = self._shards.get(head.key)
         if head.way == Way.MESSAGE:
             buffer = self.context.pool.take(head.nbytes)
             push.ready = False
             push.pooled = True
-            self.context.post.receive(buffer, client, head.number, partial(self._received, shard, push))
+            self.context.coalescer.receive(buffer, client, head.number, partial(self._received, shard, push))
             self._take(shard, push, buffer)
         elif head.way == Way.INLINE:
             # What waits must not keep a frame alive, which has more room than it needs.
@@ -113,9 +116,9 @@ class Server:
         if shard is None:
             self.refuse(push, Freed(f"key {head.key} was freed"))
         else:
-            shard.expect(push)
+            shard.arrivals.expect(push)
 
-    def _look(self, shard: Shard | None, push: Pushing, head: Push) -> bool:
+    def _look(self, shard: Shard | None, push: Pushing, head: PushHead) -> bool:
         """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
 
         False where it is no longer there: another server of the tensor is gone, or the client is.
@@ -151,17 +154,19 @@ class Server:
             if push.client not in self.context.gone:
                 self.refuse(push, error)
         elif shard is not None:
-            shard.ready(push)
-        self.context.post.flush()
+            push.ready = True
+            shard.arrivals.go_on(push.client)
+            self._meeting.check()
+        self.context.coalescer.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = Pull.unpack(body)
+        head = PullHead.unpack(body)
         pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
         shard = self._shards.get(head.key)
         if shard is None:
             self.refuse(pull, Freed(f"key {head.key} was freed"))
         else:
-            shard.expect(pull)
+            shard.arrivals.expect(pull)
 
     def _release(self, client: int, body: memoryview) -> None:
         key, number = Release.unpack(body)
@@ -180,15 +185,18 @@ class Server:
         shard = Shard(self, call["key"], call["name"], memory, machine, call["servers"], replaces=call["codec"])
         self._shards[shard.key] = shard
         self._rules[shard.key] = call["rule"]
-        for rank in {*self._left, *self.context.gone}:
+        for rank in {*self._meeting.parted, *self.context.gone}:
             shard.leave(rank, gone=rank in self.context.gone)
+        for rank in self._directory.refused(shard.name):
+            shard.rest(rank)
+        self._meeting.stop_at(shard)
 
     def _remove(self, client: int, call: dict[str, Any]) -> None:
         shard = self._shards.pop(call["key"], None)
         if shard is None:
             return
         for rank in range(len(self.context.world_ranks)):
-            self._forget(rank, shard.key)
+            self._serving.forget(rank, shard.key)
         shard.retire()
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
@@ -201,17 +209,58 @@ class Server:
         if shard is None:
             self.refuse(change, Freed(f"key {call['key']} was freed"))
         else:
-            shard.expect(change)
+            shard.arrivals.expect(change)
 
     def _part(self, client: int, call: dict[str, Any]) -> None:
-        """`client` begins nothing more; what it has begun may still wait for others."""
+        """`client` begins nothing more, so nobody waits for it; what it has begun may still wait for others."""
         self._directory.part(client)
         self._meeting.part(client)
+        self.mark(Mark(client, 0, lambda shard: shard.leave(client, gone=False)))
+        self._meeting.check()
 
     def _leave(self, client: int, call: dict[str, Any]) -> None:
         """`client` sends nothing more but its goodbye."""
         self._gone(client, gone=False)
         self.answer(client, call["n"])
+
+    def mark(self, mark: Mark) -> None:
+        """Put a mark behind all that its client has sent to tensors that this server leads."""
+        for shard in self._led():
+            shard.arrivals.mark(mark)
+
+    def _led(self) -> list[Shard]:
+        return [shard for shard in self._shards.values() if shard.machine is not None]
+
+    def rest(self, clients: Iterable[int]) -> None:
+        """Have no step wait for `clients`."""
+        for shard in self._led():
+            for client in clients:
+                shard.rest(client)
+
+    def resume(self, clients: Collection[int], past: Sequence[Mark] = ()) -> None:
+        """Have steps wait for `clients` again, all at once; then let what they sent behind these marks go on."""
+        for shard in self._led():
+            refused = self._directory.refused(shard.name)
+            shard.resume([client for client in clients if client not in refused])
+        for mark in past:
+            mark.ready = True
+            for shard in self._led():
+                shard.arrivals.go_on(mark.client)
+
+    def held(self) -> set[int]:
+        """Return the workers of which a push waits for others here."""
+        machines = [shard.machine for shard in self._led() if shard.machine is not None]
+        return {push.worker for machine in machines for push in machine.waiting().pushes}
+
+    def refused(self, client: int, key: int) -> None:
+        """`client` means something else by the name, and will not push to it."""
+        if (shard := self._shards.get(key)) is not None:
+            shard.rest(client)
+
+    def agreed(self, client: int, key: int) -> None:
+        """`client` was refused, and means the same by now."""
+        if (shard := self._shards.get(key)) is not None and not self._meeting.stops(client):
+            shard.resume((client,))
 
     def freed(self, client: int, key: int) -> None:
         """`client` pushes no more to a tensor that this server leads: steps go on without it."""
@@ -225,16 +274,10 @@ class Server:
     def lose(self, rank: int) -> None:
         """`rank` died."""
         self._gone(rank, gone=True)
-        self.context.post.flush()
-
-    def _forget(self, client: int, key: int | None = None) -> None:
-        """Keep nothing of what `client` has read."""
-        if self._outgoing is not None:
-            self._outgoing.forget(client, key)
+        self.context.coalescer.flush()
 
     def _gone(self, rank: int, *, gone: bool) -> None:
-        self._left.add(rank)
-        self._forget(rank)
+        self._serving.forget(rank)
         for shard in (*self._shards.values(), *self._retired.values()):
             shard.leave(rank, gone=gone)
         self._directory.leave(rank)
@@ -247,7 +290,7 @@ class Server:
         return self.context.rules[self._rules[shard.key]]
 
     def decoded(self, push: Pushing, like: Tensor) -> Tensor:
-        """Return the value of `push` as a flat tensor such as the shard; in whatever thread."""
+        """Return the value of `push` as a flat tensor such as the shard; in any thread."""
         assert push.value is not None
         codec = self.context.codec
         if not push.coded or codec is None:
@@ -263,91 +306,6 @@ class Server:
             self.context.pool.give(push.value.view(torch.uint8))
         push.value = None
 
-    def serve(self, shard: Shard, pull: Pulling, version: int) -> None:
-        """Let the client have the shard as it is now."""
-        if pull.client in self.context.gone:
-            return
-        self.context.metrics.served += 1
-        self.context.metrics.served_bytes += shard.data.nbytes
-        codec = self._codec_for(shard, pull)
-        if codec is not None:
-            self._serve_code(shard, pull, version)
-        elif shard.data.nbytes <= self.context.post.inline_bytes and pull.way != Way.OWN:
-            self.context.metrics.served_sent_bytes += shard.data.nbytes
-            data = pack_data(pull.number, version, Way.INLINE, False, shard.data.nbytes, 0, 0)
-            self.context.post.put(pull.client, Kind.DATA, data, as_bytes(shard.data))
-        else:
-            self._show(shard, pull, version)
-
-    def _codec_for(self, shard: Shard, pull: Pulling) -> Codec | None:
-        """Return how to encode what `pull` reads; what the client itself has is not encoded."""
-        floating = shard.data.dtype.is_floating_point
-        return self.context.pull_codec if floating and pull.way != Way.OWN and pull.reads == Reads.SNAPSHOT else None
-
-    def _show(self, shard: Shard, pull: Pulling, version: int) -> None:
-        """Let the client look at the shard's memory, or send from it; nothing is applied meanwhile."""
-        raw = shard.data.view(torch.uint8)
-        place = None
-        if pull.way == Way.MEMORY and self.context.near is not None:
-            place = self.context.near.locate(raw)
-        shard.hold(pull)
-        way = pull.way if place is not None or pull.way == Way.OWN else Way.MESSAGE
-        data = pack_data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
-        self.context.post.put(pull.client, Kind.DATA, data)
-        if way == Way.MESSAGE:
-            self._send(raw, pull, partial(shard.release, pull.client, pull.number))
-
-    def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
-        self.context.metrics.served_sent_bytes += raw.nbytes
-
-        def sent(error: BaseException | None) -> None:
-            # Who cannot be reached is told of by the control channel.
-            over()
-            self.context.post.flush()
-
-        self.context.post.send(raw, pull.client, pull.number, sent)
-
-    def _serve_code(self, shard: Shard, pull: Pulling, version: int) -> None:
-        shard.hold(pull)
-        codes: list[Tensor] = []
-
-        def encode() -> None:
-            began = perf_counter()
-            assert self._outgoing is not None
-            codes.append(self._outgoing.encode(pull.client, shard.key, shard.data))
-            self.context.metrics.encode_seconds += perf_counter() - began
-
-        def encoded(error: BaseException | None) -> None:
-            if error is not None:
-                self.refuse(pull, error)
-            else:
-                self._send_code(pull, version, codes[0])
-            if pull.client in self.context.gone or self._shards.get(shard.key) is not shard:
-                self._forget(pull.client, shard.key)
-            shard.release(pull.client, pull.number)
-            self.context.post.flush()
-
-        if shard.data.nbytes > LIGHT_BYTES:
-            self.context.service.run(encode, encoded)
-            return
-        try:
-            encode()
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever pulled
-            self.refuse(pull, error)
-        else:
-            self._send_code(pull, version, codes[0])
-        shard.release(pull.client, pull.number)
-
-    def _send_code(self, pull: Pulling, version: int, code: Tensor) -> None:
-        inline = code.nbytes <= self.context.post.inline_bytes
-        data = pack_data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes, 0, 0)
-        if inline:
-            self.context.metrics.served_sent_bytes += code.nbytes
-            self.context.post.put(pull.client, Kind.DATA, data, as_bytes(code))
-        else:
-            self.context.post.put(pull.client, Kind.DATA, data)
-            self._send(code, pull, lambda _code=code: None)  # type: ignore[misc]
-
     # --- answers ---------------------------------------------------------------------------------------------
 
     def shown(self, key: int) -> Tensor:
@@ -357,7 +315,7 @@ class Server:
     def done(self, push: Pushing, stage: Stage, version: int) -> None:
         """Tell the client how far its push is."""
         if push.client not in self.context.gone:
-            self.context.post.put(push.client, Kind.DONE, pack_done(push.number, version, stage))
+            self.context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, version, stage))
 
     def measured(self) -> Metrics:
         """Return a copy of what is counted, with what the machines have counted."""
@@ -366,15 +324,16 @@ class Server:
         counts += self._counted
         metrics.dropped = sum(count.dropped for count in counts)
         metrics.scaled = sum(count.scaled for count in counts)
+        metrics.incomplete = sum(count.incomplete for count in counts)
         # A copy of each at once: they count on meanwhile.
         metrics.staleness = sum((Counter(dict(count.staleness)) for count in counts), Counter())
-        metrics.sent_bytes = self.context.post.sent_bytes
+        metrics.sent_bytes = self.context.coalescer.sent_bytes
         return metrics
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
         """Answer a call."""
         if client not in self.context.gone:
-            self.context.post.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
+            self.context.coalescer.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
 
     def refuse(self, request: Request, error: BaseException) -> None:
         """Tell the client that its request failed here."""

@@ -40,7 +40,7 @@ class Service:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self.waiting += 1
-        self._progress.working += 1
+        self._progress.offloaded += 1
         self._queue.put((work, then))
 
     def close(self) -> None:
@@ -55,12 +55,12 @@ class Service:
             error: BaseException | None = None
             try:
                 work()
-            except BaseException as raised:  # noqa: BLE001  - it belongs to whoever asked for the work
+            except BaseException as raised:  # noqa: BLE001  - `then` is told of it
                 error = raised
             self._progress.start_in_thread(lambda then=then, error=error: self._over(then, error))  # type: ignore[misc]
             del work, then, item, error
 
     def _over(self, then: Then, error: BaseException | None) -> None:
         self.waiting -= 1
-        self._progress.working -= 1
+        self._progress.offloaded -= 1
         then(error)

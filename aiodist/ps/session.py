@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import _get_running_loop
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -21,23 +22,23 @@ from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
+from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
 from aiodist.ps.metrics import Metrics
 from aiodist.ps.pool import Pool
-from aiodist.ps.post import Post
 from aiodist.ps.server import Server
 from aiodist.ps.service import Service
 from aiodist.ps.settings import Settings
 from aiodist.ps.wire import Kind
 
-__all__ = ["Session"]
+__all__ = ["ParameterServerSession"]
 
 _DRAIN_SECONDS = 1e-3
-_NO_LIMIT = inf  # whoever leaves waits for the others, however long they work
+_NO_LIMIT = inf  # a rank that leaves waits for the others, however long they work
 _SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})
 
 
-class Session:
+class ParameterServerSession:
     """What the calls of a parameter server stand on."""
 
     def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
@@ -86,8 +87,8 @@ class Session:
 
     def _open(self) -> None:
         progress = self._progress = Progress.current()
-        issuer = self._coll._issuer
-        near = self._coll._family.near
+        dispatcher = self._coll.parts.dispatcher
+        near = self._coll.parts.registry.near
         self._account = Account(progress.loop)
         self._loop = progress.loop
 
@@ -100,7 +101,7 @@ class Session:
             rank=self._coll.rank,
             servers=self._settings.servers,
             workers=self._settings.workers,
-            world_ranks=issuer.ranks,
+            world_ranks=dispatcher.ranks,
             rules=tuple(self._settings.rules.values()),
             policy=self._settings.consistency,
             codec=self._settings.codec,
@@ -111,17 +112,17 @@ class Session:
             near=near,
             metrics=Metrics(),
         )
-        self._context.post = Post(self._coll._transport, self._heard, self._failed, self._context.ring)
+        self._context.coalescer = Coalescer(self._coll.parts.transport, self._heard, self._failed, self._context.ring)
         self._server = Server(self._context)
         self._client = Client(self._context, self._server.own, self._server.shown)
-        issuer.on_lost.append(self._lost)
-        issuer.on_abort.append(self._aborted)
+        dispatcher.on_lost.append(self._lost)
+        dispatcher.on_abort.append(self._aborted)
         self._coll.admit(self)
         self._refusal = None
         with transport_lock:
-            self._context.post.open()
-        if issuer.refusal is not None:  # lost in the meantime
-            self._aborted(CommunicatorAborted(str(issuer.refusal)))
+            self._context.coalescer.open()
+        if dispatcher.refusal is not None:  # lost in the meantime
+            self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -175,7 +176,7 @@ class Session:
             return
         others = [rank for rank in range(self._coll.size) if rank != living[0] and rank not in self._context.gone]
         if others and self._coll.rank == others[0]:
-            self._context.post.say_last(living[0])
+            self._context.coalescer.say_last(living[0])
 
     def _living(self) -> list[int]:
         return [rank for rank in self._settings.servers if rank not in self._context.gone]
@@ -194,7 +195,7 @@ class Session:
             return
         self._over = self._loop.create_future()
         with transport_lock:
-            self._context.post.when_last(partial(self._progress.post, self._all_said))
+            self._context.coalescer.when_last(partial(self._progress.post, self._all_said))
         await self._over
         if self._refusal is not None:
             raise self._refusal
@@ -207,10 +208,10 @@ class Session:
         self._refusal = self._refusal or refusal
         self._all_said()
         with transport_lock:
-            self._context.post.give_up()
+            self._context.coalescer.give_up()
             self._context.service.close()
-        issuer = self._coll._issuer
-        for told, mine in ((issuer.on_lost, self._lost), (issuer.on_abort, self._aborted)):
+        dispatcher = self._coll.parts.dispatcher
+        for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
 
@@ -219,7 +220,7 @@ class Session:
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
         self._give_up(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self._coll.rank))
-        if self._coll._issuer.refusal is None:
+        if self._coll.parts.dispatcher.refusal is None:
             self._coll.abort(f"its parameter server was given up on rank {self._coll.rank}: {error!r}")
 
     def _give_up(self, error: AiodistError) -> None:
@@ -232,11 +233,11 @@ class Session:
             self._account.judge()
 
     async def release(self) -> None:
-        """End with the communicator: for its family."""
+        """End with the communicator; see `Guest`."""
         self.give_up()
 
     def give_up(self) -> None:
-        """End without waiting for anything: for its family."""
+        """End without waiting for anything; see `Guest`."""
         name = self._coll.name
         self._give_up(CommunicatorAborted(f"parameter server {name!r} was given up: its communicator ended", comm=name))
 
@@ -249,10 +250,10 @@ class Session:
         context = self._context
         context.gone[rank] = error
         with transport_lock:
-            context.post.forget(rank)
+            context.coalescer.forget(rank)
             self._server.lose(rank)
             self._client.lose(rank)
-            context.post.flush()
+            context.coalescer.flush()
         self._all_said()  # what the dead should have said never comes
 
     def _aborted(self, error: AiodistError) -> None:
@@ -284,7 +285,7 @@ class Session:
     def _check(self) -> None:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        if asyncio._get_running_loop() is not self._loop:
+        if _get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"parameter server {self._coll.name!r} belongs to another thread or event loop: call it on the loop it "
                 "was opened on"
@@ -316,7 +317,7 @@ class Session:
             if error is None:
                 handle.resolve(None)
             else:
-                handle.reject(self._client.outlet.located(error))
+                handle.reject(self._client.queue.located(error))
 
-        self._client.outlet.issue((partial(run, program, finish),))  # behind pushes that are being encoded
+        self._client.queue.issue((partial(run, program, finish),))  # behind pushes that are being encoded
         return handle

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from aiodist import env
-from aiodist.arguments import check_rank
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
+from aiodist.communicator.arguments import check_rank
 from aiodist.ps.consistency import Policy
 from aiodist.ps.rules import RULES, Rule, as_rule
 from aiodist.ps.wire import Reads

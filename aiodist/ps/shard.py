@@ -8,15 +8,15 @@ have come. So all shards go through the same versions, and a read stands between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from aiodist.errors import AiodistError
 from aiodist.ps import consistency
+from aiodist.ps.arrivals import Arrivals
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
@@ -60,11 +60,11 @@ class Shard:
         self.machine = machine
         self._servers = frozenset(servers)
         self._followers = tuple(servers[1:]) if machine is not None else ()
-        self._lost: AiodistError | None = None
-        """Another block of the tensor is lost, so nobody orders what happens to this one, or waits for it."""
+        self._refusal: Exception | None = None
+        """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
         self._states: dict[int, Any] = {}
-        self._incoming: dict[int, deque[Request]] = {}
+        self.arrivals = Arrivals(self._deliver, lambda mark: mark.act(self))
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
@@ -78,28 +78,9 @@ class Shard:
 
     # --- what comes ----------------------------------------------------------------------------------------
 
-    def expect(self, request: Request) -> None:
-        """Take note of a request; what its client sends afterwards waits until it is ready."""
-        queue = self._incoming.get(request.client)
-        if queue is not None:
-            queue.append(request)
-        elif request.ready:
-            self._deliver(request)
-        else:
-            self._incoming[request.client] = deque([request])
-
-    def ready(self, request: Request) -> None:
-        """All of `request` has come."""
-        request.ready = True
-        queue = self._incoming.get(request.client)
-        while queue and queue[0].ready:
-            self._deliver(queue.popleft())
-        if queue is not None and not queue:
-            self._incoming.pop(request.client, None)
-
     def obey(self, order: Order) -> None:
         """Carry out what the leader of the tensor says, in its turn."""
-        if self._lost is None:
+        if self._refusal is None:
             self._orders.append(order)
             self.advance()
 
@@ -113,32 +94,45 @@ class Shard:
     def leave(self, client: int, *, gone: bool) -> None:
         """`client` has finished, or is `gone`: died."""
         if gone:
-            self._incoming.pop(client, None)
+            self.arrivals.forget(client)
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
-            if client in self._servers and self._lost is None:
-                self._lost = self._context.lost(client)
+            if client in self._servers and self._refusal is None:
                 self._orders.clear()
-                self._refuse_waiting(self._lost)
-        if self.machine is not None and client in self._context.workers and self._lost is None:
+                self._refuse(self._context.lost(client))
+        if self.machine is not None and client in self._context.workers and self._refusal is None:
             self._order(self.machine.leave(client))
         self.advance()
         self._let_go()
 
+    def rest(self, client: int) -> None:
+        """Have no step wait for `client`, until it may `resume`."""
+        if self.machine is not None and client in self._context.workers and self._refusal is None:
+            self._order(self.machine.rest(client))
+            self.advance()
+
+    def resume(self, clients: Iterable[int]) -> None:
+        """Have steps wait for `clients` again."""
+        if self.machine is not None:
+            self.machine.resume(clients)
+
     def retire(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
         self._retired = True
-        self._refuse_waiting(Freed(f"{self.name!r} was freed"))
+        self._refuse(Freed(f"{self.name!r} was freed"))
 
-    def _refuse_waiting(self, error: Exception) -> None:
+    def _refuse(self, error: Exception) -> None:
+        """Carry out no more than what was ordered; refuse the rest, and what comes."""
+        self._refusal = error
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
             self._server.refuse(request, error)
+        self.arrivals.stop()
 
     def _deliver(self, request: Request) -> None:
-        if self._lost is not None:
-            self._server.refuse(request, self._lost)
+        if self._refusal is not None:
+            self._server.refuse(request, self._refusal)
             return
         if isinstance(request, Pushing):
             if request.rule == FILL:
@@ -188,7 +182,7 @@ class Shard:
                 self._context.metrics.step_seconds += perf_counter() - began
             else:
                 self._compute([(push, part.weight)])
-        except Exception as raised:  # noqa: BLE001  - it belongs to whoever pushed
+        except Exception as raised:  # noqa: BLE001  - it belongs to the client that pushed
             error = raised
         self._finished(version, (push,), error)
 
@@ -248,7 +242,7 @@ class Shard:
 
     def _tell(self, order: Order) -> None:
         for rank in self._followers:
-            self._context.post.put(rank, Kind.ORDER, order.pack())
+            self._context.coalescer.put(rank, Kind.ORDER, order.pack())
 
     # --- carrying out ------------------------------------------------------------------------------------------
 
@@ -322,7 +316,7 @@ class Shard:
         try:
             rule = self._server.rule_of(self)
             rule.configure(self._state(rule), **request.settings)
-        except Exception as error:  # noqa: BLE001  - it belongs to whoever asked
+        except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
             self._server.refuse(request, error)
         else:
             self._server.answer(request.client, request.number)
@@ -348,7 +342,7 @@ class Shard:
             self._context.service.run(work, over)
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
-        """Change the memory, in whatever thread."""
+        """Change the memory, in any thread."""
         if not pushes:  # all of them died on the way
             return
         pieces: list[Piece] = []
@@ -370,7 +364,7 @@ class Shard:
         if was_busy:
             self.advance()
             self._let_go()
-            self._context.post.flush()
+            self._context.coalescer.flush()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -400,6 +394,6 @@ class Shard:
 def _error_of(work: Callable[[], None]) -> BaseException | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001  - it belongs to whoever pushed
+    except Exception as error:  # noqa: BLE001  - it belongs to the client that pushed
         return error
     return None

@@ -19,8 +19,8 @@ __all__ = [
     "Kind",
     "Order",
     "OrderKind",
-    "Pull",
-    "Push",
+    "PullHead",
+    "PushHead",
     "Reads",
     "Release",
     "Stage",
@@ -100,10 +100,10 @@ FILL = 0xFFFF
 
 
 pack_push, pack_done, pack_data, pack_pull = _PUSH.pack, _DONE.pack, _DATA.pack, _PULL.pack
-"""The fields of a `Push`, `Done`, `Data` or `Pull`, in their order, as bytes: those are not made only to be packed."""
+"""The fields of `PushHead`, `Done`, `Data` and `PullHead`, in order, as bytes: those are not made to be packed."""
 
 
-class Push(NamedTuple):
+class PushHead(NamedTuple):
     """The head of a push; with `Way.INLINE` the data follow."""
 
     key: int
@@ -118,12 +118,12 @@ class Push(NamedTuple):
     offset: int = 0
 
     @classmethod
-    def unpack(cls, body: memoryview) -> Push:
+    def unpack(cls, body: memoryview) -> PushHead:
         """Return what `pack` packed."""
         return cls._make(_PUSH.unpack_from(body))
 
 
-class Pull(NamedTuple):
+class PullHead(NamedTuple):
     """A pull: `way` is how the client wants the data."""
 
     key: int
@@ -133,7 +133,7 @@ class Pull(NamedTuple):
     wants: int
 
     @classmethod
-    def unpack(cls, body: memoryview) -> Pull:
+    def unpack(cls, body: memoryview) -> PullHead:
         """Return what `pack` packed."""
         return cls._make(_PULL.unpack_from(body))
 

@@ -20,25 +20,27 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from aiodist.backends.cuda_ipc import Burying
+from aiodist.backends.cuda_ipc import ReleaseNotices
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.watchdog import Watch
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Timers
-from aiodist.issuer import Issuer
-from aiodist.stalls import Stalls
 
 if TYPE_CHECKING:
     from aiodist.handles.handle import Handle
 
-__all__ = ["FakeClockLoop", "Limit"]
+__all__ = ["FakeClockLoop", "TimeLimit"]
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
+_GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
-_QUIET_TICKS = 30  # turns of the watchers of stalled operations, 0.1 s each, in which a mismatch would have come out
+_QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
+_LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
 
-class Limit:
+class TimeLimit:
     """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -71,7 +73,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self))
         self._own_files = len(self.selector.get_map())
         self.progress = _OneThread(self)
-        Progress._of_loop[id(self)] = self.progress
+        self.progress.install()
 
     def time(self) -> float:
         """Return the seconds that have passed, jumps included."""
@@ -113,7 +115,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     @property
     def executing(self) -> bool:
         """Whether a function runs in an executor or a parameter server, or on a `HostStream`, waiting for no handle."""
-        return self._executing > 0 or self.progress.working > 0 or bool(self.progress.computing)
+        return self._executing > 0 or self.progress.offloaded > 0 or bool(self.progress.computing)
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""
@@ -146,14 +148,16 @@ def _only_watches(timer: asyncio.TimerHandle) -> bool:
     call: Any = timer._callback  # type: ignore[attr-defined]
     if isinstance(call, partial) and call.func is _tell:
         handle = call.args[0]()
-        return handle is None or handle.done()
-    return isinstance(call, Limit) or isinstance(getattr(call, "__self__", None), (Stalls, Burying))
+        return handle is None or not handle.is_pending
+    return isinstance(call, TimeLimit) or isinstance(getattr(call, "__self__", None), (Watch, ReleaseNotices))
 
 
 def _signature(loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
     """Return something that changes when any rank gets further."""
-    issuers = [issuer for issuer in Issuer._alive if issuer.progress.loop is loop]
-    return sum(issuer.ledger.seq for issuer in issuers), sum(len(issuer.pending()) for issuer in issuers)
+    dispatchers = Dispatcher.of_loop(loop)
+    return sum(dispatcher.oplog.seq for dispatcher in dispatchers), sum(
+        len(dispatcher.pending()) for dispatcher in dispatchers
+    )
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -162,7 +166,7 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self, loop: FakeClockLoop) -> None:
         super().__init__()
         self._loop = loop
-        self._quiet = 0
+        self._quiet_since = 0.0
         self._seen = (0, 0)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -172,7 +176,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             events = super().select(0)
             loop.shuffle()
             return events
-        events = [] if loop.executing else self._wait(_GRACE_SECONDS if loop.outside else 0)
+        events = [] if loop.executing else self._grace(_GRACE_SECONDS) if loop.outside else self._wait(0)
         if events or loop.ready:
             return events
         # A thread may have begun to compute meanwhile.
@@ -184,6 +188,17 @@ class _JumpingSelector(selectors.DefaultSelector):
         passed = monotonic() - began
         self._loop.now += passed if timeout is None else min(passed, timeout)
         return events
+
+    def _grace(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Give sockets and threads so many seconds of real time to come with something.
+
+        In short waits: where many want the cores each of them is late, as those threads are.
+        """
+        for _ in range(_GRACE_PARTS):
+            events = self._wait(seconds / _GRACE_PARTS)
+            if events or self._loop.ready or self._loop.executing:
+                return events
+        return []
 
     def _wait(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for files, for so many seconds of real time, and look at what only polling brings on."""
@@ -201,19 +216,25 @@ class _JumpingSelector(selectors.DefaultSelector):
     def _jump(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self._loop
         due = loop.next_of_program()
+        # Before the jump to a limit of the whole program: those who watch for stalls look every second.
+        if due is None and (timeout is None or timeout > _QUIET_SECONDS) and loop.outside:
+            events = self._grace(_LAST_GRACE_SECONDS)
+            if events or loop.ready or loop.executing:
+                return events
         if timeout is not None and (due is None or loop.now + timeout < due):
             seen = _signature(loop)
-            self._quiet = self._quiet + 1 if seen == self._seen else 0
-            self._seen = seen
-            if self._quiet < _QUIET_TICKS:
+            if seen != self._seen:
+                self._seen, self._quiet_since = seen, loop.now
+            if loop.now - self._quiet_since < _QUIET_SECONDS:
                 loop.now += timeout
+                return []
+            if due is not None and loop.now < due - _LOOK_SECONDS:
+                loop.now = due - _LOOK_SECONDS
                 return []
         if due is not None:
             loop.now = max(loop.now, due)
             return []
-        if loop.outside and ((events := self._wait(_LAST_GRACE_SECONDS)) or loop.ready):
-            return events
-        self._quiet = 0
+        self._quiet_since = loop.now
         loop.deadlocked()
         return []
 
@@ -248,7 +269,7 @@ class _OneThread(Progress):
             try:
                 while self._inbox:
                     self._inbox.popleft()()
-                polled = any(map(len, self._pollers))
+                polled = self.pending()
             finally:
                 self._inside = False
         if polled and not self.armed:
@@ -290,6 +311,5 @@ class _LoopTimers(Timers):
 
 def _tell(late: ref[Handle[Any]]) -> None:
     handle = late()
-    if handle is not None and not handle.done():
-        handle._expires = 0.0  # whoever waits for it only later is told then
-        handle.tell_late()
+    if handle is not None and handle.is_pending:
+        handle.expire()

@@ -1,4 +1,4 @@
-"""Jobs of processes in which marked tests run: started for a file's tests at once, asked for each test's result."""
+"""Jobs of processes in which marked tests run: started for many tests at once, asked for the result of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from aiodist.launch.discover import find_mpi
 if TYPE_CHECKING:
     from aiodist.testing.plugin import _RanksFunction
 
-__all__ = ["Jobs", "Reporter"]
+__all__ = ["Jobs", "Reporter", "carrier"]
 
 _POLL_SECONDS = 0.01
 _OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
@@ -40,7 +41,7 @@ class Jobs:
     _key = pytest.StashKey["Jobs"]()
 
     def __init__(self) -> None:
-        self._job: _Job | None = None
+        self._job: _ProcessJob | None = None
 
     @classmethod
     def of(cls, session: pytest.Session) -> Jobs:
@@ -53,9 +54,9 @@ class Jobs:
         """Have `item` run on its ranks; raise as it did there."""
         if self._job is None or item.nodeid not in self._job.left:
             self.close()
-            self._job = _Job.start(item)
+            self._job = _ProcessJob.start(item)
         job = self._job
-        ended = job.wait_for(item.nodeid, item.config.getoption("--aiodist-timeout"))
+        ended = job.wait_for(item.nodeid, _seconds(item))
         if mpi := next((end.mpi for end in ended.values() if end.mpi), None):
             item.user_properties.append(("mpi", mpi))
         complaint = None
@@ -75,7 +76,14 @@ class Jobs:
             self._job = None
 
 
-def _tell(item: _RanksFunction, job: _Job, ended: dict[int, _End]) -> None:
+def _seconds(item: _RanksFunction) -> float:
+    """Return how long a test may take on its ranks: what pytest-timeout allows it by a mark, where that is more."""
+    seconds: float = item.config.getoption("--aiodist-timeout")
+    mark = item.get_closest_marker("timeout")
+    return seconds if mark is None else max(seconds, *mark.args[:1], mark.kwargs.get("timeout") or 0)
+
+
+def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
     """Raise what the ranks report."""
     failures = sorted((f for end in ended.values() for f in end.failures), key=lambda f: (f["peer"], f["at"]))
     missing = [rank for rank in range(job.size) if rank not in ended]
@@ -100,7 +108,7 @@ class _End:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
 
-class _Job:
+class _ProcessJob:
     """Processes that run some tests in order, each process all of them."""
 
     def __init__(self, size: int, left: list[str], process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -113,15 +121,15 @@ class _Job:
         self._read = [0] * size
 
     @classmethod
-    def start(cls, first: _RanksFunction) -> _Job:
-        """Start the job of `first` and of what comes after it with the same file, backend and size."""
+    def start(cls, first: _RanksFunction) -> _ProcessJob:
+        """Start the job of `first` and of all that comes after it and goes with it."""
         spec, config = first.spec, first.config
         choice = _mpi_choice(spec.backend)
         items = first.session.items[first.session.items.index(first) :]
         nodeids = [
             item.nodeid
             for item in items
-            if isinstance(item, type(first)) and item.path == first.path and item.spec[:2] == spec[:2]
+            if isinstance(item, type(first)) and item.on_processes and item.job == first.job
         ]
         folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
         (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *_paths(config, nodeids)]))
@@ -204,6 +212,13 @@ class _Job:
                     continue
         self.output()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@cache
+def carrier(backend: str) -> str:
+    """Return what carries the ranks of `backend`: its own name, for "mpi" that of the MPI which is found first."""
+    found = find_mpi("auto", os.environ.get("PATH", os.defpath)) if backend == "mpi" else None
+    return backend if found is None else found.flavour.value
 
 
 def _mpi_choice(backend: str) -> str:

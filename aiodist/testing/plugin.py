@@ -15,10 +15,9 @@ order comes from `--aiodist-seed`), or are processes:
 
 `backend` is "local", "mpi" (whichever MPI is found first), "openmpi", "mpich", "gloo" or "shm"; where a marker
 names none, `--aiodist-backend=local,mpi` says which, local alone without it. Several markers add up. A backend that
-is not installed is a skip. All tests of a file with the same backend and size run in one job of processes, where
-pytest runs on each rank; after a failure the rest run in a new job. The failure shown is the one that came first.
-Fixtures are set up on each rank, and nowhere else. `checked=False` in the marker opens the world without comparing
-operations before they are sent (see `aiodist.init`).
+is not installed is a skip. All tests with the same backend and size run in one job of processes, behind all others:
+pytest runs on each rank, and is told of them at once. After a failure the rest run in a new job. The failure shown is
+the one that came first. Fixtures are set up on each rank, and nowhere else.
 
 The plugin is loaded in every run of pytest where aiodist is installed: it imports no torch until a test needs it.
 """
@@ -30,6 +29,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -46,13 +46,11 @@ class Spec(NamedTuple):
 
     size: int
     backend: str
-    checked: bool
 
     @property
     def id(self) -> str:
         """What stands in the brackets of the test's name."""
-        name = str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
-        return name if self.checked else f"{name}-unchecked"
+        return str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,7 +68,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that a test on processes may take, the start of its job included (default: 60)",
+        help="seconds that a test on processes may take, the start of its job included, unless its mark `timeout` "
+        "allows more (default: 60)",
     )
     group.addoption("--aiodist-worker", help=argparse.SUPPRESS)  # this pytest is one rank of a job
 
@@ -79,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; in a rank of a job, what tells the results."""
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, checked=True): run an async test once per rank, for each size; "
+        "ranks(*sizes, backend=None): run an async test once per rank, for each size; "
         "its fixture `coll` is the communicator",
     )
     _backends(config.getoption("--aiodist-backend"))
@@ -116,29 +115,28 @@ def simulated_cuda(request: pytest.FixtureRequest) -> Iterator[object]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise a marked test over its sizes and backends."""
-    marks = list(metafunc.definition.iter_markers("ranks"))
-    if not marks:
-        return
-    if "coll" not in metafunc.fixturenames:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: a test marked `ranks` takes the fixture coll")
-    specs = list(dict.fromkeys(spec for mark in reversed(marks) for spec in _specs(mark, metafunc.config)))
-    metafunc.parametrize("coll", specs, ids=[spec.id for spec in specs], indirect=True)
+    if specs := _all_specs(metafunc.definition):
+        metafunc.parametrize("coll", specs, ids=[spec.id for spec in specs], indirect=True)
+
+
+def _all_specs(test: pytest.Function) -> list[Spec]:
+    """Return the runs that the markers of a test ask for, each once."""
+    marks = reversed(list(test.iter_markers("ranks")))
+    return list(dict.fromkeys(spec for mark in marks for spec in _specs(mark, test.config)))
 
 
 def _specs(mark: pytest.Mark, config: pytest.Config) -> Iterator[Spec]:
-    def read(
-        *sizes: int, backend: str | tuple[str, ...] | None = None, checked: bool = True
-    ) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+    def read(*sizes: int, backend: str | tuple[str, ...] | None = None) -> tuple[tuple[int, ...], tuple[str, ...]]:
         names = (backend,) if isinstance(backend, str) else backend
-        return sizes, _backends(",".join(names or ()) or config.getoption("--aiodist-backend")), checked
+        return sizes, _backends(",".join(names or ()) or config.getoption("--aiodist-backend"))
 
     try:
-        sizes, backends, checked = read(*mark.args, **mark.kwargs)
+        sizes, backends = read(*mark.args, **mark.kwargs)
     except TypeError as error:
         raise pytest.UsageError(f"@pytest.mark.ranks: {error}") from None
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise pytest.UsageError(f"@pytest.mark.ranks{sizes}: expected numbers of ranks, at least 1")
-    return (Spec(size, backend, checked) for backend in backends for size in sizes)
+    return (Spec(size, backend) for backend in backends for size in sizes)
 
 
 def _backends(names: str) -> tuple[str, ...]:
@@ -158,11 +156,26 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     definition = pytest.Function.from_parent(collector, name=name, callobj=_one_per_rank(function, None))
     if definition.get_closest_marker("ranks") is None:
         return None
-    if not inspect.iscoroutinefunction(function):
-        raise pytest.UsageError(f"{definition.nodeid}: a test marked `ranks` is an async function")
+    if wrong := _misuse(function, definition):
+        return [pytest.Function.from_parent(collector, name=name, callobj=partial(pytest.fail, wrong, pytrace=False))]
     # What generates the tests sees a plain function.
     generated = collector._genfunctions(name, _one_per_rank(function, None))
     return [_RanksFunction.like(item) for item in generated]
+
+
+def _misuse(function: Callable[..., object], definition: pytest.Function) -> str:
+    """Return what is wrong with a marked test, which fails it and leaves the others of its file alone."""
+    if not inspect.iscoroutinefunction(function):
+        return (
+            f"{definition.nodeid}: a test marked `ranks` is an async function: expected `async def {definition.name}`"
+        )
+    if "coll" not in definition.fixturenames:
+        return f"{definition.nodeid}: a test marked `ranks` takes the fixture coll"
+    try:
+        _all_specs(definition)
+    except pytest.UsageError as error:
+        return f"{definition.nodeid}: {error}"
+    return ""
 
 
 class _RanksFunction(pytest.Function):
@@ -188,6 +201,11 @@ class _RanksFunction(pytest.Function):
         """Whether other processes run it, and this one only tells how it went."""
         return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
 
+    @property
+    def job(self) -> tuple[str, int]:
+        """What the tests of one job of processes have in common."""
+        return jobs.carrier(self.spec.backend), self.spec.size
+
     def _getobj(self) -> object:
         return _one_per_rank(super()._getobj(), self)  # type: ignore[no-untyped-call]
 
@@ -210,7 +228,7 @@ def _one_per_rank(function: Callable[..., Any], item: _RanksFunction | None) -> 
         import aiodist
 
         async def main() -> BaseException | None:
-            async with aiodist.init(checked=coll.checked) as world:
+            async with aiodist.init() as world:
                 try:
                     await function(*args, coll=world, **fixtures)
                 except pytest.skip.Exception as skipped:
@@ -228,17 +246,8 @@ def _one_per_rank(function: Callable[..., Any], item: _RanksFunction | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within each file, put tests that share a job of processes side by side, behind the others."""
-    files: dict[object, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    items[:] = [item for file in files.values() for item in sorted(file, key=_job_order)]
-
-
-def _job_order(item: pytest.Item) -> tuple[int, int]:
-    if not isinstance(item, _RanksFunction) or not item.on_processes:
-        return (-1, 0)
-    return (_BACKENDS.index(item.spec.backend), item.spec.size)
+    """Put tests that share a job of processes side by side, behind the others."""
+    items.sort(key=lambda item: item.job if isinstance(item, _RanksFunction) and item.on_processes else ("", 0))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

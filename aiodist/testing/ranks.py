@@ -7,23 +7,23 @@ import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.whereabouts import line_of_task
 from aiodist.control import Channel, in_process
 from aiodist.errors import AiodistError, PeerError
-from aiodist.isolation import isolate
-from aiodist.issuer import Issuer
-from aiodist.opening import Place, current_place
-from aiodist.testing.clock import FakeClockLoop, Limit
+from aiodist.handles import listed
+from aiodist.testing.clock import FakeClockLoop, TimeLimit
+from aiodist.world.isolation import isolate
+from aiodist.world.opening import RankPlace, current_place
 
 __all__ = ["Deadlock", "gather_ranks", "run_ranks"]
 
 T = TypeVar("T")
 Main = Callable[..., Coroutine[Any, Any, T]]
 
-_NOT_THE_PROGRAM = (str(Path(__file__).parents[1]) + "/", str(Path(asyncio.__file__).parent) + "/")
 _DAY = 86_400.0
 _PATIENCE = 10  # deadlocks while the ranks are being ended, then they are left to themselves
 
@@ -32,7 +32,7 @@ class Deadlock(AiodistError):
     """No rank can ever go on; the message says what each waits for."""
 
 
-def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, checked: bool = True) -> list[T]:
+def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY) -> list[T]:
     """Run `main` on `n` ranks in this process and return the results by rank.
 
     `main` is the unmodified program, a coroutine function without arguments or with one, the rank. It calls
@@ -41,8 +41,7 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
 
     The same `seed` gives the same interleaving of ranks and deliveries, so a failure comes again; another seed
     gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
-    time-outs take no time; functions in an executor and sockets are waited for in real time. `checked` is what
-    `init(checked=None)` means.
+    time-outs take no time; functions in an executor and sockets are waited for in real time.
 
     An exception of one rank ends the others and is raised, with a note that names the rank. Raises `Deadlock` where
     no rank can ever go on, and TimeoutError after `timeout` seconds (of that clock; None: never), both with what each
@@ -54,7 +53,7 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
         pass
     else:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
-    job: _Job[T] = _Job(n, main, LocalHub(seed), checked=checked, story=f"seed {seed}")
+    job: _RanksJob[T] = _RanksJob(n, main, LocalHub(seed), story=f"seed {seed}")
 
     def make_loop() -> FakeClockLoop:
         return FakeClockLoop(seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
@@ -64,15 +63,15 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
         return runner.run(job.run(timeout))
 
 
-async def gather_ranks(n: int, main: Main[T], *, checked: bool = True) -> list[T]:
+async def gather_ranks(n: int, main: Main[T]) -> list[T]:
     """Run `main` on `n` ranks as tasks of the running loop and return the results by rank.
 
     As `run_ranks`, in the order and at the speed of that loop: real time, any loop, no deadlock found.
     """
-    return await _Job(n, main, LocalHub(), checked=checked, story="gather_ranks").run(None)
+    return await _RanksJob(n, main, LocalHub(), story="gather_ranks").run(None)
 
 
-class _Meeting:
+class _WorldMeeting:
     """One `init` of all ranks: the channels they share, and a name for their traffic."""
 
     def __init__(self, size: int, number: int) -> None:
@@ -81,13 +80,12 @@ class _Meeting:
 
 
 class _Seat:
-    """A rank's `Place`, good for any number of `init` in a row: each takes its transport, then its channel."""
+    """A rank's `RankPlace`, good for any number of `init` in a row: each takes its transport, then its channel."""
 
-    def __init__(self, job: _Job[Any], rank: int) -> None:
+    def __init__(self, job: _RanksJob[Any], rank: int) -> None:
         self._job = job
         self._rank = rank
         self._opened = 0
-        self.checked = job.checked
 
     @property
     def transport(self) -> LocalTransport:
@@ -108,34 +106,33 @@ def _rank_of(handle: asyncio.Handle) -> object:
     return context.get(current_place)
 
 
-class _Job(Generic[T]):
+class _RanksJob(Generic[T]):
     """The ranks of one call."""
 
-    def __init__(self, size: int, main: Main[T], hub: LocalHub, *, checked: bool, story: str) -> None:
+    def __init__(self, size: int, main: Main[T], hub: LocalHub, *, story: str) -> None:
         if size < 1:
             raise ValueError(f"{size} ranks: expected at least 1")
         self.size = size
         self.hub = hub
-        self.checked = checked
         self._main = main
         self._takes_rank = _takes_rank(main)
         self._story = story
-        self._meetings: list[_Meeting] = []
+        self._meetings: list[_WorldMeeting] = []
         self._tasks: list[asyncio.Task[T]] = []
         self._failed: asyncio.Future[BaseException] | None = None
         self._deadlocks = 0
 
-    def meeting(self, number: int) -> _Meeting:
+    def meeting(self, number: int) -> _WorldMeeting:
         """Return the `number`-th, made by whichever rank comes first."""
         if number == len(self._meetings):
-            self._meetings.append(_Meeting(self.size, number))
+            self._meetings.append(_WorldMeeting(self.size, number))
         return self._meetings[number]
 
     async def run(self, timeout: float | None) -> list[T]:
         """Run them all to their ends; the first failure ends the others."""
-        loop = asyncio.get_running_loop()
+        loop = self.hub.loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
-        limit = None if timeout is None else loop.call_later(timeout, Limit(partial(self._late, timeout)))
+        limit = None if timeout is None else loop.call_later(timeout, TimeLimit(partial(self._late, timeout)))
         self._tasks = [self._start(rank) for rank in range(self.size)]
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
         try:
@@ -157,7 +154,7 @@ class _Job(Generic[T]):
 
     def _start(self, rank: int) -> asyncio.Task[T]:
         context = contextvars.copy_context()
-        context.run(current_place.set, cast(Place, _Seat(self, rank)))
+        context.run(current_place.set, cast(RankPlace, _Seat(self, rank)))
         task = asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
         return task
 
@@ -201,10 +198,12 @@ class _Job(Generic[T]):
 
     def _waits_for(self, rank: int, task: asyncio.Task[T]) -> str:
         loop = task.get_loop()
-        issuers = [i for i in Issuer._alive if i.progress.loop is loop and i.ranks[i.transport.rank] == rank]
-        pending = [f"{handle} on {issuer.name!r}" for issuer in issuers for handle in issuer.pending()]
-        where = "has ended" if task.done() else f"waits at {_place_in(task)}"
-        return f"{where}; pending: {', '.join(pending) or 'nothing'}"
+        dispatchers = [i for i in Dispatcher.of_loop(loop) if i.ranks[i.transport.rank] == rank]
+        pending = [
+            f"{some} on {dispatcher.name!r}" for dispatcher in dispatchers if (some := listed(dispatcher.pending()))
+        ]
+        where = "has ended" if task.done() else f"waits at {line_of_task(task) or 'its start'}"
+        return f"{where}; pending: {'; '.join(pending) or 'nothing'}"
 
 
 def _takes_rank(main: Main[Any]) -> bool:
@@ -213,15 +212,3 @@ def _takes_rank(main: Main[Any]) -> bool:
     except ValueError:  # a callable that does not tell
         return False
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _place_in(task: asyncio.Task[Any]) -> str:
-    """Return the innermost line of the program at which a task is suspended."""
-    here = "its start"
-    coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-            here = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return here

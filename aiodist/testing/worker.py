@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from aiodist.env import Environment
+
 
 def main() -> int:
     """Run pytest as the folder says; results go to a file there. A failed test is no failure of the job."""
     # When one rank fails, the launcher ends the others: first they shall write down how it went for them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    arguments = json.loads((Path(sys.argv[1]) / "arguments").read_text())
-    code = pytest.main(arguments)
+    folder = Path(sys.argv[1])
+    arguments = json.loads((folder / "arguments").read_text())
+    # Where all share one, each removes what earlier runs left there, and stumbles over the others.
+    code = pytest.main([*arguments, f"--basetemp={folder / f'tmp-{Environment.read().rank}'}"])
     fine = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
     return 0 if code in fine else int(code)
 

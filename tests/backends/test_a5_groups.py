@@ -87,7 +87,7 @@ class World:
 async def world(size: int, *, ordered: bool = True) -> AsyncIterator[World]:
     async with asyncio.timeout(20):
         met = await asyncio.gather(*[meet(channel) for channel in in_process(size)])
-        nears = [near for near, _ in met if near is not None]
+        nears = [one.near for one in met if one.near is not None]
         assert len(nears) == size
         for near in nears:
             near.ordered = ordered
@@ -172,6 +172,7 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
     assert all(torch.equal(t, value) for t, value in zip(ts, values, strict=True)), "only read"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("size", "ordered"), [(2, True), (2, False), (3, True), (3, False), (4, True), (5, True)])
 @pytest.mark.parametrize("arena", ["all", "none", "some"])
 async def test_a5_every_collective_of_every_dtype(size: int, ordered: bool, arena: str) -> None:

@@ -26,8 +26,8 @@ from aiodist.env import Environment
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.handles.progress import transport_lock
-from aiodist.opening import Limits, _open_shared_memory
 from aiodist.types import ANY
+from aiodist.world.opening import Limits, _open_shared_memory
 
 SHORT = short_bytes(2)
 Ended = asyncio.Future[None]
@@ -73,7 +73,7 @@ async def ranks(count: int, *, ordered: bool = True, drained: bool = True) -> As
     """Open `count` ranks; at the end nothing may be left of theirs in their arenas."""
     async with asyncio.timeout(10):
         met = await asyncio.gather(*[meet(channel) for channel in in_process(count)])
-        nears = [near for near, _ in met if near is not None]
+        nears = [one.near for one in met if one.near is not None]
         assert len(nears) == count
         for near in nears:
             near.ordered = ordered

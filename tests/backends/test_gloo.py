@@ -13,11 +13,13 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
-from aiodist.backends.gloo import disputes, meeting, memory, peer
+from aiodist.backends.gloo import meeting, memory, peer
 from aiodist.backends.gloo.group import allreduce_calls
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
@@ -191,7 +193,6 @@ async def test_ranks_that_disagree_get_an_error_and_go_on(
     mine: int, yours: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left to itself gloo ends the process here: "Received data size doesn't match expected size".
-    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.0)
     async with worlds(2) as both:
         ts = [torch.zeros(mine), torch.zeros(yours)]
         errors = await outcome([natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(both, ts, strict=True)])
@@ -234,7 +235,6 @@ async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("numel", [2, 10, LONG])
 async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.0)
     async with worlds(2) as (zero, one):
         into = torch.zeros(4)
         sent = send(one, torch.ones(numel), 0)
@@ -248,7 +248,6 @@ async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkey
 async def test_several_parts_of_one_operation_may_disagree(
     until: Callable[[Callable[[], object]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disputes, "_MISMATCH_SECONDS", 0.01)
     async with worlds(3) as (zero, one, two):
         errors: list[BaseException | None] = []
         done = errors.append  # one callback for both, as a program's step has
@@ -488,3 +487,17 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
         expect=[0, -9, 0],
     )
     assert said[0] == said[2] == "midst True\nwithin True\n"
+
+
+def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
+    """Its thread may still hear that the first of it came."""
+    over = threading.Event()
+    waiting: Any = object.__new__(peer.Peer)
+    waiting._payloads, waiting._sent = SimpleQueue(), deque(["frame"])
+    waiting._threads = [threading.Thread(target=over.wait, daemon=True)]
+    waiting._threads[0].start()
+    assert not waiting.join(time.monotonic())
+    assert list(waiting._sent) == ["frame"]
+    over.set()
+    assert waiting.join(time.monotonic() + 20)
+    assert not waiting._sent

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiodist.backends.cuda_ipc import Mappings, TorchMapper, Visit
+from aiodist.backends.cuda_ipc import Loan, Mappings, TorchMapper
 from aiodist.backends.cuda_ipc import mapping as mapping_module
 from aiodist.errors import BackendError, MismatchError
 from aiodist.testing import SimulatedCuda
-from aiodist.testing.simulated_mapper import SimulatedMapper
+from tests.support.simulated_mapper import SimulatedMapper
 
 CPU = torch.device("cpu")
 
@@ -32,19 +32,19 @@ class Pair:
         self.lender = Mappings(self.mapper)
         self.borrower = Mappings(self.mapper)
 
-    def say(self, t: Tensor) -> tuple[Visit, bytes]:
-        visit = Visit(self.lender, t)
-        return visit, visit.announce(1)
+    def say(self, t: Tensor) -> tuple[Loan, bytes]:
+        loan = Loan(self.lender, t)
+        return loan, loan.announce(1)
 
-    def hear(self, said: bytes, like: Tensor) -> tuple[Visit, Tensor]:
-        visit = Visit(self.borrower, torch.empty(0, dtype=like.dtype))
-        visit.hear(0, said, like.numel())
-        seen = visit.tensor(0)
-        visit.let_go()
-        return visit, seen
+    def hear(self, said: bytes, like: Tensor) -> tuple[Loan, Tensor]:
+        loan = Loan(self.borrower, torch.empty(0, dtype=like.dtype))
+        loan.hear(0, said, like.numel())
+        seen = loan.tensor(0)
+        loan.let_go()
+        return loan, seen
 
-    def visit(self, t: Tensor) -> Tensor:
-        """Return a copy of what rank 1 sees of `t`, after a whole visit."""
+    def lend(self, t: Tensor) -> Tensor:
+        """Return a copy of what rank 1 sees of `t`, after a whole loan."""
         lending, said = self.say(t)
         borrowing, seen = self.hear(said, t)
         copied = seen.clone()
@@ -60,7 +60,7 @@ def test_s4_another_tensor_at_the_same_address_is_another() -> None:
     for round_, (n, kind) in enumerate([(8, torch.float64), (4, torch.float64), (16, torch.int32), (64, torch.uint8)]):
         t = torch.frombuffer(memory, dtype=kind, count=n)
         t.fill_(round_ + 1)
-        assert torch.equal(pair.visit(t), t)
+        assert torch.equal(pair.lend(t), t)
         assert pair.mapper.exported == round_ + 1, "an old description was taken for a new tensor"
         address = t.data_ptr()
         del t
@@ -72,49 +72,49 @@ def test_s4_views_of_one_storage_share_a_mapping() -> None:
     pair = Pair()
     t = torch.arange(100, dtype=torch.float32)
     for part in (t, t[10:20], t[99:], t.view(torch.int32)[5:], t.view(10, 10)[3]):
-        assert torch.equal(pair.visit(part), part)
+        assert torch.equal(pair.lend(part), part)
     assert pair.mapper.exported == 1
 
 
 def test_s4_a_resized_storage_is_described_anew() -> None:
     pair = Pair()
     t = torch.ones(1000)
-    pair.visit(t)
+    pair.lend(t)
     t.untyped_storage().resize_(0)
     t.untyped_storage().resize_(400_000)
     t.set_(t.untyped_storage(), 0, (100_000,))  # type: ignore[call-overload]
     t.fill_(3)
-    assert torch.equal(pair.visit(t), t)
+    assert torch.equal(pair.lend(t), t)
     assert pair.mapper.exported == 2
     assert pair.borrower.borrowed == 1
 
 
-def test_s4_a_storage_that_is_resized_while_a_visit_uses_it_goes_with_the_visit() -> None:
+def test_s4_a_storage_that_is_resized_while_a_loan_uses_it_goes_with_the_loan() -> None:
     pair = Pair()
     t = torch.ones(1000)
     late, said = pair.say(t)  # on its way
-    pair.visit(t)
+    pair.lend(t)
     t.untyped_storage().resize_(400_000)
     t.fill_(2)
-    pair.visit(t)
+    pair.lend(t)
     assert pair.borrower.borrowed == 2
-    visit, _ = pair.hear(said, t)  # what it names has not been let go of
-    visit.end()
+    loan, _ = pair.hear(said, t)  # what it names has not been let go of
+    loan.end()
     late.end()
-    pair.visit(t)
+    pair.lend(t)
     assert pair.borrower.borrowed == len(pair.mapper.opened) == 1
 
 
 def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     pair = Pair()
     kept, dying = torch.ones(3), torch.ones(4)
-    pair.visit(kept)
-    pair.visit(dying)
+    pair.lend(kept)
+    pair.lend(dying)
     assert len(pair.mapper.opened) == 2
     del dying
     gc.collect()
     assert len(pair.mapper.opened) == 2  # nobody has been told yet
-    pair.visit(kept)
+    pair.lend(kept)
     assert len(pair.mapper.opened) == 1
     assert pair.lender.lent == 1
 
@@ -123,14 +123,14 @@ def test_s4_memory_that_a_living_storage_gave_up_is_let_go_of() -> None:
     pair = Pair()
     kept, given_up, grown = torch.ones(3), torch.ones(4), torch.ones(5)
     for t in (kept, given_up, grown):
-        pair.visit(t)
+        pair.lend(t)
     given_up.untyped_storage().resize_(0)
     grown.untyped_storage().resize_(4000)
-    pair.visit(kept)
+    pair.lend(kept)
     assert len(pair.mapper.opened) == 1
     given_up.untyped_storage().resize_(16)
-    assert torch.equal(pair.visit(given_up.fill_(2)), given_up)
-    assert torch.equal(pair.visit(grown.fill_(3)), grown)
+    assert torch.equal(pair.lend(given_up.fill_(2)), given_up)
+    assert torch.equal(pair.lend(grown.fill_(3)), grown)
 
 
 def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
@@ -138,24 +138,24 @@ def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
     kept = [torch.full((2,), float(i)) for i in range(100)]
     dying = [torch.full((3,), float(i)) for i in range(100)]
     for one, other in zip(kept, dying, strict=True):
-        pair.visit(one)
-        pair.visit(other)
+        pair.lend(one)
+        pair.lend(other)
     del dying, other
     for _ in range(30):
-        pair.visit(kept[0])
+        pair.lend(kept[0])
     assert pair.lender.lent == len(pair.mapper.opened) == 100
 
 
-def test_s4_what_is_dead_for_the_others_stays_while_my_visit_uses_it() -> None:
+def test_s4_what_is_dead_for_the_others_stays_while_my_loan_uses_it() -> None:
     pair = Pair()
     t, other = torch.ones(3), torch.ones(4)
     lending, said = pair.say(t)
-    visit, seen = pair.hear(said, t)
+    loan, seen = pair.hear(said, t)
     lending.end()
     del t, lending, seen
-    pair.visit(other)
+    pair.lend(other)
     assert len(pair.mapper.opened) == 2
-    visit.end()
+    loan.end()
     assert len(pair.mapper.opened) == 1
 
 
@@ -165,38 +165,38 @@ def test_s4_what_lives_is_described_once_however_much_there_is() -> None:
     ts = [torch.full((2,), float(i)) for i in range(2000)]
     for _ in range(3):
         for t in ts:
-            pair.visit(t)
+            pair.lend(t)
         assert pair.mapper.exported == len(pair.mapper.opened) == len(ts)
     del ts[1:], t
     for _ in range(2000):
-        pair.visit(ts[0])
+        pair.lend(ts[0])
     assert pair.lender.lent == len(pair.mapper.opened) == 1
 
 
-def test_s4_two_visits_in_flight_are_understood_in_either_order() -> None:
+def test_s4_two_loans_in_flight_are_understood_in_either_order() -> None:
     pair = Pair()
     t = torch.arange(5)
     one, first = pair.say(t)
     other, second = pair.say(t)
-    visit, seen = pair.hear(second, t)  # the first announcement has not come
+    loan, seen = pair.hear(second, t)  # the first announcement has not come
     assert torch.equal(seen, t)
     late, seen = pair.hear(first, t)
     assert torch.equal(seen, t)
     assert pair.mapper.exported == 1
-    for each in (one, other, visit, late):
+    for each in (one, other, loan, late):
         each.end()
     _, short = pair.say(t)
     assert len(short) < len(first), "the description travels though it is known"
 
 
-def test_s4_a_failed_visit_keeps_what_it_used() -> None:
+def test_s4_a_failed_loan_keeps_what_it_used() -> None:
     pair = Pair()
     t = torch.ones(3)
-    visit, said = pair.say(t)
-    del t, visit  # it never ends
+    loan, said = pair.say(t)
+    del t, loan  # it never ends
     gc.collect()
     for i in range(5):
-        pair.visit(torch.full((2,), float(i)))
+        pair.lend(torch.full((2,), float(i)))
     with pytest.raises(BackendError, match="gone"):
         pair.hear(said, torch.ones(3))
 
@@ -204,62 +204,62 @@ def test_s4_a_failed_visit_keeps_what_it_used() -> None:
 def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
     pair = Pair()
     t = torch.ones(3)
-    visit, said = pair.say(t)
+    loan, said = pair.say(t)
     for like in (torch.ones(4), torch.ones(3).double()):
-        hearing = Visit(pair.borrower, like)
+        hearing = Loan(pair.borrower, like)
         with pytest.raises(MismatchError, match="rank 0 brings 3 float32, expected were"):
             hearing.hear(0, said, like.numel())
         hearing.end()
-    visit.end()
-    assert torch.equal(pair.visit(t), t)
+    loan.end()
+    assert torch.equal(pair.lend(t), t)
 
 
 def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     pair = Pair()
     t = torch.ones(3)
-    visit, said = pair.say(t)
-    hearing = Visit(pair.borrower, t)
+    loan, said = pair.say(t)
+    hearing = Loan(pair.borrower, t)
     hearing.hear(0, said, 3)
     hearing.end()
-    visit.end()
+    loan.end()
     description = pair.lender.lend(t).descriptions[1]
     del t
     other = torch.ones(2)
-    pair.lender._lent.popitem()[1].visits = 0
+    pair.lender._lent.popitem()[1].users = 0
     pair.borrower.drop(0, [1])
     with pytest.raises(AssertionError, match="once"):
         pair.mapper.open(description, CPU)
-    pair.visit(other)
+    pair.lend(other)
 
 
 async def test_s4_closing_lets_go_of_everything() -> None:
     pair = Pair()
     ts = [torch.ones(i + 1) for i in range(4)]
     for t in ts:
-        pair.visit(t)
+        pair.lend(t)
     assert len(pair.mapper.opened) == 4
     await pair.borrower.aclose()
     assert not pair.mapper.opened
     await pair.lender.aclose()
-    visit = Visit(pair.lender, ts[0])
-    refused = visit.announce(1)
+    loan = Loan(pair.lender, ts[0])
+    refused = loan.announce(1)
     with pytest.raises(BackendError, match="closed"):
-        Visit(Mappings(pair.mapper), ts[0]).hear(0, refused, 1)
+        Loan(Mappings(pair.mapper), ts[0]).hear(0, refused, 1)
 
 
-async def test_s4_closing_leaves_what_a_visit_is_under_way_in() -> None:
+async def test_s4_closing_leaves_what_a_loan_still_uses() -> None:
     """Kernels of mine may be queued in it: its rank died, and I was to wait for them no more."""
     pair = Pair()
     kept, used = torch.ones(3), torch.ones(4)
-    pair.visit(kept)
-    pair.visit(used)
+    pair.lend(kept)
+    pair.lend(used)
     lending, said = pair.say(used)
-    visit, seen = pair.hear(said, used)
+    loan, seen = pair.hear(said, used)
     await pair.borrower.aclose()
     assert not pair.mapper.opened
     assert len(pair.mapper.leaked) == 1
     assert torch.equal(seen, used)
-    visit.end()
+    loan.end()
     lending.end()
 
 
@@ -284,13 +284,13 @@ def test_s4_what_was_described_stays_while_the_default_stream_reads_it(simulated
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_s4_any_order_of_visits_deaths_and_messages(seed: int) -> None:
-    """Tensors of any size at few addresses, messages of visits in flight in any order: what is seen is right."""
+def test_s4_any_order_of_loans_deaths_and_messages(seed: int) -> None:
+    """Tensors of any size at few addresses, messages of loans in flight in any order: what is seen is right."""
     chance = random.Random(seed)
     pair = Pair()
     places = [bytearray(64) for _ in range(3)]
     living: dict[int, Tensor] = {}
-    under_way: list[tuple[Visit, bytes, Tensor]] = []
+    under_way: list[tuple[Loan, bytes, Tensor]] = []
     for step in range(200):
         place = chance.randrange(3)
         match chance.randrange(5):

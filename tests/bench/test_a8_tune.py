@@ -16,7 +16,7 @@ import aiodist
 from aiodist import cli
 from aiodist.bench.tuning import OPERATIONS, Tuning, tuning
 from aiodist.bench.tuning_worker import best_of, edits_from, main
-from aiodist.collectives import table
+from aiodist.collectives.choice import table
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 
@@ -105,6 +105,7 @@ def test_a8_a_table_elsewhere_or_nowhere(cache: Path, tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == [mine]
 
 
+@pytest.mark.thorough
 def test_a8_the_command_starts_ranks(cache: Path, tmp_path: Path) -> None:
     root = str(Path(aiodist.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.bench import cli, endtoend, jobs, models, prefetching, registry, training
-from aiodist.bench.plan import MODELS, Plan, parse_batches
+from aiodist.bench.plan import Plan, parse_batches
 from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.registry import load
 from aiodist.bench.session import Session
-from aiodist.bench.targets import verdicts
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
+from benchmarks import __main__ as command
+from benchmarks import endtoend, jobs, models, prefetching, training
+from benchmarks.suite import BENCHMARKS, MODELS
+from benchmarks.targets import verdicts
 
 ROOT = Path(aiodist.__file__).parents[1]
 TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), models=("tiny1000",), repeat=1)
@@ -32,7 +35,7 @@ async def measure(plan: Plan) -> list[Record]:
             await coll.barrier()
 
         session = Session(plan, coll, plan.impls, (), fence)
-        return await registry.find(plan.op).load()(session)
+        return await load(BENCHMARKS[plan.op].module)(session)
 
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -62,7 +65,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process, as a shell would."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "aiodist.cli", "bench", *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -77,11 +80,11 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     [
         (["train", "--model", "gpt"], "--model gpt: expected some of mlp"),
         (["end2end", "--model", "mlp"], "--model mlp: expected some of digits"),
-        (["allreduce", "--model", "mlp"], "--model: allreduce trains nothing"),
+        (["ps", "--model", "mlp"], "--model: ps trains nothing"),
         (["train", "--batch", "0"], "--batch '0': expected how many samples"),
         (["prefetch", "--batch", "4"], "--batch: prefetch has none"),
         (["train", "--impl", "mpi"], "--impl mpi: expected some of datapar, pipelined, sync"),
-        (["allreduce", "--impl", "datapar"], "--impl datapar: expected some of auto"),
+        (["ps", "--impl", "datapar"], "--impl datapar: expected some of ps, ps-arena"),
         (["train", "--against", "gloo"], "--against gloo: expected some of none, ddp"),
         (["train", "--sizes", "64"], "--sizes: a train has none"),
         (["train", "--dtype", "float64"], "--dtype: train is measured with float32"),
@@ -91,7 +94,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_n3_bad_arguments_are_one_clear_error(
     outside: None, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    assert cli.main(arguments) == 2
+    assert command.main(arguments) == 2
     assert expected in capsys.readouterr().err
 
 
@@ -163,6 +166,7 @@ def test_n3_training_is_measured(few: None, monkeypatch: pytest.MonkeyPatch) -> 
         assert (record.overlap is not None) == (record.impl in ("aiodist:datapar", "aiodist:pipelined"))
 
 
+@pytest.mark.thorough
 def test_n3_bench_train_beside_ddp(outside: None, tmp_path: Path) -> None:
     options = ["--model", "tiny1000", "--impl", "datapar", "--batch", "2", "--repeat", "1", "--json", "out.json"]
     done = bench("train", *options, cwd=tmp_path)

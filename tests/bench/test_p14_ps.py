@@ -1,4 +1,4 @@
-"""`aiodist bench ps`: pushes and pulls by size, small pushes a second, and what serving costs a training step."""
+"""`benchmarks ps`: pushes and pulls by size, small pushes a second, and what serving costs a training step."""
 
 import json
 import os
@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.bench import cli, ps, ps_serving
 from aiodist.bench.plan import Plan
-from aiodist.bench.ps_ways import SPLIT_BYTES, Roles
 from aiodist.bench.records import Record, dumps, loads
 from aiodist.bench.report import table
 from aiodist.bench.session import Session
-from aiodist.bench.targets import verdicts
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
+from benchmarks import __main__ as command
+from benchmarks import ps, ps_serving
+from benchmarks.ps_ways import SPLIT_BYTES, Roles
+from benchmarks.targets import verdicts
 
 OURS = ("aiodist:ps", "aiodist:ps-arena")
 
@@ -77,6 +78,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_p14_bench_ps_beside_rpc_and_mpi(
     outside: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, mpi: str
@@ -89,7 +91,7 @@ def test_p14_bench_ps_beside_rpc_and_mpi(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     monkeypatch.chdir(tmp_path)
     options = ["--sizes", "64", "--impl", "ps-arena", "--repeat", "1", "--mpi", mpi, "--json", "out.json"]
-    assert cli.main(["ps", *options]) == 0
+    assert command.main(["ps", *options]) == 0
     records = loads((tmp_path / "out.json").read_text())
     impls = ["aiodist:ps-arena", "rpc", "mpi"]
     assert [r.impl for r in records] == impls * 7
@@ -107,7 +109,7 @@ def test_p14_bench_ps_beside_rpc_and_mpi(
         (["ps", "--ranks", "1"], "--servers 1: expected fewer than --ranks 1"),
         (["ps", "--ranks", "4", "--servers", "4"], "--servers 4: expected fewer than --ranks 4"),
         (["ps", "--servers", "0"], "--servers"),
-        (["allreduce", "--servers", "1"], "--servers: in allreduce no rank serves"),
+        (["train", "--servers", "1"], "--servers: in train no rank serves"),
         (["ps", "--dtype", "bool", "--sizes", "64"], "--dtype bool: ps adds"),
         (["ps", "--impl", "auto"], "--impl auto: expected some of ps, ps-arena"),
         (["ps", "--against", "gloo"], "--against gloo: expected some of rpc, mpi"),
@@ -118,7 +120,7 @@ def test_p14_bench_ps_beside_rpc_and_mpi(
 def test_p14_bench_ps_bad_arguments(
     outside: None, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    assert cli.main(arguments) == 2
+    assert command.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert expected in said.err

@@ -19,8 +19,14 @@ import torch
 
 import aiodist
 from aiodist.backends import nccl
-from aiodist.bench import (
-    cli,
+from aiodist.bench import peers
+from aiodist.bench.plan import Plan
+from aiodist.bench.session import Session
+from aiodist.launch import commands as launcher
+from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
+from aiodist.testing.cuda.device import active
+from benchmarks import __main__ as command
+from benchmarks import (
     gpu,
     gpu_cases,
     gpu_reductions,
@@ -29,18 +35,12 @@ from aiodist.bench import (
     gpu_turns,
     gpu_waits,
     gpu_worker,
-    peers,
 )
-from aiodist.bench.gpu import Limits, Run
-from aiodist.bench.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
-from aiodist.bench.gpu_notes import read_notes
-from aiodist.bench.gpu_turns import Bench, NotPossible, WrongResult
-from aiodist.bench.plan import Plan
-from aiodist.bench.session import Session
-from aiodist.launch import commands as launcher
-from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
-from aiodist.testing.cuda.device import active
-from aiodist.testing.fake_nccl import FakeNccl
+from benchmarks.gpu import Limits, Run
+from benchmarks.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, State, Todo
+from benchmarks.gpu_notes import read_notes
+from benchmarks.gpu_turns import Bench, NotPossible, WrongResult
+from tests.support.fake_nccl.core import FakeNccl
 
 TINY = replace(
     QUICK, allreduce_bytes=4 << 10, ahead=1e-4, long_kernel=1e-2, waits=5, flight=3, width=8, layers=1, batches=3,
@@ -172,6 +172,7 @@ def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_training, "_ddp", lambda bench, model: gpu_training._plain(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["allreduce_2", "allreduce_4", "train_4"])
 def test_s2_bench_gpu_cases_of_several_ranks_run(name: str, device: SimulatedCuda, gloo: None) -> None:
     first, *others = measured(name)
@@ -520,7 +521,7 @@ def test_s2_bench_gpu_the_whole_command(
     jobs = Jobs()
     monkeypatch.setattr(gpu, "_Starter", lambda mpi, first: jobs)
     file = tmp_path / "out.json"
-    assert cli.main(["gpu", "--quick", "--json", str(file)]) == 0
+    assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
     assert len(jobs.seen) == 5  # there is one device
     written = json.loads(file.read_text())
     assert written["machine"] == {"device": "H200"}
@@ -535,7 +536,7 @@ def test_s2_bench_gpu_the_whole_command(
         return 1
 
     jobs.jobs.append(fails)
-    assert cli.main(["gpu", "--only", "parked"]) == 1
+    assert command.main(["gpu", "--only", "parked"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
@@ -559,7 +560,7 @@ def test_s2_bench_gpu_starts_no_ranks_that_nccl_does_not_connect(
     jobs = Jobs()
     monkeypatch.setattr(gpu, "_Starter", lambda mpi, first: jobs)
     file = tmp_path / "out.json"
-    assert cli.main(["gpu", "--only", "parked,nccl_2,nccl_4", "--json", str(file)]) == 0
+    assert command.main(["gpu", "--only", "parked,nccl_2,nccl_4", "--json", str(file)]) == 0
     assert [cases for cases, *_ in jobs.seen] == [("parked",)]
     said = {figure["case"]: figure for figure in json.loads(file.read_text())["figures"]}
     assert [said[name]["state"] for name in ("parked", "nccl_2", "nccl_4")] == ["yes", *["not possible here"] * 2]
@@ -584,13 +585,13 @@ def test_s2_bench_gpu_bad_arguments(
     arguments: list[str],
     expected: str,
 ) -> None:
-    assert cli.main(["gpu", *arguments]) == 2
+    assert command.main(["gpu", *arguments]) == 2
     assert expected in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_s2_bench_gpu_without_a_device(outside: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["gpu"]) == 2
+    assert command.main(["gpu"]) == 2
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 

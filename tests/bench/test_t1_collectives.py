@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 import aiodist
-from aiodist.bench import collectives
+from aiodist.bench import cli, collectives
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
-from aiodist.bench.registry import BENCHMARKS, COLLECTIVES, find
+from aiodist.bench.registry import BENCHMARKS, COLLECTIVES, load
 from aiodist.bench.session import Session
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
+from benchmarks import suite
 
 CUT = ("scatter", "reduce_scatter", "alltoall")  # blocks of equal size
 ROOT = Path(aiodist.__file__).parents[1]
@@ -51,9 +52,9 @@ def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
 
 
 def test_t1_every_benchmark_can_be_loaded() -> None:
-    assert all(callable(benchmark.load()) for benchmark in BENCHMARKS.values())
+    assert all(callable(load(benchmark.module)) for benchmark in (*BENCHMARKS.values(), *suite.BENCHMARKS.values()))
     with pytest.raises(ConfigError, match=r"bench sync: expected one of allreduce, .*await"):
-        find("sync")
+        cli.run("sync", BENCHMARKS, cli.Options())
 
 
 ALL_BESIDE_PEERS = """
@@ -80,6 +81,7 @@ aiodist.run(main)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_t1_peers_do_every_operation(mpi: str, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")

@@ -39,6 +39,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_t1_bench_writes_records_and_a_plot(outside: None, tmp_path: Path, mpi: str) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
@@ -65,6 +66,7 @@ def test_t1_bench_writes_records_and_a_plot(outside: None, tmp_path: Path, mpi: 
     assert "1 KiB" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: str) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")

@@ -15,16 +15,16 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.backends.cuda_ipc import Mappings
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.collectives.cuda_ipc import CudaIpc
-from aiodist.collectives.on_device import DeviceWork, on_devices
+from aiodist.collectives.choice.table import USUAL_LIMITS
+from aiodist.collectives.cuda.ipc import CudaIpc
+from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
 from aiodist.collectives.program import Endpoint, Program, run, tag_of
-from aiodist.collectives.table import USUAL_LIMITS
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events
-from aiodist.testing.simulated_mapper import SimulatedMapper
 from aiodist.types import ReduceOp
+from tests.support.simulated_mapper import SimulatedMapper
 
 SMALL_PIECES = {**USUAL_LIMITS, "cuda_ipc.piece_bytes": 1024}
 SECONDS = 20.0

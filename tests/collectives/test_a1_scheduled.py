@@ -17,7 +17,7 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Endpoint, Program, lockstep, run
 from aiodist.collectives.scheduled import LANE_TAGS, Scheduled, SubEndpoint
-from aiodist.ledger import Fingerprint
+from aiodist.communicator.oplog import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
@@ -30,7 +30,7 @@ CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:
     """Run the program that `make` makes of an endpoint as the next operation of all ranks."""
     ep = Endpoint(coll._transport, tag)
-    await coll._issuer.collective(Fingerprint("scheduled"), make(ep))
+    await coll._dispatcher.collective(Fingerprint("scheduled"), make(ep))
 
 
 def all_of(operation: str) -> Iterator[Scheduled]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
+from aiodist.collectives.choice.table import LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Implementation, Wanted
 from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.table import LIMITS
-from aiodist.ledger import Fingerprint
+from aiodist.communicator.oplog import Fingerprint
 
 HOSTS = {
     2: [[[0], [1]]],
@@ -34,7 +34,7 @@ def forms(coll: Communicator) -> list[tuple[list[list[int]], Implementation]]:
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
     ep = Endpoint(coll._transport, (1 << 21) + coll.seq)
-    await coll._issuer.collective(Fingerprint("hierarchical"), make(ep))
+    await coll._dispatcher.collective(Fingerprint("hierarchical"), make(ep))
 
 
 def brought(size: int, n: int) -> list[Tensor]:
@@ -71,7 +71,7 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     _, form = forms(coll)[0]
     ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
     handles = [
-        coll._issuer.collective(
+        coll._dispatcher.collective(
             Fingerprint("hierarchical"),
             form.allreduce(Endpoint(coll._transport, (1 << 21) + coll.seq), t, ReduceOp.SUM),
         )

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aiodist import Communicator
-from aiodist.collectives.table import NAMES
-from aiodist.testing import conformance
-from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
+from aiodist.collectives.choice.table import NAMES
+from tests.support import conformance
+from tests.support.conformance import MOVES, REDUCTIONS, cases, check
 
 OPERATIONS = tuple(one for one in (*REDUCTIONS, *MOVES) if "shm" in NAMES.get(one, ()))
 
@@ -17,7 +17,8 @@ def test_a5_there_is_something_to_force() -> None:
     assert {"allreduce", "reduce", "scan", "reduce_scatter", "broadcast", "allgather"} <= set(OPERATIONS)
 
 
-@pytest.mark.ranks(3, backend="gloo", checked=False)
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("place", ["arena", "ordinary"])
 async def test_a5_collectives_in_shared_memory_conform(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from aiodist import BackendUnavailable, Communicator, ConfigError, init
-from aiodist.collectives.availability import State
-from aiodist.collectives.cuda_ipc import CudaIpc
+from aiodist.collectives.choice.availability import State
+from aiodist.collectives.choice.table import HOSTS, NAMES, OPERATIONS
+from aiodist.collectives.cuda.ipc import CudaIpc
+from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.collectives.staging import Staged
-from aiodist.collectives.table import HOSTS, NAMES, OPERATIONS
 from aiodist.testing import run_ranks, simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
 

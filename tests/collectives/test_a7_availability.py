@@ -10,9 +10,9 @@ import torch
 
 from aiodist import BackendUnavailable, Communicator
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.collectives.availability import EVERY_OPERATION, State
+from aiodist.collectives.choice.availability import EVERY_OPERATION, State
+from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS
 from aiodist.collectives.repertoire import Repertoire
-from aiodist.collectives.table import DEVICES, IMPLEMENTATIONS
 from aiodist.schedules import SCHEDULES
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.testing.cuda import SimulatedCuda
+from aiodist.types import Op
 
 OPS = ["sum", "mean", "prod", "min", "max"]
 
@@ -18,7 +19,7 @@ OPS = ["sum", "mean", "prod", "min", "max"]
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
 async def test_c1_alone_nothing_runs_on_the_device(
-    coll: Communicator, simulated_cuda: SimulatedCuda, op: str, kind: torch.dtype
+    coll: Communicator, simulated_cuda: SimulatedCuda, op: Op, kind: torch.dtype
 ) -> None:
     t = torch.randn(1000).to(coll.device, kind)
     before = simulated_cuda.launches.copy()
@@ -30,7 +31,7 @@ async def test_c1_alone_nothing_runs_on_the_device(
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("op", OPS)
-async def test_c1_alone_the_result_is_the_input(coll: Communicator, op: str) -> None:
+async def test_c1_alone_the_result_is_the_input(coll: Communicator, op: Op) -> None:
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
     for given in (bits.view(torch.bfloat16), bits.view(torch.float16), bits.to(torch.float64) / 3):
         calls: list[Any] = [coll.allreduce, coll.reduce, coll.scan, coll.exscan]

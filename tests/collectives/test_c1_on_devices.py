@@ -11,9 +11,10 @@ from torch import Tensor
 
 from aiodist import Communicator, gather
 from aiodist.testing.cuda import SimulatedCuda
+from aiodist.types import Impl, Op
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
-IMPLS = ("auto", "staged", "cuda_ipc", "ring", "doubling", "direct")
+IMPLS: tuple[Impl, ...] = ("auto", "staged", "cuda_ipc", "ring", "doubling", "direct")
 PIECE = 1 << 10  # bytes: so that tensors of a few kilobytes go in many pieces
 
 
@@ -57,13 +58,12 @@ def same(got: Tensor, expected: Tensor, what: object) -> None:
         assert torch.equal(host, expected), what
 
 
-async def one_round(coll: Communicator, dice: random.Random, impl: str) -> None:
+async def one_round(coll: Communicator, dice: random.Random, impl: Impl) -> None:
     n, rank, device = coll.size, coll.rank, coll.device
     numel = dice.choice([1, 3, 255, 256, 257, dice.randrange(1000, 4000)])
     kind = dice.choice(KINDS)
-    op = dice.choice(
-        ["sum"] + ([] if kind.is_complex else ["min", "max"]) + (["mean"] if kind.is_floating_point else [])
-    )
+    ops: list[Op] = ["sum"] if kind.is_complex else ["sum", "min", "max"]
+    op = dice.choice([*ops, "mean"] if kind.is_floating_point else ops)
     root = dice.randrange(n)
     ts = brought(dice, n, numel, kind)
     what = (impl, numel, kind, op, root)
@@ -119,6 +119,7 @@ async def one_round(coll: Communicator, dice: random.Random, impl: str) -> None:
     same(mixed[2], total[:1], what)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3, 5)
 async def test_c1_every_operation_on_devices(coll: Communicator, small_pieces: SimulatedCuda) -> None:
     dice = random.Random(f"{coll.size}")

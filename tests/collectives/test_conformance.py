@@ -1,10 +1,10 @@
-"""C1, C2, C3, C5: every operation on every backend, exactly as NumPy says (see `aiodist.testing.conformance`)."""
+"""C1, C2, C3, C5: every operation on every backend, exactly as NumPy says (see `tests.support.conformance`)."""
 
 import pytest
 import torch
 
 from aiodist import Communicator
-from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
+from tests.support.conformance import MOVES, REDUCTIONS, cases, check
 
 # How many cases of an operation each backend is given; 65 pairs of dtype and operator are always among them.
 LIMITS = {"local": 260, "mpi": 130, "mpich": 130, "gloo": 130, "shm": 70}
@@ -16,25 +16,27 @@ async def run(coll: Communicator, operation: str, seed: int) -> None:
         await check(coll, case)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.ranks(1, 2, 3, 4, backend="local")
-@pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
-@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
-@pytest.mark.ranks(2, 3, backend="shm", checked=False)
+@pytest.mark.ranks(5, 8, 16, 37, backend="local")
+@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"))
+@pytest.mark.ranks(2, 3, backend="shm")
 @pytest.mark.parametrize("operation", REDUCTIONS)
 async def test_c2_reductions_conform(coll: Communicator, operation: str) -> None:
     await run(coll, operation, seed=1)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.ranks(1, 2, 3, 4, backend="local")
-@pytest.mark.ranks(5, 8, 16, 37, backend="local", checked=False)
-@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"), checked=False)
-@pytest.mark.ranks(2, 3, backend="shm", checked=False)
+@pytest.mark.ranks(5, 8, 16, 37, backend="local")
+@pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"))
+@pytest.mark.ranks(2, 3, backend="shm")
 @pytest.mark.parametrize("operation", MOVES)
 async def test_c1_moves_conform(coll: Communicator, operation: str) -> None:
     await run(coll, operation, seed=2)
 
 
-@pytest.mark.ranks(2, backend="shm", checked=False)
+@pytest.mark.ranks(2, backend="shm")
 @pytest.mark.parametrize("place", ["private", "arena"])
 async def test_c1_messages_of_hundreds_of_mebibytes_arrive(coll: Communicator, place: str) -> None:
     numel = 300 << 18

@@ -9,9 +9,10 @@ import torch
 
 import aiodist
 from aiodist import ANY, Communicator
+from aiodist.types import Op
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
-processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
+processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 
 
 # --- C2: operators -------------------------------------------------------------------------------------------------
@@ -22,6 +23,7 @@ processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float32, torch.float64])
 async def test_c2_the_values_that_others_test_with(coll: Communicator, kind: torch.dtype) -> None:
     n, rank = coll.size, coll.rank
+    op: Op
     for op, first, others, expected in (
         ("sum", 2, 10, 2 + 10 * (n - 1)),
         ("prod", 2, 10, 2 * 10 ** (n - 1)),
@@ -100,6 +102,7 @@ async def test_c3_in_place_returns_the_same_object(coll: Communicator) -> None:
 @processes
 async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
+    op: Op
     for given, op, expected in (
         (rank + 1, "sum", n * (n + 1) // 2),
         (rank + 1, "prod", math.factorial(n)),
@@ -297,6 +300,7 @@ async def test_c7_allgather_across_is_one_flat_list(coll: Communicator) -> None:
 # --- C11: many in flight -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(3)
 @every
 @processes
 async def test_c11_a_thousand_handles_on_several_communicators(coll: Communicator) -> None:
@@ -342,6 +346,7 @@ async def test_c11_ten_tensors_all_in_flight(coll: Communicator) -> None:
 @pytest.mark.ranks(2)
 @processes
 async def test_c13_two_ranks(coll: Communicator) -> None:
+    op: Op
     for op, expected in (("sum", [3.0, 5.0, 7.0]), ("mean", [1.5, 2.5, 3.5])):
         t = torch.tensor([1.0, 2.0, 3.0]) + coll.rank
         assert (await coll.allreduce(t, op)).tolist() == expected

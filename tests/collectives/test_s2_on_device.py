@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist.collectives.on_device import DeviceWork
+from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events

@@ -19,14 +19,14 @@ from aiodist.backends.base import Done
 from aiodist.backends.cuda_ipc import Mapped
 from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
-from aiodist.collectives import cuda_ipc
-from aiodist.collectives.cuda_ipc import CudaIpc
+from aiodist.collectives.choice.table import USUAL_LIMITS
+from aiodist.collectives.cuda import ipc as cuda_ipc
+from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.scheduled import SubEndpoint
-from aiodist.collectives.table import USUAL_LIMITS
 from aiodist.testing import SimulatedCuda
-from aiodist.testing.simulated_mapper import SimulatedMapper
 from aiodist.types import ReduceOp
+from tests.support.simulated_mapper import SimulatedMapper
 
 if TYPE_CHECKING:
     from tests.collectives.conftest import Make, Ranks
@@ -464,13 +464,13 @@ async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator) ->
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodist.backends.cuda_ipc.burying._SECONDS", 1e-3)
+    monkeypatch.setattr("aiodist.backends.cuda_ipc.release_notices._SECONDS", 1e-3)
 
 
 @pytest.mark.usefixtures("simulated_mapper", "soon")
 @pytest.mark.ranks(3, backend="local")
 async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Communicator) -> None:
-    mappings: Any = coll._family.accelerator._mappings  # type: ignore[union-attr]
+    mappings: Any = coll._registry.accelerator._mappings  # type: ignore[union-attr]
     kept, t = (torch.full((n,), 1.0, device="cuda") for n in (300, 400))
     for each in (kept, t):
         await coll.allreduce(each, impl="cuda_ipc")

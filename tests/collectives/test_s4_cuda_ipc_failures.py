@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.backends import nccl
-from aiodist.collectives.cuda_ipc import CudaIpc
+from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
@@ -86,7 +86,8 @@ async def test_s4_work_that_fails_is_an_error_everywhere(
     with monkeypatch.context() as patched:
         patched.setattr(ranks.impls[1], "_allreduced", fail)
         errors = await failures(ranks, ranks_of.summing(ts))
-    assert isinstance(errors[1], torch.OutOfMemoryError)
+    assert isinstance(errors[1], BackendError)
+    assert isinstance(errors[1].__cause__, torch.OutOfMemoryError)
     assert isinstance(errors[0], BackendError)
     assert "rank 4 failed in an operation by CUDA IPC: CUDA out of memory" in str(errors[0])
     await usable(ranks)

@@ -14,13 +14,13 @@ from torch import Tensor
 from aiodist.backends.base import DTYPES, Done
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
-from aiodist.collectives.implementations import Implementation, Messages, Wanted
-from aiodist.collectives.on_device import DeviceWork, on_devices
+from aiodist.collectives.choice.table import USUAL_LIMITS
+from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
+from aiodist.collectives.cuda.staging import Staged, StagedMessages, chunks_of, cut, staged_irecv, staged_isend
+from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, lockstep, run, tag_of
 from aiodist.collectives.repertoire import Repertoire
-from aiodist.collectives.staging import Staged, StagedCourier, chunks_of, cut, staged_irecv, staged_isend
-from aiodist.collectives.table import USUAL_LIMITS
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import PinnedPool, Staging
@@ -79,7 +79,7 @@ class Rank:
 
     def endpoint(self) -> Endpoint:
         self._seq += 1
-        return Endpoint(self.wire, tag_of(self._seq), StagedCourier(self.staging))
+        return Endpoint(self.wire, tag_of(self._seq), StagedMessages(self.staging))
 
     def perform(
         self, make: Callable[[Endpoint], Program[Any]], stream: torch.cuda.Stream | None = None
@@ -382,7 +382,7 @@ async def test_s5_a_broken_wire_is_told_once_when_all_is_over(simulated_cuda: Si
 @one_loop
 async def test_s5_the_host_s_side_of_a_message_is_cut_alike(simulated_cuda: SimulatedCuda) -> None:
     a, b = ranks(2)
-    courier = StagedCourier(b.staging)
+    device_messages = StagedMessages(b.staging)
     for nbytes in (0, 1, PIECE, PIECE + 1, 3 * PIECE):
         t = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         on = t.to("cuda")
@@ -392,7 +392,7 @@ async def test_s5_the_host_s_side_of_a_message_is_cut_alike(simulated_cuda: Simu
             yield [ep.send(on, 1)]
 
         def receive(ep: Endpoint, into: Tensor = into) -> Program[None]:
-            yield [ep.recv(piece, 0) for piece in courier.cut(into)]
+            yield [ep.recv(piece, 0) for piece in device_messages.cut(into)]
 
         await all_of([a.perform(send), b.perform(receive)])
         assert torch.equal(into, t)
@@ -406,7 +406,7 @@ async def test_s5_what_is_fetched_comes_behind_its_producer(simulated_cuda: Simu
 
     def fetch() -> None:
         with torch.cuda.stream(producer):
-            StagedCourier(a.staging).fetch(t, lambda *told: progress.post(partial(over.set_result, told)))
+            StagedMessages(a.staging).fetch(t, lambda *told: progress.post(partial(over.set_result, told)))
 
     with torch.cuda.stream(producer), simulated_cuda.paused(producer):
         t = torch.full((LONG,), 2.0, device="cuda")
@@ -437,7 +437,7 @@ async def test_s5_schedules_run_on_staged_messages(simulated_cuda: SimulatedCuda
     for name, chunks in (("ring", 4), ("doubling", None), ("direct", None)):
         ts = brought(3, LONG)
         on = on_device(ts)
-        impl = Messages(name, chunks)
+        impl = ScheduledMessages(name, chunks)
         await all_of(begin(group, lambda r, ep: impl.allreduce(ep, on[r.rank], ReduceOp.SUM)))  # noqa: B023
         assert all(torch.equal(t.cpu(), expected(ts, ReduceOp.SUM)) for t in on), name
 

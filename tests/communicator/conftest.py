@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.opening import current_place
+from aiodist.world.opening import current_place
 
 
 @pytest.fixture

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from aiodist import Communicator, gather
+from aiodist.backends.base import Done
+from aiodist.collectives.implementations import SharedMemory
+from aiodist.collectives.program import Program
 
 
 @pytest.mark.ranks(2, 3, backend="mpi")
@@ -32,3 +39,35 @@ async def test_c10_operations_of_several_steps_keep_their_order(coll: Communicat
         assert torch.equal(results[3], torch.full((1 << 20,), float(coll.size)))
         assert [o["rank"] for o in results[4]] == list(range(coll.size))
         assert results[5] == sum(range(coll.size))
+
+
+@pytest.mark.ranks(2, 3, backend=("openmpi", "mpich"))
+async def test_c10_a_library_is_called_in_order_whatever_else_a_list_waits_for(
+    coll: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library knows no bfloat16: that goes by shared memory, whose end a rank hears of late."""
+    if coll.rank == 1:
+        monkeypatch.setattr(SharedMemory, "allreduce", _late(coll, SharedMemory.allreduce))
+    known, unknown = torch.arange(300.0) + coll.rank, torch.ones(50_000, dtype=torch.bfloat16)
+    together = coll.allreduce([known, unknown])
+    if coll.rank == 0:
+        time.sleep(0.1)  # noqa: ASYNC251  - the progress thread alone is to go on with the list
+    behind = [coll.broadcast(torch.full((count,), float(coll.rank)), 1) for count in (1, 20_000)]
+    await gather(together, *behind)
+    assert torch.equal(known, torch.arange(300.0) * coll.size + sum(range(coll.size)))
+    assert torch.equal(unknown, torch.full_like(unknown, coll.size))
+    assert [t.unique().tolist() for t in await gather(*behind)] == [[1.0], [1.0]]
+
+
+def _late(coll: Communicator, reduce: Callable[..., Program[None]]) -> Callable[..., Program[None]]:
+    """Return `reduce` with steps that take 0.3 s longer."""
+    loop = asyncio.get_running_loop()
+
+    def pause(done: Done) -> None:
+        loop.call_soon_threadsafe(loop.call_later, 0.3, coll.parts.dispatcher.progress.exclusively, partial(done, None))
+
+    def reduce_late(*arguments: Any) -> Program[None]:
+        for calls in reduce(*arguments):
+            yield [*calls, pause]
+
+    return reduce_late

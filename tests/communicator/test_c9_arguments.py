@@ -97,7 +97,7 @@ async def test_c9_a_mistake_is_an_error_at_the_call(
     assert (await coll.allreduce(FLOATS.clone())).tolist() == (2 * FLOATS).tolist()
 
 
-@pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"), checked=False)
+@pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 async def test_c9_mistakes_over_a_library(coll: Communicator) -> None:
     for parameters in MISTAKES:
         expected, match, call = parameters.values

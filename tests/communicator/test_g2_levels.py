@@ -8,8 +8,8 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.hierarchy import Hierarchy
-from aiodist.levels import Levels
+from aiodist.communicator.hierarchy import Hierarchy
+from aiodist.communicator.levels import Levels
 
 
 def thirds(n: int) -> tuple[tuple[int, ...], ...]:
@@ -84,6 +84,7 @@ def test_g2_readable_text_of_all_levels() -> None:
 # --- with communicators --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.ranks(*range(1, 38))
 async def test_g2_groups_of_a_level_communicate(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank
@@ -174,7 +175,7 @@ async def test_g2_they_close_with_what_they_are_made_of(coll: Communicator) -> N
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.ranks(3, checked=False)
+@pytest.mark.ranks(3)
 async def test_g2_ordered_behind_all_in_flight(coll: Communicator) -> None:
     after, before = (coll.rank + 1) % 3, (coll.rank - 1) % 3
     receive = coll.recv(None, before)

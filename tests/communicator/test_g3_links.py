@@ -8,7 +8,7 @@ import pytest
 
 import aiodist
 from aiodist import Communicator
-from aiodist.levels import Form, Levels
+from aiodist.communicator.levels import Form, Levels
 
 
 def by_key(keys: str, *forms: Form | None) -> Levels:
@@ -74,7 +74,7 @@ def test_g3_a_tree_here_is_no_tree_there() -> None:
 
 
 @pytest.mark.ranks(6, 9)
-@pytest.mark.ranks(6, checked=False)
+@pytest.mark.ranks(6)
 async def test_g3_cartesian_links_the_kth_with_the_kth(coll: Communicator) -> None:
     rank = coll.rank
     level = (await coll.hierarchy(str(rank % 3)))[1]
@@ -87,7 +87,7 @@ async def test_g3_cartesian_links_the_kth_with_the_kth(coll: Communicator) -> No
 
 
 @pytest.mark.ranks(7)
-@pytest.mark.ranks(7, checked=False)
+@pytest.mark.ranks(7)
 async def test_g3_tree_links_the_first_ranks(coll: Communicator) -> None:
     rank = coll.rank
     level = (await coll.hierarchy(str(rank % 3)))[1]
@@ -127,7 +127,7 @@ async def test_g3_forms_are_checked(coll: Communicator) -> None:
 
 @pytest.mark.parametrize("make", [lambda c, key: c.hierarchy(key, form="cartesian"), lambda c, key: c.hierarchy(key)])
 def test_g3_cartesian_of_unequal_groups_falls_to_tree_and_says_so_once(
-    make: Callable[[Communicator, str], aiodist.Handle[aiodist.hierarchy.Hierarchy]],
+    make: Callable[[Communicator, str], aiodist.Handle[aiodist.communicator.hierarchy.Hierarchy]],
 ) -> None:
     async def main() -> str:
         async with aiodist.init() as coll:

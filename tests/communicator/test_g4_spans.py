@@ -5,7 +5,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.levels import Levels
+from aiodist.communicator.levels import Levels
 
 # --- the groups alone ----------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def test_g4_a_span_keeps_the_form_of_its_inner_level() -> None:
 
 
 @pytest.mark.ranks(12)
-@pytest.mark.ranks(12, checked=False)
+@pytest.mark.ranks(12)
 async def test_g4_collectives_run_between_two_levels(coll: Communicator) -> None:
     rank = coll.rank
     h = await coll.hierarchy(str(rank // 6), str(rank // 2), str(rank % 2))

@@ -107,7 +107,7 @@ async def test_h11_messages_have_an_end_on_the_device(coll: Communicator, simula
     await in_time(sent)
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_h11_a_failure_orders_streams_all_the_same(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     side = torch.cuda.Stream(device=coll.device)
     work = await coll.dup()
@@ -189,7 +189,7 @@ async def test_s6_events_and_streams_as_handles(coll: Communicator, simulated_cu
     simulated_cuda.errors.clear()
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s6_a_held_stream(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     """It is late, in flight, and nobody else's business; what awaits it may go."""
     producer = torch.cuda.Stream(device=coll.device)

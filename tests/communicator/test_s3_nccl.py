@@ -15,7 +15,8 @@ from aiodist.backends import nccl
 from aiodist.errors import BackendUnavailable
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks, simulated_cuda
-from aiodist.testing.fake_nccl import FakeNccl
+from aiodist.types import Impl
+from tests.support.fake_nccl.core import FakeNccl
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -96,7 +97,7 @@ async def test_s3_many_at_once_in_the_order_of_issue(coll: Communicator, fake: F
         torch.testing.assert_close(seen, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_wait_stream_orders_without_the_host(coll: Communicator, fake: FakeNccl) -> None:
     await coll.allreduce(torch.ones(1).to(coll.device), impl="nccl")  # opened
     side = torch.cuda.Stream(device=coll.device)
@@ -129,18 +130,19 @@ async def test_s3_split_and_dup_have_their_own(coll: Communicator, fake: FakeNcc
     assert len(fake.communicators) > before
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Communicator, fake: FakeNccl) -> None:
     work = await coll.dup()
     await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    assert coll._family.accelerator is not None
-    (group,) = coll._family.accelerator._of(work.name)
+    assert coll._registry.accelerator is not None
+    (group,) = coll._registry.accelerator._of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins
     handle = work.allreduce(torch.ones(4).to(coll.device), impl="nccl", timeout=0.3)
     with pytest.raises(OperationTimeout, match="allreduce"):
         await handle
+    await coll.barrier()  # the other rank is late as well before it is told
     work.abort("it hangs")
     with pytest.raises(AiodistError, match="it hangs"):
         await handle
@@ -149,11 +151,11 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     await coll.barrier()
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("impl", ["nccl", "staged", "ring", "direct", "cuda_ipc"])
 async def test_s3_what_is_issued_later_does_not_hold_up_a_second_step(
-    coll: Communicator, fake: FakeNccl, impl: str, behind: bool
+    coll: Communicator, fake: FakeNccl, impl: Impl, behind: bool
 ) -> None:
     """On rank 0 the last operation has its input behind another communicator's kernel, which waits for rank 1.
 
@@ -237,7 +239,7 @@ async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
     fake.refuse["allreduce"] = 3
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    await until(lambda: work._issuer.refusal)
+    await until(lambda: work._dispatcher.refusal)
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4))  # on the CPU: it was given up, as the others are told
 

@@ -11,18 +11,24 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator, gather
-from aiodist.accelerator import Accelerator
-from aiodist.collectives.on_device import DeviceWork
+from aiodist.collectives.cuda.accelerator import Accelerator
+from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.streams import CudaStream
+from aiodist.types import Op
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices
 
-OPERATORS = ("sum", "mean", "min", "max", "prod")
+OPERATORS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
+EXIST = [
+    *((op, kind) for op in OPERATORS for kind in ("float32", "float64")),
+    *((op, kind) for op in OPERATORS if op != "mean" for kind in ("int32", "int64")),
+    ("sum", "complex64"),
+]
 
 
 def accelerator_of(coll: Communicator) -> Accelerator:
-    found = coll._family.accelerator
+    found = coll._registry.accelerator
     assert found is not None
     return found
 
@@ -53,13 +59,10 @@ def queues(fake_nccl: NcclOnDevices, monkeypatch: pytest.MonkeyPatch) -> list[De
     return made
 
 
-@pytest.mark.ranks(1, 2, 3, checked=False)
-@pytest.mark.parametrize("op", OPERATORS)
-@pytest.mark.parametrize("kind", ["float32", "float64", "int32", "int64", "complex64"])
-async def test_s3_queued_against_float64(coll: Communicator, queues: list[DeviceWork], op: str, kind: str) -> None:
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("op", "kind"), EXIST)
+async def test_s3_queued_against_float64(coll: Communicator, queues: list[DeviceWork], op: Op, kind: str) -> None:
     dtype = getattr(torch, kind)
-    if (op == "mean" and not dtype.is_floating_point) or (dtype.is_complex and op != "sum"):
-        pytest.skip(f"there is no {op} of {kind}")
     await opened(coll)
     queues.clear()
     generator = torch.Generator().manual_seed(7)
@@ -80,7 +83,7 @@ async def test_s3_queued_against_float64(coll: Communicator, queues: list[Device
     assert queues == []
 
 
-@pytest.mark.ranks(1, 2, 3, checked=False)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("seed", range(3))
 async def test_s3_queued_among_others_keep_their_order(coll: Communicator, queues: list[DeviceWork], seed: int) -> None:
     """Some ranks may go one way and others the other; NCCL matches the calls by their order alone."""
@@ -106,10 +109,10 @@ async def test_s3_queued_among_others_keep_their_order(coll: Communicator, queue
     for result, wanted in zip(await gather(*handles), expected, strict=True):
         seen = torch.cat([r.cpu() for r in result]) if isinstance(result, list) else result.cpu()
         assert torch.equal(seen, wanted)
-    assert all(len(group.turns) == 0 for group in accelerator_of(coll)._of(coll.name))
+    assert all(len(group.launch_order) == 0 for group in accelerator_of(coll)._of(coll.name))
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_queued_comes_behind_what_the_caller_had_queued(coll: Communicator, queues: list[DeviceWork]) -> None:
     await opened(coll)
     queues.clear()
@@ -129,7 +132,8 @@ async def test_s3_queued_comes_behind_what_the_caller_had_queued(coll: Communica
     assert queues == []
 
 
-@pytest.mark.ranks(1, 2, checked=False)
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(1, 2)
 async def test_s3_queued_tensors_live_until_the_device_is_done(coll: Communicator, queues: list[DeviceWork]) -> None:
     """A dropped tensor and handle: the simulation notes a hazard if its memory is used again before."""
     await opened(coll)
@@ -144,7 +148,7 @@ async def test_s3_queued_tensors_live_until_the_device_is_done(coll: Communicato
     await CudaStream.of("compute", coll.device).record()
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_queued_is_refused_while_a_graph_is_captured(
     coll: Communicator, fake_nccl: NcclOnDevices, queues: list[DeviceWork]
 ) -> None:
@@ -158,7 +162,7 @@ async def test_s3_queued_is_refused_while_a_graph_is_captured(
     await coll.barrier()
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_queued_bytes_are_in_flight_until_then(coll: Communicator, queues: list[DeviceWork]) -> None:
     await opened(coll)
     x = torch.ones(8).to(coll.device)
@@ -171,7 +175,7 @@ async def test_s3_queued_bytes_are_in_flight_until_then(coll: Communicator, queu
     assert x.tolist() == [4.0] * 8
 
 
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 async def test_s3_queued_on_a_communicator_that_fails(coll: Communicator, fake_nccl: NcclOnDevices) -> None:
     work = await coll.dup()
     await opened(work)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aiodist.control import HUB, Hub, HubOptions, connect, host
+from aiodist.control.handshake import Hello, Refused, dial
 from aiodist.control.link import Link, Pulse
 from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
@@ -48,36 +49,15 @@ async def join(hub: Hub, size: int, **settings: Any) -> list[Any]:
 
 
 @limited
-async def test_observers_see_ranks_come_and_go() -> None:
-    came, went = News(), News()
+async def test_the_hub_knows_who_came_and_who_left() -> None:
     async with Hub(2) as hub:
-        hub.on_join(came)
-        hub.on_exit(went)
         a, b = await join(hub, 2)
-        assert {await came.take(), await came.take()} == {0, 1} == hub.joined
+        assert hub.joined == {0, 1}
         await a.aclose()
-        exit = await went.take()
-        assert (exit.rank, exit.clean) == (0, True)
+        assert (hub.exits[0].rank, hub.exits[0].clean) == (0, True)
         await asyncio.to_thread(b.fail, "bad", "trace", 9)  # it waits for the hub, which is on this loop
-        exit = await went.take()
-        assert (exit.rank, exit.clean, exit.exitcode) == (1, False, 9)
-        assert hub.exits.keys() == {0, 1}
+        assert (hub.exits[1].rank, hub.exits[1].clean, hub.exits[1].exitcode) == (1, False, 9)
         await b.aclose()
-
-
-@limited
-async def test_an_observer_that_raises_costs_no_rank_its_connection() -> None:
-    def fail(rank: int) -> None:
-        raise LookupError(rank)
-
-    reports = News()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports(context["exception"]))
-    async with Hub(1) as hub:
-        hub.on_join(fail)
-        (a,) = await join(hub, 1)
-        assert isinstance(await reports.take(), LookupError)
-        assert await a.add("n") == 1
-        await a.aclose()
 
 
 @limited
@@ -111,8 +91,11 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
 async def test_a_second_process_with_the_same_rank_is_refused() -> None:
     async with Hub(2) as hub:
         a, b = await join(hub, 2)
-        with pytest.raises(ConfigError, match="rank 1 has joined already: two processes have the same rank"):
+        with pytest.raises(ConfigError, match=rf"this process is rank 1 of the job at {hub.address} already"):
             await connect(hub.address, rank=1, size=2)
+        elsewhere = Hello(1, 2, "")
+        with pytest.raises(Refused, match=r"rank 1 has joined already: two processes, or two init\(\) of one"):
+            await dial("127.0.0.1", hub.port, elsewhere, lambda *_: None)
         assert await b.add("still works") == 1
         await asyncio.gather(a.aclose(), b.aclose())
 

@@ -88,6 +88,7 @@ async def test_n15_every_item_is_on_the_device_in_order(
     assert Scheduler.current().in_flight == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.asyncio(loop_factories=["uvloop"])  # a process takes seconds to start
 async def test_n15_processes_make_what_goes_to_the_device(simulated_cuda: SimulatedCuda) -> None:
     opened = prefetch(tensors(4), transform=times_ten, kind="process", device="cuda")

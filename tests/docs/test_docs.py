@@ -16,6 +16,7 @@ import pytest
 import typer.main
 
 from aiodist import cli
+from benchmarks import suite
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -76,6 +77,9 @@ def check(words: list[str]) -> str | None:
     """Return what is wrong with a command that the documentation shows."""
     if words[0] == "aiodist":
         return check_aiodist(words[1:])
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        known = [*suite.BENCHMARKS, "scale", "ps-convergence", "gpu"]
+        return None if words[3] in known else f"there is no benchmark {words[3]}"
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return None if all(word in targets or "=" in word for word in words[1:]) else "no such target"

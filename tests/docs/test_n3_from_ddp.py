@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "from-ddp.md"
 HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")

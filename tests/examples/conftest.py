@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from aiodist.errors import BackendUnavailable
+from aiodist.launch.discover import find_mpi
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +30,16 @@ class Output:
     errors: str
 
 
-@pytest.fixture(params=["openmpi", "none"])
+@pytest.fixture(params=["openmpi", "mpich", "none"])
 def mpi(request: pytest.FixtureRequest) -> str:
     """What `--mpi` is given."""
     name: str = request.param
-    if name == "openmpi":
-        pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    elif importlib.util.find_spec("aiodist.backends.gloo") is None:
-        pytest.skip("ranks without an MPI need the gloo backend")
+    if name == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
+        return str(Path(prefix) / "bin" / "mpirun")
+    try:
+        find_mpi(name, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
     return name
 
 

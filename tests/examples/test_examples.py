@@ -32,6 +32,7 @@ def numbers(first: int, last: int) -> str:
     return f"[{' '.join(f'{i}.' for i in range(first, last + 1))}]"
 
 
+@pytest.mark.drawn(1)
 def test_c12_the_patterns_print_exactly_this(launch: Launch, mpi: str) -> None:
     done = launch(4, EXAMPLES / "patterns.py", mpi=mpi)
     assert (done.code, done.errors) == (0, "")
@@ -68,6 +69,7 @@ def promised(name: str, rank: int) -> list[str]:
     return of_rank or lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 4])
 def test_train_digits_with_openmpi(launch: Launch, n: int, tmp_path: Path) -> None:
     # The program itself compares the weights of all ranks at the end, and fails where they differ.
@@ -160,6 +162,7 @@ def same_weights(seen: list[str], expected: list[str]) -> None:
     assert seen[-1] == expected[-1]
 
 
+@pytest.mark.thorough
 def test_t3_one_process_learns_the_digits(sequential: list[str]) -> None:
     assert len(sequential) == 2
     assert accuracy_in(sequential[-1]) >= 0.96
@@ -171,6 +174,7 @@ def accuracy_in(line: str) -> float:
     return float(match[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAME_STEPS)
 def test_t3_two_ranks_end_where_one_process_does(
     name: str, sections: tuple[dict[str, list[str]], Path], sequential: list[str]
@@ -178,12 +182,14 @@ def test_t3_two_ranks_end_where_one_process_does(
     same_weights(sections[0][name], sequential)
 
 
+@pytest.mark.thorough
 def test_n11_uneven_data_is_used_up(sections: tuple[dict[str, list[str]], Path]) -> None:
     lines = sections[0]["train_uneven"]
     assert lines[0] == "batches of each rank: [64, 128]"
     assert accuracy_in(lines[-1]) >= 0.9
 
 
+@pytest.mark.thorough
 def test_n15_prefetch_tells_what_it_hid(sections: tuple[dict[str, list[str]], Path]) -> None:
     match = re.fullmatch(r"preparing took \d\.\d\d s, of which (\d+)% were hidden", sections[0]["train_prefetch"][0])
     assert match is not None
@@ -203,6 +209,7 @@ def test_t3_the_tasks_beside_training(sections: tuple[dict[str, list[str]], Path
     assert [file.name for file in folder.iterdir()] == ["digits.pt"]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", WAYS)
@@ -224,6 +231,7 @@ def test_t3_any_number_of_ranks(
 # --- parameter servers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_t3_ps_workers_beside_a_server(launch: Launch, sequential: list[str]) -> None:
     names = ["ps_sync", "ps_data_parallel", "ps_evaluator"]
     done = launch(2, ONE_AFTER_ANOTHER, *names, mpi="none", servers=1)

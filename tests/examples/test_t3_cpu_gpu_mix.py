@@ -42,6 +42,7 @@ def check(lines: list[str]) -> None:
     assert lines[2:] == ["the sums are those of plain torch"]
 
 
+@pytest.mark.thorough
 def test_t3_cpu_gpu_mix_under_the_launcher(launch: Launch) -> None:
     done = launch(2, SCRIPT, mpi="none")
     assert (done.code, done.errors) == (0, "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiodist.bench.gpu_turns import spin_rate
+from benchmarks.gpu_turns import spin_rate
 
 HERE = Path(__file__).parent
 

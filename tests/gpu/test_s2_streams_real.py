@@ -244,7 +244,7 @@ async def test_s2_an_awaited_event_costs_little_cpu_when_it_is_far(spin: Spin) -
         await handle
     share = (time.process_time() - used) / (time.perf_counter() - began)
     print(f"{share:.3f} CPU s/s")
-    assert share < 0.5  # `aiodist bench gpu` has the figure to reach
+    assert share < 0.5  # `python -m benchmarks gpu` has the figure to reach
 
 
 def test_s2_a_device_that_is_lost_does_not_end_the_process() -> None:

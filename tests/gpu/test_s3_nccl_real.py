@@ -200,27 +200,6 @@ async def test_s3_nccl_moves(ranks: list[Rank], kind: torch.dtype) -> None:
             outs = [poisoned(sum(counts), kind, rank.device) for rank in ranks]
             await succeed(ranks, [step("allgather", t, out, counts) for t, out in zip(given, outs, strict=True)])
             assert all(torch.equal(out.cpu(), torch.cat(blocks)) for out in outs)
-        parts = [[random(kind, numel + dst) for dst in range(size)] for _ in ranks]
-        sent = [[part.to(rank.device) for part in parts[rank.rank]] for rank in ranks]
-        came = [[poisoned(numel + rank.rank, kind, rank.device) for _ in range(size)] for rank in ranks]
-        await succeed(ranks, [step("alltoall", s, c) for s, c in zip(sent, came, strict=True)])
-        for rank in range(size):
-            assert all(torch.equal(came[rank][src].cpu(), parts[src][rank]) for src in range(size))
-
-
-async def test_s3_nccl_sends_to_itself_and_to_the_next_in_one_group(ranks: list[Rank]) -> None:
-    size = len(ranks)
-    host = [random(torch.float32, 1000) for _ in ranks]
-    given = [h.to(rank.device) for h, rank in zip(host, ranks, strict=True)]
-    came = [poisoned(1000, torch.float32, rank.device) for rank in ranks]
-
-    def exchange(rank: int, n: NcclNative, done: Done) -> None:
-        with n.grouped():
-            n.send(given[rank], (rank + 1) % size, lambda error: None)
-            n.recv(came[rank], (rank - 1) % size, done)
-
-    await succeed(ranks, [partial(exchange, rank) for rank in range(size)])
-    assert all(torch.equal(came[rank].cpu(), host[rank - 1]) for rank in range(size))
 
 
 async def test_s3_nccl_keeps_the_order_of_the_stream(ranks: list[Rank]) -> None:
@@ -256,30 +235,6 @@ async def test_s3_nccl_is_released_and_made_again(ranks: list[Rank]) -> None:
         await enqueued(*[rank.start(partial(destroy, rank, group)) for rank, group in zip(ranks, old, strict=True)])
         assert time.monotonic() - began < 5  # not given up
         assert all(rank.group() is not group for rank, group in zip(ranks, old, strict=True))
-
-
-async def test_s3_nccl_splits(ranks: list[Rank]) -> None:
-    ts = [torch.ones(1000, device=rank.device) for rank in ranks]
-    await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
-    reverse = list(reversed(range(len(ranks))))
-    with transport_lock:
-        children = [rank.groups.split(rank.group(), "reversed", reverse) for rank in ranks]
-
-    def broadcast(child: NcclGroup, t: Tensor, rank: Rank, done: Done) -> None:
-        with torch.cuda.stream(rank.stream):
-            NcclNative(child).broadcast(t, 0, done)
-
-    ts = [torch.full((1000,), float(rank.rank), device=rank.device) for rank in ranks]
-    for rank in ranks:
-        rank.stream.wait_stream(torch.cuda.default_stream(rank.device))
-    futures = []
-    for rank, child, t in zip(ranks, children, ts, strict=True):
-        assert child is not None
-        futures.append(rank.start(partial(broadcast, child, t, rank)))
-    assert set(await enqueued(*futures)) == {None}
-    for rank, t in zip(ranks, ts, strict=True):
-        rank.stream.synchronize()
-        assert bool(t.eq(len(ranks) - 1).all())  # the last of the parent is the first of the child
 
 
 async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: list[Rank]) -> None:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 ranks = pytest.mark.ranks(2, 4, backend=("shm", "gloo"))
-IPC = "cuda_ipc"
+IPC: Final = "cuda_ipc"
 NUMELS = (1, 7, 1000, 100_003, 20_000_001)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -40,8 +40,8 @@ class Transport:
 
     def __init__(self) -> None:
         self.progress = Progress.current()
-        self.progress.add_poller(self)
         self.requests: list[Request] = []
+        self.progress.add_poller(self)
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from aiodist.isolation import isolate
 from aiodist.streams import Modes
+from aiodist.world.isolation import isolate
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.hosts.conftest import TwoHosts
+
+pytestmark = pytest.mark.thorough
 
 RIGHT = """
 import torch, aiodist

@@ -13,14 +13,14 @@ import pytest
 if TYPE_CHECKING:
     from tests.hosts.conftest import TwoHosts
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(90)]
 
 # Everything in one job, since starting one takes seconds; each check says what it saw.
 EVERYTHING = """
     import asyncio, json, os, socket, sys
     import torch
     import aiodist
-    from aiodist.testing.conformance import MOVES, REDUCTIONS, cases, check
+    from tests.support.conformance import MOVES, REDUCTIONS, cases, check
 
     async def main():
         async with aiodist.init(timeout=30) as coll:

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.hosts.conftest import TwoHosts
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.drawn(1), pytest.mark.timeout(90)]
 
 
 def test_l8_hosts_are_fine(hosts: TwoHosts) -> None:

@@ -21,6 +21,8 @@ import uvicorn
 
 import aiodist
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

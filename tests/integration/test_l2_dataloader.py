@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import aiodist
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,7 +53,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 async def main() -> None:
-    async with aiodist.init() as coll:
+    async with aiodist.init(report=None) as coll:  # a busy machine takes long to start workers
         first, second = await coll.dup(), await coll.dup()
         for method in ("fork", "spawn", "forkserver"):
             async with in_flight(coll, first, second):

@@ -13,6 +13,8 @@ import torch
 
 import aiodist
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -99,10 +99,10 @@ def test_l4_plain_python_is_one_rank(environ: Mapping[str, str]) -> None:
 
 
 def test_l4_settings_are_read_under_any_starter() -> None:
-    here = Environment.read({**OPENMPI, **OURS, "AIODIST_BACKEND": "gloo", "AIODIST_CHECKED": "1"})
-    assert (here.backend, here.checked, here.token) == ("gloo", True, "secret")
+    here = Environment.read({**OPENMPI, **OURS, "AIODIST_BACKEND": "gloo"})
+    assert (here.backend, here.token) == ("gloo", "secret")
     here = Environment.read({"AIODIST_BACKEND": ""})
-    assert (here.backend, here.checked, here.token) == (None, False, "")
+    assert (here.backend, here.token) == (None, "")
 
 
 def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
@@ -119,7 +119,7 @@ def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
         ({**PLACE, "AIODIST_RANK": "-1"}, "AIODIST_RANK=-1 and AIODIST_SIZE=2"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
-        ({"AIODIST_CHECKED": "maybe"}, "AIODIST_CHECKED='maybe': expected 0 or 1"),
+        ({"AIODIST_SHM": "maybe"}, "AIODIST_SHM='maybe': expected 0 or 1"),
     ],
 )
 def test_l4_what_makes_no_sense_is_named(environ: Mapping[str, str], words: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiodist.errors import ConfigError
-from aiodist.launch.output import Console, Lines, Logs
+from aiodist.launch.output import Console, Lines, Logs, Notices
 from aiodist.launch.wire import Kind
 
 pytestmark = pytest.mark.timeout(30)
@@ -56,6 +56,35 @@ def test_l5_a_line_without_end_does_not_grow_for_ever() -> None:
 def test_l5_without_a_prefix_lines_are_still_whole() -> None:
     lines = Lines(b"")
     assert lines.feed(b"a\nb", 0) + lines.flush() == b"a\nb\n"
+
+
+OPENMPI_ENDED = f"""\
+{76 * "-"}
+prterun has exited due to process rank 1 with PID 7 on node a exiting
+improperly.
+{76 * "-"}
+"""
+MPICH_ENDED = f"""\
+
+{83 * "="}
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 7 RUNNING AT a
+{83 * "="}
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+
+
+@pytest.mark.parametrize("ended", [OPENMPI_ENDED, MPICH_ENDED], ids=["openmpi", "mpich"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_l5_notices_of_how_ranks_ended_are_left_out(ended: str, size: int) -> None:
+    dashes = 76 * "-" + "\n"
+    other = dashes + "There are not enough slots\n" + dashes
+    notices, text = Notices(), f"before\n{ended}between\n{other}--\n{dashes}cut".encode()
+    said = b"".join(notices.feed(text[i : i + size]) for i in range(0, len(text), size))
+    assert said.decode() == f"before\nbetween\n{other}--\n"
+    assert notices.flush().decode() == dashes + "cut"
 
 
 def test_l5_log_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.drawn(1), pytest.mark.timeout(90)]
 
 FOREVER = "say('ready')\ntime.sleep(600)\n"
 

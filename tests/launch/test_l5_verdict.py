@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from aiodist.launch.verdict import HOLD, Ending, Left, Report, Verdict, describe
+from aiodist.launch.verdict import HOLD, Departures, Ending, JobVerdict, Left, describe
 
 
 def verdict(
@@ -17,10 +17,10 @@ def verdict(
     within: float = 5.0,
     servers: int = 0,
     keep_going: bool = False,
-) -> Verdict:
+) -> JobVerdict:
     known = left or {}
-    report = Report(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first)
-    return Verdict(size, within, report, servers=servers, keep_going=keep_going)
+    report = Departures(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first)
+    return JobVerdict(size, within, report, servers=servers, keep_going=keep_going)
 
 
 def test_l5_all_end_with_0() -> None:

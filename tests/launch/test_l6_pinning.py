@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,14 +12,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import aiodist
-from aiodist import pinning
+from aiodist.control import in_process
 from aiodist.env import Environment
 from aiodist.errors import ConfigError
-from aiodist.pinning import share, warn_of_one_core
+from aiodist.topology import Topology
+from aiodist.world import pinning
+from aiodist.world.pinning import pinned, share, warn_of_one_core
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,3 +135,98 @@ def test_l6_workers_on_one_core_are_warned_of_once(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_one_core(2)
+
+
+class Machine:
+    """Cores and torch threads that are not there: what ranks were held to, and the threads they took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+        self.cores = set(range(cores))
+        self.threads = cores  # torch by itself takes them all
+        self.moves: list[set[int]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: self.cores, raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: self.moves.append(set(cores)), raising=False)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
+
+    async def ranks(self, count: int, **variables: str) -> list[tuple[set[int], int]]:
+        """Return the cores and the threads of each rank within its block; nothing is left of them behind it."""
+        environment = Environment.read(variables)
+        channels = in_process(count)
+        hosts = ("here",) * count
+        blocks = await asyncio.gather(*(pinned(c, Topology(hosts, c.rank), environment) for c in channels))
+        seen = []
+        before = self.threads
+        for block in blocks:
+            self.moves.clear()
+            with block:
+                seen.append((self.moves[-1] if self.moves else self.cores, self.threads))
+            assert self.threads == before
+            assert not self.moves or self.moves[-1] == self.cores
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "expected"),
+    [
+        (4, 2, [({0, 1}, 2), ({2, 3}, 2)]),
+        (7, 3, [({0, 1}, 2), ({2, 3}, 2), ({4, 5}, 2)]),
+        # On one core each they take turns with what else is to be done, so they are not held to it.
+        (2, 2, [({0, 1}, 1), ({0, 1}, 1)]),
+        (2, 3, [({0, 1}, 1)] * 3),
+        (4, 1, [({0, 1, 2, 3}, 4)]),
+    ],
+)
+async def test_l6_by_default_ranks_are_held_where_each_has_two_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, count: int, expected: object
+) -> None:
+    assert await Machine(monkeypatch, cores).ranks(count) == expected
+
+
+async def test_l6_pin_holds_them_to_one_core_too_in_turn_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await Machine(monkeypatch, 2).ranks(2, AIODIST_PIN="1") == [({0}, 1), ({1}, 1)]
+    assert await Machine(monkeypatch, 2).ranks(3, AIODIST_PIN="1") == [({0}, 1), ({1}, 1), ({0}, 1)]
+
+
+async def test_l6_what_leaves_cores_or_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = {0, 1, 2, 3}
+    assert await Machine(monkeypatch, 4).ranks(2, AIODIST_PIN="0") == [(everything, 4)] * 2
+    assert await Machine(monkeypatch, 4).ranks(2, OMP_NUM_THREADS="3") == [({0, 1}, 4), ({2, 3}, 4)]
+    machine = Machine(monkeypatch, 4)
+    machine.threads = 3  # the program called torch.set_num_threads
+    assert await machine.ranks(2) == [({0, 1}, 3), ({2, 3}, 3)]
+
+
+WORKERS = """
+import asyncio, warnings
+import aiodist
+from aiodist import data
+
+async def main():
+    async with aiodist.init():
+        for _ in range(2):
+            async with data.prefetch(range(4), workers=2, transform=abs) as items:
+                print([item async for item in items])
+
+aiodist.run(main())
+"""
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="this process has one core")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_l6_a_program_with_workers_is_warned_once_where_it_has_one_core(tmp_path: Path, cores: int) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    run = "import runpy; runpy.run_path('workers.py', run_name='__main__')"
+    held = f"import os; os.sched_setaffinity(0, {ALLOWED[:cores]}); {run}"
+    done = subprocess.run(
+        [sys.executable, "-c", held],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 2, 3]\n" * 2), done
+    text = "this process has one core for its loop, its computation and 2 loader worker(s)"
+    assert done.stderr.count(text) == (1 if cores == 1 else 0), done.stderr
+    assert done.stderr.count("Warning") == (1 if cores == 1 else 0)

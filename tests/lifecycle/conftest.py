@@ -1,7 +1,7 @@
 """Jobs whose ranks are real processes: `run("ending.py", "raised")` starts one, waits for its end and tells how it was.
 
-The ranks come from the nursery (see there), so a job takes about a second. Each test of a job runs once, and twenty
-times more under the marker `soak`.
+The ranks come from the nursery (see there), so a job takes about a second. Each test of a job runs once; `-m soak` has
+twenty times more.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "run" in metafunc.fixturenames:
-        soak = [pytest.param(i, marks=pytest.mark.soak, id=f"round{i}") for i in range(1, ROUNDS + 1)]
-        metafunc.parametrize("repeat", [pytest.param(0, id="once"), *soak])
+    if "run" in metafunc.fixturenames and metafunc.config.getoption("markexpr") == "soak":
+        rounds = [pytest.param(i, marks=pytest.mark.soak, id=f"round{i}") for i in range(1, ROUNDS + 1)]
+        metafunc.parametrize("repeat", rounds)
 
 
 @pytest.fixture
 def repeat() -> int:
     """Which round this is; tests that have `run` are repeated."""
     return 0
+
+
+def slowness() -> float:
+    """Return how many processes there are, in the last minute, for each core: so much later is what they do."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @dataclass
@@ -69,9 +74,9 @@ class Ended:
         return [1 if code == -signal.SIGTERM else code for code in codes]
 
     def gone_after(self, rank: int, mark: str) -> float:
-        """Return the seconds from when some rank said `mark: TIME` until this one had ended."""
+        """Return the seconds from when some rank said `mark: TIME` until this one had ended, were it alone."""
         times = [line.partition(f"{mark}: ")[2] for line in self.text.splitlines() if f"] {mark}: " in line]
-        return self.exits[rank][1] - float(times[0])
+        return (self.exits[rank][1] - float(times[0])) / slowness()
 
 
 @dataclass
@@ -110,7 +115,7 @@ class Jobs:
         """Wait for its end."""
         started = time.monotonic()
         try:
-            text, errors = process.communicate(timeout=limit)
+            text, errors = process.communicate(timeout=limit * slowness())
         except subprocess.TimeoutExpired:
             process.terminate()
             text, errors = process.communicate(timeout=10)

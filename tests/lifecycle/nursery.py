@@ -25,7 +25,7 @@ import torch  # noqa: F401  - what takes so long
 
 import aiodist.backends.gloo
 import aiodist.launch.job
-import aiodist.runtime  # noqa: F401
+import aiodist.world.runtime  # noqa: F401
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -10,6 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
+pytestmark = pytest.mark.drawn(1)
+
 GONE = 10.0
 
 gloo = pytest.mark.parametrize("run", ["gloo"], indirect=True)

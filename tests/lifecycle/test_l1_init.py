@@ -9,6 +9,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Jobs, Run
 
+pytestmark = pytest.mark.drawn(1)
+
 
 def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
     left = ["MainThread", "aiodist-progress"] if progress else ["MainThread"]
@@ -16,7 +18,7 @@ def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
     assert "environment is as it was: True" in said
     assert "hooks are as they were: True" in said
     assert "torch.distributed: False" in said
-    # After 10,000 tensors; the ledger keeps 4096 records.
+    # After 10,000 tensors; the oplog keeps 4096 records.
     assert all(int(line.split()[1]) < 5000 for line in said if line.startswith("objects:"))
     assert all(int(line.split()[1]) < 16 << 20 for line in said if line.startswith("memory:"))
 
@@ -36,6 +38,29 @@ def test_l1_alone_it_is_one_rank_without_mpi(jobs: Jobs) -> None:
     assert said[0] == "ranks: 0 1 local"
     assert said[-1] == "MPI: False"
     nothing_stays(ended, said, progress="aiodist-progress" in ended.text)
+
+
+def test_l1_a_second_init_in_a_job_says_that_the_first_is_open(run: Run) -> None:
+    ended = run("opening.py", "twice")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    for rank in range(2):
+        refused, *rest = ended.said(rank)
+        assert f"refused: this process is rank {rank} of the job at tcp://" in refused
+        assert "through an init() that is still open: leave that one first" in refused
+        assert rest == ["outer: 2", "then: 2"]
+
+
+def test_l1_a_second_init_of_the_only_rank_is_a_world_of_its_own(jobs: Jobs) -> None:
+    ended = jobs.alone("opening.py", "twice")
+    assert (ended.code, ended.text) == (0, "inner: 0 1 1\nouter: 1\nthen: 1\n"), ended
+
+
+def test_l9_an_unknown_backend_is_an_error_that_lists_the_known(run: Run, jobs: Jobs) -> None:
+    said = "unknown: backend 'foo' is unknown: expected one of mpi, gloo, shm, local"
+    ended = run("opening.py", "unknown", "foo")
+    assert (ended.code, ended.said(0), ended.said(1)) == (0, [said], [said]), ended
+    alone = jobs.alone("opening.py", "unknown", AIODIST_BACKEND="foo")
+    assert (alone.code, alone.text) == (0, f"{said}\n"), alone
 
 
 def test_l2_init_is_cancelled_and_names_who_never_came(run: Run) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.opening import Limits, current_limits
 from aiodist.testing import run_ranks
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 CALLS: dict[str, Callable[[aiodist.Communicator], object]] = {
     "allreduce": lambda coll: coll.allreduce(torch.ones(1)),
@@ -81,14 +82,15 @@ def test_l2_unmatched_receive_is_withdrawn_and_reported_in_one_process() -> None
             await coll.barrier()
         return never.cancelled()
 
-    with pytest.warns(ResourceWarning, match=r"recv #\d+ issued at .* was never matched, and withdrawn at close"):
+    with pytest.warns(
+        RuntimeWarning, match=r"recv #\d+ issued at .* was never matched nor awaited, and withdrawn at close"
+    ):
         assert run_ranks(3, main) == [True] * 3
 
 
 def test_l2_what_is_not_drained_in_time_is_named_in_one_process() -> None:
     async def main(rank: int) -> None:
-        current_limits.set(Limits(drain=0.5))
-        async with aiodist.init(checked=False) as coll:
+        async with opened(Limits(drain=0.5)) as coll:
             if rank == 1:
                 await coll.recv(torch.zeros(1), src=0)
             coll.allreduce(torch.ones(1))

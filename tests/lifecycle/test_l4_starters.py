@@ -16,8 +16,11 @@ from aiodist.launch.discover import find_mpi
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
 
+pytestmark = pytest.mark.drawn(1)
+
 
 PROGRAMS = Path(__file__).parent / "programs"
+SRUN = Path(__file__).with_name("srun.py")
 
 
 def lines(backend: str) -> set[str]:
@@ -60,6 +63,15 @@ def test_l4_plain_mpirun_of_a_program_that_fails(run: Run) -> None:
     assert "released" in ended.text, ended  # the other had the time, before mpirun killed it
 
 
+@pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
+def test_l1_under_a_plain_mpirun_worlds_may_be_nested(run: Run) -> None:
+    command = mpirun(run)
+    with run.started([*command[:-1], *run.stub("opening.py", "twice")[-2:]]) as process:
+        ended = run.finish(process)
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert [ended.text.count(line) for line in ("inner: 0 2 2", "inner: 1 2 2", "outer: 2")] == [1, 1, 2], ended
+
+
 STARTERS = {
     "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "2"},
     "slurm": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}"},
@@ -78,6 +90,7 @@ def test_l4_variables_of(jobs: Jobs, starter: str) -> None:
     assert {line for end in ended for line in end.text.splitlines()} == lines("gloo")
 
 
+@pytest.mark.thorough
 def test_l4_torchrun_itself(jobs: Jobs) -> None:
     arguments = ("--nproc-per-node", "2", "--master-port", free_port(), str(PROGRAMS / "pair.py"), "well")
     with jobs.started([sys.executable, "-m", "torch.distributed.run", *arguments]) as process:
@@ -89,3 +102,25 @@ def test_l4_torchrun_itself(jobs: Jobs) -> None:
 def test_l4_plain_python(jobs: Jobs) -> None:
     ended = jobs.alone("pair.py", "well")
     assert (ended.code, ended.text) == (0, "rank 0 of 1 over local: tensor([1., 1.])\n"), ended
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("tasks", "per_node"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize("node", ["localhost", socket.gethostname()])
+def test_l4_slurms_variables_alone(jobs: Jobs, tasks: int, per_node: int, node: str) -> None:
+    """A training job meets at the first node of the step, at a port that its number gives."""
+    command = [sys.executable, str(SRUN), str(tasks), str(per_node), node, sys.executable, *jobs.stub("trains.py")]
+    with jobs.started(command) as process:
+        ended = jobs.finish(process, limit=60)
+    assert ended.code == 0, ended
+    said = {f"rank {rank} of {tasks} over gloo, {rank} of {tasks} on its host: True" for rank in range(tasks)}
+    assert set(ended.text.splitlines()) == said, ended
+
+
+@pytest.mark.thorough
+def test_l4_two_jobs_of_slurm_on_one_node(jobs: Jobs) -> None:
+    command = [sys.executable, str(SRUN), "2", "2", "localhost", sys.executable, *jobs.stub("trains.py")]
+    with jobs.started(command) as one, jobs.started(command) as other:
+        ended = [jobs.finish(process, limit=60) for process in (one, other)]
+    assert [end.code for end in ended] == [0, 0], ended
+    assert [end.text.count("True") for end in ended] == [2, 2], ended

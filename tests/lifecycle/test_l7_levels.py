@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aiodist
-from aiodist.opening import current_place
+from aiodist.world.opening import current_place
 
 if TYPE_CHECKING:
     from aiodist import Communicator
     from tests.lifecycle.conftest import Run
+
+pytestmark = pytest.mark.drawn(1)
 
 
 @pytest.fixture
@@ -146,6 +148,7 @@ def test_l7_ranks_disagree_on_the_number_of_levels(more: int) -> None:
     assert f"rank 0: {wanted[0]}; rank 1: {wanted[1]}" in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
 def test_l7_in_processes(run: Run) -> None:
     ended = run("levels.py", n=4)

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Run
 
-pytestmark = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["gloo"], indirect=True)]
 
 
 def shared_files() -> set[str]:
@@ -35,6 +35,13 @@ def test_p12_a_killed_worker_holds_nobody_up(run: Run, backend: str, policy: str
     ended = outlived(run, backend, "worker", policy)
     for rank in range(2):
         assert ended.said(rank) == ["steps: 30", "nothing lost: True", "left: [] dropped 0"]
+
+
+@pytest.mark.parametrize(("backend", "policy"), [("gloo", "synchronous"), ("shm", "bounded"), ("gloo", "quorum")])
+def test_p12_who_is_killed_before_the_barrier_holds_nobody_up_there(run: Run, backend: str, policy: str) -> None:
+    ended = outlived(run, backend, "uneven", policy)
+    for rank in range(2):
+        assert ended.said(rank) == ["nothing lost: True"]
 
 
 @pytest.mark.parametrize(("backend", "servers", "met"), [("shm", "012", "done"), ("gloo", "201", "PeerLost")])

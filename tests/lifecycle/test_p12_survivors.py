@@ -27,6 +27,7 @@ def ended(run: Run, backend: str, request: pytest.FixtureRequest) -> Ended:
     return ended
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ended", ["goes_on"], indirect=True)
 def test_p12_the_living_go_on_and_what_needs_the_dead_fails(ended: Ended) -> None:
     for rank in range(2):
@@ -47,6 +48,7 @@ def test_p12_the_living_go_on_and_what_needs_the_dead_fails(ended: Ended) -> Non
         ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ended", ["kept"], indirect=True)
 def test_p12_what_the_dead_had_sent_is_received_first(ended: Ended) -> None:
     for rank in range(2):

@@ -95,7 +95,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.ranks(2, checked=False)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 async def test_n10_what_differs_is_named_on_every_rank(coll: Communicator, what: str) -> None:
     make, text = DIFFERENT[what]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ async def test_n1_cuda_buffers_are_ordered_for_a_stream(coll: Communicator, simu
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-async def test_n2_cuda_gradients(coll: Communicator, simulated_cuda: SimulatedCuda, op: str) -> None:
+async def test_n2_cuda_gradients(coll: Communicator, simulated_cuda: SimulatedCuda, op: Literal["mean", "sum"]) -> None:
     module = Net(0.0, coll.device, "cpu")
     for i, p in enumerate(module.parameters()):
         if (i + coll.rank) % 2 == 0 or i == 0:

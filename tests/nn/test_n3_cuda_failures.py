@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ async def test_n3_cuda_a_device_that_is_lost(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n3_cuda_a_device_that_is_lost_between_steps(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], op: str
+    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
 ) -> None:
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, op=op, **trial.SMALL)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())

@@ -40,7 +40,7 @@ def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     """Return the streams on which the gradients of `net` are reduced: NCCL's; a rank that is alone only waits."""
     if net._coll.size == 1:
         return list(net.reducer.devices._issuing.values())
-    accelerator: Any = net._coll._family.accelerator
+    accelerator: Any = net._coll._registry.accelerator
     (group,) = accelerator._of(net._coll.name)
     return [group.stream]
 
@@ -369,7 +369,7 @@ async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, s
             for i, parameter in enumerate(part):
                 assert parameter.grad is not None
                 assert parameter.grad.cpu().eq(total * (i + 1)).all()
-    assert net.reducer.order
+    assert net.reducer._deal.order
     await net.aclose()
 
 

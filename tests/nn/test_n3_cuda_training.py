@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ async def test_n3_cuda_ranks_must_have_the_same_on_devices(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n5_cuda_accumulated_gradients(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: str
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, op=op, **trial.FEW)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
@@ -142,7 +142,7 @@ async def test_n5_cuda_accumulated_gradients(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n5_cuda_gradients_are_added_to_reduced_ones(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: str
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
 ) -> None:
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, op=op, **trial.FEW)
     alone = trial.Mlp()

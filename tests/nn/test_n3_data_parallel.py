@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 async def test_n3_equals_one_process_with_the_joined_batch(
@@ -101,7 +102,7 @@ class Plan:
     """Those that each rank uses in some steps only."""
     bucket_bytes: int
     first_bucket_bytes: int
-    op: str
+    op: Literal["mean", "sum"]
     optimizer: str
     every: int
     ranks: int

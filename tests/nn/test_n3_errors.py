@@ -13,7 +13,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
-from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.nn import DataParallel
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -163,31 +163,6 @@ async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator, trial: 
             await net.run(lambda: trial.loss(net, coll.rank, 0).backward())
     await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
     trial.assert_same(net, trial.alone(2, 1))
-
-
-@pytest.mark.ranks(2)
-async def test_n3_a_parameter_unfrozen_later_is_an_error(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
-    module[0].weight.requires_grad_(False)
-    net = await DataParallel.create(module, coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    before = parameters_of(net)
-    for who in ({1}, {0, 1}):
-        module[0].weight.requires_grad_(coll.rank in who)
-        expected = RuntimeError if coll.rank in who else aiodist.RemoteError
-        with pytest.raises(expected, match=r"'0\.weight' was frozen when DataParallel was made"):
-            await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
-        assert all(map(torch.equal, before, parameters_of(net)))
-    module[0].weight.requires_grad_(False)
-    await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
-    await assert_synchronized(module, coll)
-    await net.aclose()
-    module[0].weight.requires_grad_(True)
-    again = await DataParallel.create(module, coll)
-    await again.step(lambda: trial.loss(again, coll.rank, 2), opt)
-    await assert_synchronized(module, coll)
-    assert not torch.equal(before[0], module.get_parameter("0.weight"))
 
 
 @pytest.mark.ranks(2)

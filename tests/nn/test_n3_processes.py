@@ -1,4 +1,4 @@
-"""N3 where each rank is a process: over MPI and gloo, in checked mode and without."""
+"""N3 where each rank is a process: over MPI and gloo."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
-unchecked = pytest.mark.ranks(2, backend="mpi", checked=False)
+over_mpi = pytest.mark.ranks(2, backend="mpi")
 
 
 @processes
-@unchecked
+@over_mpi
 async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
     for bucket_bytes in (1, 600, 1 << 20):
         net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=100)
@@ -36,7 +36,7 @@ async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: t
 
 
 @processes
-@unchecked
+@over_mpi
 async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: type[Trial]) -> None:
     """Its awaits poll for the reductions too; what those lead to is no call of that task's."""
     beside = await coll.dup()
@@ -57,7 +57,7 @@ async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: typ
             await net.step(partial(trial.loss, net, coll.rank, step), opt)
         over = True
     trial.assert_same(net, trial.alone(2, 20))
-    assert net.reducer._learnt is not None
+    assert net.reducer.learnt
     await net.aclose()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -112,11 +112,12 @@ class Branches(nn.Module):
         return x[:, :3]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("bucket_bytes", [1, 700])
 async def test_n4_branches_drawn_on_each_rank(
-    coll: Communicator, trial: type[Trial], bucket_bytes: int, op: str
+    coll: Communicator, trial: type[Trial], bucket_bytes: int, op: Literal["mean", "sum"]
 ) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         x, y = trial.batch(rank, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def gradients_of(trial: type[Trial], size: int, steps: range, op: str) -> nn.Mod
 @each_op
 @each_bucket
 async def test_n5_no_sync_adds_up_locally(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
     opt = trial.OPTIMIZERS["adam"](net.parameters())
@@ -73,7 +73,7 @@ async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type
 @each_op
 @each_bucket
 async def test_n5_gradients_that_are_not_forgotten_add_up(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
 ) -> None:
     """Backward onto gradients that are reduced already: the total is that of one process."""
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
@@ -89,7 +89,9 @@ async def test_n5_gradients_that_are_not_forgotten_add_up(
 @pytest.mark.ranks(2)
 @each_op
 @each_bucket
-async def test_n5_retain_graph(coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any]) -> None:
+async def test_n5_retain_graph(
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
+) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
     for _ in range(2):
         net.zero_grad()
@@ -165,12 +167,13 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
     return mse_loss(out, drawn[:, 6:])
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @each_bucket
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 async def test_n5_unused_shared_and_frozen_parameters(
-    coll: Communicator, trial: type[Trial], op: str, sizes: dict[str, Any], optimizer: str
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any], optimizer: str
 ) -> None:
     """Adam and weight decay tell a gradient of zeros from none."""
     module = Parts()
@@ -244,7 +247,9 @@ class Mixed(nn.Module):
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-async def test_n5_mixed_dtypes(coll: Communicator, trial: type[Trial], op: str, bucket_bytes: int) -> None:
+async def test_n5_mixed_dtypes(
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], bucket_bytes: int
+) -> None:
     net = await DataParallel.create(Mixed(), coll, op=op, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):

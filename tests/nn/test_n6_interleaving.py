@@ -342,7 +342,7 @@ async def test_n6_nothing_stays_in_flight_whatever_went_wrong(coll: Communicator
     await assert_synchronized(list(net.parameters()), coll)
 
 
-@pytest.mark.ranks(2, checked=False)  # else nothing is sent before rank 1 has come
+@pytest.mark.ranks(2)  # else nothing is sent before rank 1 has come
 async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> None:
     """What waits for leave asks no more, what has it gives it back, and the limit serves others as before."""
     Scheduler.current().limit = 1

@@ -65,6 +65,7 @@ async def test_p10_what_is_at_the_server_and_what_is_left_are_what_was_pushed(
         await ps.barrier()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend="mpi")
 @pytest.mark.ranks(2, backend="gloo")
 async def test_p10_codes_travel_between_processes(coll: Communicator) -> None:
@@ -320,6 +321,21 @@ async def test_p10_a_pull_whose_codec_fails_says_so_and_the_next_one_works(
             await coll.barrier()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_h7_a_push_whose_decoder_fails_says_so_and_the_next_one_works(coll: Communicator, numel: int) -> None:
+    mine = Failing()
+    async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=mine) as ps:
+        if ps.is_server:
+            mine.decodes.append(RuntimeError("torn"))
+        await coll.barrier()
+        if ps.is_worker:
+            with pytest.raises(RemoteError, match="server 1 raised RuntimeError: torn"):
+                await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            await ps.push("w", torch.ones(numel), timeout=SECONDS)
+            assert torch.equal(await ps.pull("w"), torch.ones(numel))
+
+
 # --- pulls -------------------------------------------------------------------------------------------------------
 
 
@@ -383,19 +399,19 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
             await ps.init("w", torch.zeros(numel))
             value = draw(numel, 1, torch.float32)
             await ps.push("w", value)
-            post, receive, held = ps._context.post, ps._context.post.receive, []
+            coalescer, receive, held = ps._context.coalescer, ps._context.coalescer.receive, []
 
             def later(t: Tensor, src: int, number: int, done: Any) -> None:
                 receive(t, src, number, lambda error: held.append(partial(done, error)))
 
-            post.receive = later  # type: ignore[method-assign]
+            coalescer.receive = later  # type: ignore[method-assign]
             reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
             metrics = ps._context.metrics
             code = 16 + TopK(0.01).encode(value).nbytes
             async with asyncio.timeout(SECONDS):
                 while metrics.pull_received_bytes < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
-            post.receive = receive  # type: ignore[method-assign]
+            coalescer.receive = receive  # type: ignore[method-assign]
             with transport_lock:
                 for done in reversed(held):
                     done()

@@ -44,6 +44,7 @@ async def test_p10_objects_of_jumping_sizes_pass(coll: Communicator, codec: Obje
                 await ps.barrier()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("mpi", "gloo"))
 async def test_p10_objects_pass_between_processes(coll: Communicator, codec: ObjectCodec) -> None:
     async with ParameterServer(coll) as ps:

@@ -39,9 +39,10 @@ CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "free": lambda ps: ps.free("w"),
 }
 LOCAL = {"metrics", "give_up", "release", "pushing"}
-"""`pushing` is a block; the rest say nothing to other ranks, or are for the family of communicators."""
+"""`pushing` is a block; the rest say nothing to other ranks, or are for the registry of communicators."""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
 async def test_h1_every_communicating_method_of_a_parameter_server_returns_a_handle(coll: Communicator) -> None:
@@ -400,7 +401,7 @@ async def test_h7_pushes_that_nobody_covers_are_warned_of_at_the_end(coll: Commu
     ps.push("w", full(1))
     await ps.sync()
     ps.push("w", full(1))
-    with pytest.warns(ResourceWarning, match=r"push #.*never awaited") as warned:
+    with pytest.warns(RuntimeWarning, match=r"push issued at .* was never awaited") as warned:
         await ps.__aexit__(None, None, None)
     assert len(warned) == 1
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import aiodist
 from aiodist import Communicator, MismatchError
+from aiodist.codecs import Half
 from aiodist.ps import Asynchronous, ParameterServer, Policy, Synchronous
 
 
@@ -126,6 +127,55 @@ async def test_p2_a_server_that_never_gives_its_own_block_is_an_error(coll: Comm
             await ps.push("w", full(1))
         elif when == "before":
             await asyncio.sleep(5.0)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("late", [0, 2])
+async def test_p2_who_comes_after_a_refusal_is_told_and_all_may_try_again(coll: Communicator, late: int) -> None:
+    """Rank 0, which alone serves, means another shape; whoever comes last is told what the others were told."""
+    async with ParameterServer(coll, servers=[0], workers=[0, 1, 2], start="own", timeout=20.0) as ps:
+        for rank in (*(rank for rank in (1, 0, 2) if rank != late), late):
+            if rank == coll.rank:
+                handle = ps.init("w", full(1, 4 if rank == 0 else 3))
+            await coll.barrier()
+            await ps.barrier()
+        with pytest.raises(MismatchError, match=r"shape \[3\].*shape \[4\]|shape \[4\].*shape \[3\]") as told:
+            await handle
+        assert "'w'" in str(told.value)
+        w = full(1, 3)
+        await ps.init("w", w)
+        await ps.push("w", full(1, 3))
+        await ps.barrier()
+        assert torch.equal(await ps.pull("w"), full(4, 3))
+
+
+@pytest.mark.ranks(3)
+async def test_p2_a_reader_that_comes_after_a_refusal_is_told(coll: Communicator) -> None:
+    """The only worker was refused, so nobody gives first values; the second reader comes when that is long over."""
+    async with ParameterServer(coll, servers=[2], workers=[0]) as ps:
+        await asyncio.sleep([5.0, 0.0, 10.0][coll.rank])
+        async with asyncio.timeout(60):
+            with pytest.raises(MismatchError, match=r"shape \[5\].*shape \[4\]"):
+                await ps.init("w", full(1, 4 if coll.rank == 0 else 5))
+        await coll.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_p2_calls_behind_a_push_that_is_being_encoded_end_with_the_server(coll: Communicator) -> None:
+    """They have not begun when the parameter server is given up."""
+    handles: list[Any] = []
+    with pytest.raises((RuntimeError, aiodist.CommunicatorAborted)):  # noqa: PT012
+        async with ParameterServer(coll, {"w": full(0, 1 << 20)}, servers=[1], workers=[0, 1], codec=Half()) as ps:
+            if coll.rank == 0:
+                handles += [ps.push("w", full(1, 1 << 20)), ps.sync(), ps.barrier(), ps.init("v", full(1))]
+                raise RuntimeError("given up")
+            await ps.barrier()
+    for handle in handles:
+        async with asyncio.timeout(5):
+            with pytest.raises(aiodist.CommunicatorAborted):
+                await handle
 
 
 @pytest.mark.ranks(3)

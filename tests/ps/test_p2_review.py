@@ -166,7 +166,7 @@ def test_p2_whoever_waits_for_first_values_hears_that_a_server_died() -> None:
         servers=(0, 1),
         workers=(2, 3),
         gone=gone,
-        post=SimpleNamespace(put=lambda *_: None),
+        coalescer=SimpleNamespace(put=lambda *_: None),
         lost=lambda rank: PeerLost(f"server {rank} is gone", lost=rank),
     )
     answers = Answers()

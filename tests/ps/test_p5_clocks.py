@@ -233,6 +233,69 @@ def test_p5_bounded_scales_the_stale() -> None:
     assert machine.counts.scaled == 1
 
 
+# --- rests ------------------------------------------------------------------------------------------------------
+
+
+def test_p5_who_rests_is_not_waited_for_and_comes_back_in_step() -> None:
+    machine = Synchronous("mean").machine([0, 1])
+    fill(machine, (0, 0), (0, 1), (0, 2), (1, 0))
+    assert machine.rest(1) == [step(2, (0, 1)), step(3, (0, 2))]
+    assert fill(machine, (0, 3)) == [step(4, (0, 3))]
+    assert machine.counts.incomplete == 3
+    assert machine.rest(0) == []
+    machine.resume([0, 1])
+    assert fill(machine, (1, 1)) == []  # the clocks are even: both are waited for
+    assert fill(machine, (0, 4)) == [step(5, (0, 4), (1, 1), weight=0.5)]
+    assert machine.counts.incomplete == 3
+
+
+def test_p5_a_quorum_takes_what_there_is_when_the_others_rest() -> None:
+    machine = Quorum(2, "mean").machine(range(3))
+    fill(machine, (0, 0))
+    assert machine.rest(1) == []
+    assert machine.rest(2) == [step(1, (0, 0))]
+    assert machine.counts.incomplete == 1
+    assert machine.rest(0) == []
+    machine.resume(range(3))
+    assert fill(machine, (0, 1)) == []
+    assert fill(machine, (2, 1)) == [step(2, (0, 1), (2, 1), weight=0.5)]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_p5_bounded_clocks_are_even_after_a_barrier(ahead: int) -> None:
+    machine = Bounded(ahead).machine([0, 1])
+    fill(machine, *((0, number) for number in range(8)), (1, 0))
+    assert machine.version == ahead + 2
+    assert len(machine.rest(1)) == 8 - ahead - 1
+    assert machine.rest(0) == []
+    machine.resume([0, 1])
+    assert len(fill(machine, *((0, number) for number in range(10, 14)))) == ahead  # no further ahead than before
+    assert machine.waiting().late == (1,)
+    assert len(fill(machine, *((1, number) for number in range(10, 14)))) == 8 - ahead
+
+
+def test_p5_reads_of_versions_to_come_outlast_a_rest_of_all() -> None:
+    machine = Synchronous("sum").machine([0, 1])
+    machine.pull(Pull(9, 0, wants=1))
+    machine.rest(0)
+    assert machine.rest(1) == []
+    assert machine.waiting() == Waiting((), (Pull(9, 0, 1),), (0, 1))
+    machine.resume([0])
+    assert fill(machine, (0, 0)) == [step(1, (0, 0)), Serve(9, 0, 1)]
+    machine.pull(Pull(9, 1, wants=7))
+    assert machine.leave(0) == []
+    assert machine.leave(1) == [Serve(9, 1, 1)], "nobody is left, who rested has left too"
+
+
+def test_p5_who_pushes_while_it_rests_is_back() -> None:
+    machine = Synchronous("sum").machine([0, 1])
+    machine.rest(0)
+    assert fill(machine, (0, 0)) == []
+    assert machine.waiting().late == (1,)
+    assert machine.rest(1) == [step(1, (0, 0))]
+    assert fill(machine, (0, 1)) == [step(2, (0, 1))]
+
+
 # --- policies ---------------------------------------------------------------------------------------------------
 
 

@@ -36,12 +36,20 @@ class Watched:
         self.policy = policy
         self.machine: Machine = policy.machine(range(workers))
         self.present = set(range(workers))
+        self.resting: set[int] = set()
         self.version = 0
         self.last = dict.fromkeys(range(workers), -1)
         self.open: dict[tuple[int, int], int] = {}  # pushes that are neither applied nor dropped, with their base
         self.clocks: Counter[int] = Counter()
         self.done: set[tuple[int, int]] = set()
-        self.dropped = self.repeated = self.scaled = 0
+        self.dropped = self.repeated = self.scaled = self.incomplete = 0
+        match policy:
+            case Synchronous() | Bounded(staleness=0):
+                self.full = workers
+            case Quorum(n=n):
+                self.full = n
+            case _:
+                self.full = 1
         self.staleness: Counter[int] = Counter()
         self.pulls: dict[tuple[int, int], int] = {}
         self.serves: list[Serve] = []
@@ -50,6 +58,7 @@ class Watched:
         if number <= self.last[worker]:
             self.repeated += 1
         else:
+            self.back({worker})
             self.open[worker, number] = base
         self.last[worker] = max(number, self.last[worker])
         return self.follow(self.machine.push(Push(worker, number, base)))
@@ -60,7 +69,27 @@ class Watched:
 
     def leave(self, worker: int) -> list[Action]:
         self.present.discard(worker)
+        self.resting.discard(worker)
         return self.follow(self.machine.leave(worker))
+
+    def rest(self, worker: int) -> list[Action]:
+        if worker in self.present:
+            self.resting.add(worker)
+        self.present.discard(worker)
+        return self.follow(self.machine.rest(worker))
+
+    def resume(self, *workers: int) -> None:
+        self.machine.resume(workers)
+        self.back(set(workers))
+        self.settled()
+
+    def back(self, workers: set[int]) -> None:
+        start = min((self.clocks[worker] for worker in self.present), default=max(self.clocks.values(), default=0))
+        for worker in workers & self.resting:
+            self.present.add(worker)
+            self.resting.remove(worker)
+            if worker not in {worker for worker, _ in self.open}:
+                self.clocks[worker] = start
 
     def follow(self, actions: list[Action]) -> list[Action]:
         for action in actions:
@@ -91,6 +120,7 @@ class Watched:
             self.scaled += factor != 1
             assert part.weight == pytest.approx(factor / (len(step.parts) if self.mean else 1))
         self.version += 1
+        self.incomplete += len(step.parts) < self.full
         self.of_step(step)
 
     @property
@@ -126,7 +156,7 @@ class Watched:
         assert action.staleness == self.version - base
         limit = {Asynchronous: getattr(self.policy, "max_staleness", None), Quorum: 0}.get(type(self.policy))
         droppable = getattr(self.policy, "stale", None) == "drop" and limit is not None and action.staleness > limit
-        assert droppable or action.worker not in self.present
+        assert droppable or action.worker not in self.present | self.resting
 
     def served(self, action: Serve) -> None:
         assert action.version == self.version
@@ -137,7 +167,7 @@ class Watched:
     def servable(self, client: int, number: int) -> bool:
         waits = not (isinstance(self.policy, Quorum) and self.policy.stale != "drop")
         own = waits and any(worker == client and pushed < number for worker, pushed in self.open)
-        over = not self.present and not self.open  # there will be no other version
+        over = not self.present | self.resting and not self.open  # there will be no other version
         return not own and (over or self.version >= self.pulls[client, number])
 
     def far(self) -> tuple[int, ...]:
@@ -160,11 +190,12 @@ class Watched:
         held = self.machine.waiting()
         assert {(push.worker, push.number): push.base for push in held.pushes} == self.open
         assert {(pull.client, pull.number): pull.wants for pull in held.pulls} == self.pulls
-        assert set(held.late) <= self.present
+        assert set(held.late) <= (self.present or self.resting)
         assert bool(held.late) == bool(held.pushes or held.pulls)
         counts = self.machine.counts
         assert (self.machine.version, counts.applied, counts.dropped) == (self.version, len(self.done), self.dropped)
         assert (counts.repeated, counts.scaled, counts.staleness) == (self.repeated, self.scaled, self.staleness)
+        assert counts.incomplete == self.incomplete
 
 
 @st.composite
@@ -184,7 +215,7 @@ def policies(draw: st.DrawFn, workers: int) -> Policy:
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Policy, int, list[tuple[str, int, int]]]:
     workers = draw(st.integers(1, 8))
-    what = st.sampled_from(["push", "push", "push", "fresh", "fresh", "pull", "read", "again", "leave"])
+    what = st.sampled_from([*3 * ["push"], *2 * ["fresh"], *2 * ["rest"], "resume", "pull", "read", "again", "leave"])
     event = st.tuples(what, st.integers(0, workers - 1), st.integers(0, 5))
     return draw(policies(workers)), workers, draw(st.lists(event, max_size=60))
 
@@ -205,6 +236,10 @@ def test_p5_any_events_under_any_policy(
             assert watched.push(worker, watched.last[worker], 0) == []
         elif what == "leave":
             watched.leave(worker)
+        elif what == "rest":
+            watched.rest(worker)
+        elif what == "resume":
+            watched.resume(worker, x)
         else:
             watched.pull(worker if what == "pull" else READER, number, max(0, watched.version + x - 3))
     for worker in leavers.sample(range(workers), workers):
@@ -260,6 +295,62 @@ def test_p5_all_come_to_an_end(chosen: tuple[Policy, int], dice: random.Random, 
         before, idle = watched.far(), idle + 1 if watched.far() == before else 0
         assert idle < 3, f"{policy}: nobody goes on, held: {watched.machine.waiting()}"
     assert watched.machine.waiting() == ((), (), ())
+
+
+def training(watched: Watched, me: int, segments: list[list[int]], dice: random.Random) -> Waits:
+    """Push uneven numbers, wait for them, and meet the others at a barrier, so many times; then leave, or read on."""
+    number = 0
+    for pushes in segments:
+        for _ in range(pushes[me]):
+            number += 1
+            watched.push(me, number, dice.randint(0, watched.version))
+            yield
+        while dice.random() < 0.5 and any(worker == me for worker, _ in watched.open):
+            yield  # some wait for a while in a sync
+        watched.rest(me)
+        while me in watched.resting:
+            yield
+    watched.pull(me, number + 1, 0)
+    while (me, number + 1) in watched.pulls:
+        yield
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[Policy, int, list[list[int]]]:
+    workers = draw(st.integers(1, 5))
+    segments = st.lists(st.integers(0, 6), min_size=workers, max_size=workers)
+    return draw(policies(workers)), workers, draw(st.lists(segments, min_size=1, max_size=3))
+
+
+@tried(max_examples=150, deadline=None)
+@given(trained=trainings(), dice=st.randoms(use_true_random=False), killed=st.integers(0, 2))
+def test_p5_who_meets_at_barriers_ends_however_uneven_the_pushes(
+    trained: tuple[Policy, int, list[list[int]]], dice: random.Random, killed: int
+) -> None:
+    policy, workers, segments = trained
+    watched = Watched(policy, workers)
+    going = {me: training(watched, me, segments, dice) for me in range(workers)}
+    idle = 0
+    while going:
+        before = watched.far()
+        for me in dice.sample(sorted(going), len(going)):
+            if killed and dice.random() < 0.05:
+                killed -= 1
+                going.pop(me).close()
+                watched.leave(me)
+            elif next(going[me], "ended") == "ended":
+                del going[me]
+        if watched.resting and not watched.present:
+            assert not watched.open, "at the end of a barrier all is applied"
+            watched.resume(*watched.resting)
+        # An unlucky worker waits at its sync; the dice let it go to the barrier in the end.
+        idle = idle + 1 if watched.far() == before else 0
+        assert idle < 60, f"{policy}: nobody goes on, held: {watched.machine.waiting()}"
+    assert watched.machine.waiting() == ((), (), ())
+    if isinstance(policy, Synchronous) and watched.present:  # whoever is left is in step
+        first, *others = sorted(watched.present)
+        assert watched.push(first, 1000, watched.version) == [] or not others
+        assert sum(len(watched.push(me, 1000, watched.version)) for me in others) == bool(others)
 
 
 @pytest.mark.parametrize("workers", [[], [1, 2, 1]])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from aiodist.bench import cli, ps_convergence
-from aiodist.bench.ps_convergence import Found, Task, train, verdicts
+from benchmarks import __main__ as command
+from benchmarks import ps_convergence
+from benchmarks.ps_convergence import Found, Task, train, verdicts
 
 
 def test_p8_easgd_bears_talking_seldom_and_downpour_does_not() -> None:
@@ -41,7 +42,9 @@ def test_p8_verdicts_say_what_is_not_reached() -> None:
 def test_p8_bench_command_writes_records_and_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    assert cli.main(["ps-convergence", "--workers", "2", "--steps", "6", "--taus", "1,3", "--seed", "4", *files]) == 0
+    assert (
+        command.main(["ps-convergence", "--workers", "2", "--steps", "6", "--taus", "1,3", "--seed", "4", *files]) == 0
+    )
     records = json.loads((tmp_path / "out.json").read_text())
     assert [(r["impl"], r["tau"]) for r in records] == [
         (f"aiodist:{method}", tau) for method in ("easgd", "downpour") for tau in (1, 3)
@@ -77,7 +80,7 @@ def test_p8_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
 def test_p8_bench_with_bad_arguments_is_one_clear_error(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert cli.main(["ps-convergence", *arguments]) == 2
+    assert command.main(["ps-convergence", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -85,5 +88,5 @@ def test_p8_bench_plot_needs_matplotlib_before_it_trains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["ps-convergence", "--plot", str(tmp_path / "out.png")]) == 2
+    assert command.main(["ps-convergence", "--plot", str(tmp_path / "out.png")]) == 2
     assert "aiodist[plot]" in capsys.readouterr().err

@@ -442,6 +442,7 @@ async def test_s1_a_forked_child_is_refused() -> None:
         assert await stream.submit(int) == 0
 
 
+@pytest.mark.drawn(1)
 async def test_s1_a_program_that_forgets_to_close_ends(tmp_path: Any) -> None:
     script = tmp_path / "forgets.py"
     script.write_text(

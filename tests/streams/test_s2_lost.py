@@ -55,6 +55,7 @@ async def test_s2_pinned_memory_of_ours_is_never_freed(simulated_cuda: Simulated
     assert not simulated_cuda.hazards
 
 
+@pytest.mark.drawn(1)
 async def test_s2_torch_would_abort_where_it_is(simulated_cuda: SimulatedCuda) -> None:
     """The simulation tells: pinned memory that a copy has used, and what another stream was lent."""
     host, pageable, apart = torch.ones(10, pin_memory=True), torch.ones(10), torch.ones(10, pin_memory=True)

@@ -94,7 +94,7 @@ def test_t2_fixtures_and_parameters_go_with_it(run: Run) -> None:
             assert await coll.allreduce(factor * x) == 2 * factor * x
 
         @pytest.mark.ranks(2)
-        @pytest.mark.ranks(3, checked=False)
+        @pytest.mark.ranks(3)
         async def test_two_marks(coll):
             await coll.barrier()
 
@@ -108,7 +108,7 @@ def test_t2_fixtures_and_parameters_go_with_it(run: Run) -> None:
             pytest.skip("not today")
         """)
     result.assert_outcomes(passed=4, xfailed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*test_two_marks?2? PASSED*", "*test_two_marks?3-unchecked? PASSED*"])
+    result.stdout.fnmatch_lines(["*test_two_marks?2? PASSED*", "*test_two_marks?3? PASSED*"])
 
 
 def test_t2_a_failure_shows_the_rank_and_its_line(run: Run) -> None:
@@ -154,7 +154,7 @@ def test_t2_the_seed_is_an_option(run: Run) -> None:
 
 def test_t2_a_wrong_marker_says_so(run: Run, pytester: pytest.Pytester) -> None:
     wrong = {
-        "@pytest.mark.ranks(2)\ndef test_it(coll): pass": "is an async function",
+        "@pytest.mark.ranks(2)\ndef test_it(coll): pass": "is an async function: expected `async def test_it`",
         "@pytest.mark.ranks(2)\nasync def test_it(): pass": "takes the fixture coll",
         "@pytest.mark.ranks()\nasync def test_it(coll): pass": "ranks(): expected numbers of ranks, at least 1",
         "@pytest.mark.ranks(0)\nasync def test_it(coll): pass": "ranks(0,): expected numbers of ranks, at least 1",
@@ -162,9 +162,13 @@ def test_t2_a_wrong_marker_says_so(run: Run, pytester: pytest.Pytester) -> None:
         "@pytest.mark.ranks(2, n=3)\nasync def test_it(coll): pass": "unexpected keyword argument 'n'",
         "def test_it(coll): pass": "goes with @pytest.mark.ranks",
     }
-    pytester.makepyfile(**{f"test_{i}": f"import pytest\n{source}\n" for i, source in enumerate(wrong)})
-    said = run("", "--continue-on-collection-errors").stdout.str()
-    assert [complaint for complaint in wrong.values() if complaint not in said] == []
+    right = "@pytest.mark.ranks(2)\nasync def test_right(coll): await coll.barrier()"
+    pytester.makepyfile(**{f"test_{i}": f"import pytest\n{source}\n{right}\n" for i, source in enumerate(wrong)})
+    result = run("")
+    # Each fails alone: the test beside it in the same file runs.
+    outcomes = result.parseoutcomes()
+    assert (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0)) == (len(wrong), len(wrong))
+    assert [complaint for complaint in wrong.values() if complaint not in result.stdout.str()] == []
 
 
 def test_t2_the_plugin_loads_no_torch() -> None:
@@ -213,6 +217,7 @@ def test_t2_processes_tell_how_each_test_went(
     record_property("mpi", "Open MPI" if "Open MPI" in report else "MPICH")
 
 
+@pytest.mark.thorough
 def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
     result = run(
         """
@@ -234,3 +239,24 @@ def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
         pytest.skip("no MPI is installed")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*rank 1*no result*"])
+
+
+@pytest.mark.thorough
+def test_t2_a_mark_allows_a_test_more_time_than_the_option(run: Run) -> None:
+    result = run(
+        """
+        import pytest
+
+        @pytest.mark.timeout(60)
+        @pytest.mark.ranks(2, backend="gloo")
+        async def test_long(coll):
+            await coll.barrier()
+
+        @pytest.mark.ranks(2, backend="shm")
+        async def test_no_longer_than_the_option_says(coll):
+            await coll.barrier()
+        """,
+        "--aiodist-timeout=0.1",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*test_no_longer*", "*gave no result*"])

@@ -1,15 +1,16 @@
 """How a process describes memory of a CUDA device so that another one of its host can map it, and how that maps it.
 
-By torch's own storage sharing: it knows where in which allocation a storage lies, and it counts for us. [Note: limbo]
-Each description carries a counter in shared memory that is 1 until whoever opened it lets go of the memory. A storage
-that dies before goes to torch's limbo: its memory is neither reused nor given back until all its counters are 0, so
-nobody ever sees something else where a tensor was. So a description is for one process, which opens it once. It stays
-with its storage for as long as that lives: an event, a place in a file, and a layer around its memory, through which
-the allocator hears of no `record_stream` any more.
+By torch's own storage sharing: it knows where in which allocation a storage lies, and it counts for us.
 
-Whoever opens a description makes its memory memory of the device that it works on itself, also when it lies on another
-GPU: kernels read and write it across the link between them. Torch's event is left alone: ranks tell one another on the
-host when memory is ready, and an event of a process that was killed would never come.
+[Note: kept memory] Each description carries a counter in shared memory that is 1 until the process that opened it lets
+go of the memory. Where a storage dies before, torch keeps its memory, neither reused nor given back, until all its
+counters are 0, so nobody ever sees something else where a tensor was. So a description is for one process, which opens
+it once. It stays with its storage for as long as that lives: an event, a place in a file, and a layer around its
+memory, through which the allocator hears of no `record_stream` any more.
+
+The process that opens a description makes its memory memory of the device that it works on itself, also when it lies on
+another GPU: kernels read and write it across the link between them. Torch's event is left alone: ranks tell one another
+on the host when memory is ready, and an event of a process that was killed would never come.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from aiodist.streams import OnStream
 from aiodist.streams.capture import Uncaptured
 from aiodist.streams.leak import leak
 
-__all__ = ["Mapped", "Mapper", "TorchMapper"]
+__all__ = ["Mapped", "Mapper", "TorchMapper", "address_of", "living"]
 
 _REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
@@ -82,7 +83,7 @@ class TorchMapper:
             uuid = self.place(torch.device("cuda", device))
         except RuntimeError as error:
             raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {_REMEDY}") from error
-        return pickle.dumps((_process(), storage._cdata, uuid, *shared))
+        return pickle.dumps((_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
         """See `Mapper`; costs up to a millisecond where it is the first in its allocation."""
@@ -122,12 +123,12 @@ class Own:
 
     def __init__(self, cdata: int, device: torch.device) -> None:
         """`cdata` is the storage's, to which the rank that lends it has a weak reference as long as it does."""
-        self._storage = StorageWeakRef(_living(cdata))
+        self._storage = StorageWeakRef(_lent(cdata))
         self._device = device
 
     def memory(self) -> Tensor:
         """See `Mapped`."""
-        return flat(_living(self._storage.cdata), self._device)
+        return flat(_lent(self._storage.cdata), self._device)
 
     def lost(self) -> bool:
         """See `Mapped`."""
@@ -181,21 +182,32 @@ class _Foreign:
 
 
 def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """Return all of a storage as a tensor of bytes, whatever torch mode is on."""
+    """Return all of a storage as a tensor of bytes, in any torch mode."""
     with torch.inference_mode(False), torch.no_grad():
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _living(cdata: int) -> torch.UntypedStorage:
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return the number that torch knows a storage by, in this process."""
+    return int(storage._cdata)
+
+
+def living(cdata: int) -> torch.UntypedStorage | None:
+    """Return the storage at this address, to which there is a weak reference; None when it has died."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(cdata)
-    if storage is None:
-        raise BackendError("the tensor that another rank of this process lent is gone")
     return storage  # type: ignore[no-any-return]
 
 
+def _lent(cdata: int) -> torch.UntypedStorage:
+    storage = living(cdata)
+    if storage is None:
+        raise BackendError("the tensor that another rank of this process lent is gone")
+    return storage
+
+
 def _process() -> tuple[int, int]:
-    """Return what no other process of this host has, in whatever container."""
+    """Return what no other process of this host has, in any container."""
     return os.stat("/proc/self/ns/pid").st_ino, os.getpid()
 
 

@@ -3,14 +3,15 @@
 A rank *lends* a storage under a number of its own. A description travels to each of the others until it is known to
 have come; from then on the number alone does. Numbers are never used again, and neither is an address trusted: a
 storage is known by torch's own object, to which a weak reference is kept, so that another one at the same address is
-another one. What died here is named in the next announcement to whoever had it, or by `Burying` where none follows, and
-they let go of their mapping; until then torch keeps the memory (see [Note: limbo]). So it is with the memory that a
-storage had before it was resized. What lives is never described again to whom it was: each description stays with it.
+another one. What died here is named in the next announcement to the ranks that had it, or by `ReleaseNotices` where
+none follows, and they let go of their mapping; until then torch keeps the memory (see [Note: kept memory]). So it is
+with the memory that a storage had before it was resized. What lives is never described again to whom it was: each
+description stays with it.
 
-[Note: visits] One operation is one *visit*: it announces a tensor to some ranks and hears of theirs. It ends when all
+[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all
 to whom it was announced have said that they are through with it, and so have heard of it. A number is declared dead
-only when no visit uses it, so whatever order messages of several operations come in, nobody hears of a number that was
-declared dead before. A visit that failed is never over: what it used stays as it is, and stays mapped when all is
+only when no loan uses it, so messages of several operations may come in any order, and nobody hears of a number that
+was declared dead before. A loan that failed is never over: what it used stays as it is, and stays mapped when all is
 closed, for kernels that use it may still be queued.
 
 Everything here runs with the transport lock held.
@@ -21,19 +22,20 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper
+from aiodist.backends.base import dtype_name
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["Mappings", "Visit"]
+__all__ = ["Loan", "Mappings"]
 
-_LOOKS = 8  # how many storages a visit looks at, in turn, whether they have died: each costs 1 us
+_LOOKS = 8  # of how many storages a loan finds out, one after another, whether they have died: each costs 1 us
 
 
 class _Announcement(NamedTuple):
@@ -66,25 +68,26 @@ class _Lent:
         """Of each rank that it was announced to."""
         self.known: set[int] = set()
         """The ranks that are known to have heard of it."""
-        self.visits = 0
+        self.users = 0
+        """How many loans use it."""
         self.forgotten = False
 
     @property
     def dead(self) -> bool:
         """Whether its memory is given up: the storage died, or was resized."""
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = living(self._storage.cdata)
         return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
 
 
 class _Borrowed:
-    """A storage of another rank, mapped by the first visit that looks into it."""
+    """A storage of another rank, mapped by the first loan that looks into it."""
 
     def __init__(self, mapper: Mapper, description: bytes) -> None:
         self._mapper = mapper
         self._description = description
         self._mapped: Mapped | None = None
         self._device = torch.device("cpu")
-        self.visits = 0
+        self.users = 0
         self.dead = False
 
     def memory(self, device: torch.device) -> Tensor:
@@ -98,7 +101,7 @@ class _Borrowed:
     def close(self) -> None:
         if self._mapped is None:
             self._mapper.discard(self._description)
-        elif self.visits or self._mapped.lost():
+        elif self.users or self._mapped.lost():
             self._mapped.leak()
         else:
             self._mapped.close()
@@ -137,13 +140,13 @@ class Mappings:
         return len(self._borrowed)
 
     async def aclose(self) -> None:
-        """Let go of everything but what a visit is under way in; all operations are over, or given up."""
+        """Let go of everything but what a loan still uses; all operations are over, or given up."""
         with transport_lock:
             self._closed = True
             for borrowed in self._borrowed.values():
                 borrowed.close()
             self._borrowed.clear()
-            self._lent = {key: lent for key, lent in self._lent.items() if lent.visits}
+            self._lent = {key: lent for key, lent in self._lent.items() if lent.users}
             self._dead.clear()
 
     # --- lending ----------------------------------------------------------------------------------------------
@@ -152,10 +155,10 @@ class Mappings:
         """Return what the storage of `t` is lent as, in use until `give_back`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
-        key = t.untyped_storage()._cdata
-        self._bury()
+        key = address_of(t.untyped_storage())
+        self._forget_some()
         lent = self._lent.get(key)
-        if lent is not None and lent.dead:  # it was resized while another visit uses what it was
+        if lent is not None and lent.dead:  # it was resized while another loan uses what it was
             self._forget(key)
             lent = None
         if lent is None:
@@ -163,13 +166,13 @@ class Mappings:
             if t.is_cuda:
                 t.record_stream(torch.cuda.default_stream(t.device))
             lent = self._lent[key] = _Lent(next(self._numbers), t)
-        lent.visits += 1
+        lent.users += 1
         return lent
 
     def give_back(self, lent: _Lent) -> None:
-        """Say that a visit to it is over."""
-        lent.visits -= 1
-        if lent.forgotten and not lent.visits:
+        """Say that a loan of it is over."""
+        lent.users -= 1
+        if lent.forgotten and not lent.users:
             self._declare_dead(lent)
 
     def announce(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
@@ -180,7 +183,7 @@ class Mappings:
             _Announcement(
                 lent.number,
                 t.data_ptr() - lent.start,
-                _name(t.dtype),
+                dtype_name(t.dtype),
                 t.numel(),
                 self._dead.pop(rank, ()),
                 None if rank in lent.known else lent.descriptions[rank],
@@ -192,22 +195,22 @@ class Mappings:
         """Return a name of the physical device, the same on all ranks."""
         return self._mapper.place(device)
 
-    def bury(self) -> Mapping[int, Sequence[int]]:
-        """Forget all that died; return what each rank is to `drop`, unless it has heard of it already."""
+    def collect_dead(self) -> Mapping[int, Sequence[int]]:
+        """Forget all that died, and return what each rank is to `drop`, unless it has heard of it already."""
         for key, lent in list(self._lent.items()):
-            if lent.dead and not lent.visits:
+            if lent.dead and not lent.users:
                 self._forget(key)
         told, self._dead = self._dead, {}
         return told
 
-    def _bury(self) -> None:
+    def _forget_some(self) -> None:
         """Forget some of those that died: all of them, where they are few."""
         for _ in range(min(_LOOKS, len(self._lent))):
             if (key := next(self._looked, None)) is None:
                 self._looked = iter(list(self._lent))
                 key = next(self._looked)
             lent = self._lent.get(key)
-            if lent is not None and lent.dead and not lent.visits:
+            if lent is not None and lent.dead and not lent.users:
                 self._forget(key)
             if not self._lent:
                 return
@@ -215,7 +218,7 @@ class Mappings:
     def _forget(self, key: int) -> None:
         lent = self._lent.pop(key)
         lent.forgotten = True
-        if not lent.visits:
+        if not lent.users:
             self._declare_dead(lent)
 
     def _declare_dead(self, lent: _Lent) -> None:
@@ -231,18 +234,18 @@ class Mappings:
             if description is None or self._closed:
                 raise BackendError(f"rank {rank} has announced storage {number} as known, which is not mapped here")
             borrowed = self._borrowed[rank, number] = _Borrowed(self._mapper, description)
-        borrowed.visits += 1
+        borrowed.users += 1
         return borrowed
 
     def return_to(self, rank: int, number: int) -> None:
-        """Say that a visit to what `rank` lends is over."""
+        """Say that a loan of what `rank` lends is over."""
         borrowed = self._borrowed.get((rank, number))
         if borrowed is not None:
-            borrowed.visits -= 1
+            borrowed.users -= 1
             self._let_go(rank, number, borrowed)
 
     def drop(self, rank: int, numbers: Sequence[int]) -> None:
-        """Let go of what `rank` has declared dead, as soon as no visit uses it."""
+        """Let go of what `rank` has declared dead, as soon as no loan uses it."""
         for number in numbers:
             borrowed = self._borrowed.get((rank, number))
             if borrowed is not None:
@@ -250,13 +253,13 @@ class Mappings:
                 self._let_go(rank, number, borrowed)
 
     def _let_go(self, rank: int, number: int, borrowed: _Borrowed) -> None:
-        if borrowed.dead and not borrowed.visits:
+        if borrowed.dead and not borrowed.users:
             del self._borrowed[rank, number]
             borrowed.close()
 
 
-class Visit:
-    """What one operation lends and borrows; see [Note: visits]."""
+class Loan:
+    """What one operation lends and borrows; see [Note: loans]."""
 
     def __init__(self, mappings: Mappings, t: Tensor) -> None:
         """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
@@ -278,7 +281,9 @@ class Visit:
             else:
                 self._told.append(rank)
                 return said
-        return pickle.dumps(_Announcement(0, 0, _name(self._t.dtype), self._t.numel(), (), None, refusal=str(failure)))
+        return pickle.dumps(
+            _Announcement(0, 0, dtype_name(self._t.dtype), self._t.numel(), (), None, refusal=str(failure))
+        )
 
     def hear(self, rank: int, said: bytes, numel: int) -> None:
         """Take what `rank` announces, which is to be `numel` elements.
@@ -290,10 +295,10 @@ class Visit:
             raise BackendError(f"rank {rank}: {announced.refusal}")
         borrowed = self._mappings.borrow(rank, announced.number, announced.description)
         self._heard[rank] = announced, borrowed
-        if (announced.kind, announced.numel) != (_name(self._t.dtype), numel):
+        if (announced.kind, announced.numel) != (dtype_name(self._t.dtype), numel):
             raise MismatchError(
                 f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {announced.numel} {announced.kind}, "
-                f"expected were {numel} {_name(self._t.dtype)}"
+                f"expected were {numel} {dtype_name(self._t.dtype)}"
             )
 
     def tensor(self, rank: int) -> Tensor:
@@ -323,7 +328,3 @@ class Visit:
         if self._lent is not None:
             self._lent.known.update(self._told)
             self._mappings.give_back(self._lent)
-
-
-def _name(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")

@@ -15,7 +15,7 @@ Each module imports only from lines below its own:
     wire                          frames between all ranks, for all communicators
     peer                          what goes to and comes from one other rank
     group | meeting | works       gloo's collectives; how ranks connect; the user's own works
-    frames | disputes             the format; operations that fail because ranks disagree
+    frames                        the format
     signatures | reductions       what a collective is; what can be reduced, and combining it
     library                       what is used of gloo, and its errors as ours
     memory                        tensors as bytes

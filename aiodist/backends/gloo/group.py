@@ -14,11 +14,13 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.backends.gloo.library import CLOSE_SECONDS, FOREVER, ProcessGroup, Work, backend_error, c10d, cut
 from aiodist.backends.gloo.memory import pieces
+from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
+from aiodist.handles import join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
-__all__ = ["Call", "Group", "allreduce_calls", "reduce_calls"]
+__all__ = ["Call", "GlooGroup", "allreduce_calls", "reduce_calls"]
 
 Call = Callable[[ProcessGroup], Work]
 
@@ -33,7 +35,7 @@ _OPS: dict[ReduceOp, Any] = {
 }
 
 
-class Group:
+class GlooGroup:
     """One process group of gloo's, for the long collectives of one communicator."""
 
     def __init__(self, group: ProcessGroup, others: Sequence[int], tell: Callable[[Callable[[], None]], None]) -> None:
@@ -46,16 +48,7 @@ class Group:
 
     def run(self, calls: Sequence[Call], done: Done) -> None:
         """Start collectives, `done` when all are over; with the transport lock held."""
-        left = len(calls)
-        first: BaseException | None = None
-
-        def over(error: BaseException | None) -> None:
-            nonlocal left, first
-            left -= 1
-            first = first or error
-            if left == 0:
-                done(first)
-
+        over = join(len(calls), done)
         for call in calls:
             self._start(call, over)
 
@@ -65,7 +58,7 @@ class Group:
             return
         try:
             future = call(self._group).get_future()
-        except (RuntimeError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  - torch chooses the class
             over(backend_error(error))
             return
         starting: int | None = threading.get_ident()
@@ -133,10 +126,10 @@ def reduce_calls(t: Tensor, op: ReduceOp, root: int) -> list[Call]:
 
 
 def _calls(t: Tensor, call: Callable[[Tensor, ProcessGroup], Work]) -> list[Call]:
-    flat = t.detach().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return [partial(call, piece) for piece in pieces(flat)]
+    numbers = flat(t)
+    if numbers.is_complex():
+        numbers = flat(torch.view_as_real(numbers))
+    return [partial(call, piece) for piece in pieces(numbers)]
 
 
 def _allreduce(op: ReduceOp, t: Tensor, group: ProcessGroup) -> Work:

@@ -18,7 +18,7 @@ from aiodist.errors import AiodistError
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["Meeting"]
+__all__ = ["GlooRendezvous"]
 
 _SETUP_SECONDS = 60.0
 
@@ -65,7 +65,7 @@ class _ChannelStore(Store):
             raise
 
 
-class Meeting:
+class GlooRendezvous:
     """How process groups are made: over the control channel."""
 
     def __init__(self, channel: Channel) -> None:

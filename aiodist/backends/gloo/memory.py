@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "empty", "pieces"]
+__all__ = ["empty", "pieces"]
 
 _PIECE_BYTES = 1 << 30
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """Return a flat view of the memory of `t`."""
-    return t.detach().view(-1).view(torch.uint8)
 
 
 def empty(nbytes: int) -> Tensor:

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done
-from aiodist.backends.gloo.disputes import Disputes
+from aiodist.backends.base import Begin, Done, tell
 from aiodist.backends.gloo.frames import ROUND, Frame
-from aiodist.backends.gloo.group import Call, Group, allreduce_calls, reduce_calls
+from aiodist.backends.gloo.group import Call, GlooGroup, allreduce_calls, reduce_calls
 from aiodist.backends.gloo.library import again, backend_error
-from aiodist.backends.gloo.memory import as_bytes, empty
+from aiodist.backends.gloo.memory import empty
 from aiodist.backends.gloo.reductions import combine, gloo_reduces, reducible
 from aiodist.backends.gloo.signatures import CODES, read, sign
 from aiodist.backends.gloo.wire import Wire
+from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.types import ReduceOp
 
 __all__ = ["GlooNative"]
 
-_nothing = empty(0)
+_NOTHING = empty(0)
 
 
 @dataclass(eq=False)
@@ -46,11 +46,8 @@ class GlooNative:
     rank order.
     """
 
-    def __init__(
-        self, wire: Wire, comm: int, rank: int, world_ranks: Sequence[int], group: Group, disputes: Disputes
-    ) -> None:
+    def __init__(self, wire: Wire, comm: int, rank: int, world_ranks: Sequence[int], group: GlooGroup) -> None:
         self.group = group
-        self._disputes = disputes
         self._comm = comm
         self._rank = rank
         self._size = len(world_ranks)
@@ -138,7 +135,7 @@ class GlooNative:
         if error is not None:
             round.done(again(error))
             return
-        self._add(round, self._rank, round.signature, _nothing if data is None else as_bytes(data))
+        self._add(round, self._rank, round.signature, _NOTHING if data is None else bytes_of(data))
         self._rounds[number] = round
         for src, frame in early:
             self._add(round, src, frame.signature, frame.data)
@@ -169,7 +166,7 @@ class GlooNative:
         del self._rounds[number]
         if any(signature != round.signature for signature in round.signatures.values()):
             brought = "; ".join(f"rank {rank}: {read(text)}" for rank, text in sorted(round.signatures.items()))
-            self._disputes.add(round.done, MismatchError(f"the ranks disagree: {brought}"))
+            round.done(MismatchError(f"the ranks disagree: {brought}"))
             return
         if round.finish is None:
             self.group.run(round.calls, round.done)
@@ -177,13 +174,12 @@ class GlooNative:
         error: BackendError | None = None
         try:
             round.finish([round.parts[rank] for rank in range(self._size)])
-        except RuntimeError as raised:
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             error = backend_error(raised)
         round.done(error)
 
     def give_up(self, error: BackendError) -> None:
         """What is under way never ends."""
         rounds, self._rounds = self._rounds, {}
-        for round in rounds.values():
-            round.done(again(error))
         self.group.cut()
+        tell((round.done, again(error)) for round in rounds.values())

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, tell
 from aiodist.backends.gloo.frames import CREDITS, HEADER_BYTES, OFFER, TAKEN, Frame
 from aiodist.backends.gloo.library import (
     FOREVER,
@@ -24,7 +24,8 @@ from aiodist.backends.gloo.library import (
     again,
     backend_error,
 )
-from aiodist.backends.gloo.memory import as_bytes, empty, pieces
+from aiodist.backends.gloo.memory import empty, pieces
+from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 
 __all__ = ["Carrier", "Peer"]
@@ -86,13 +87,13 @@ class Peer:
         frame = Frame.write(kind, tag, comm, number, nbytes, self._told, signature, data)
         try:
             self._sent.append(self._wire.group.send([frame], self.rank, FRAMES))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  - torch chooses the class
             return backend_error(error)
         return None
 
     def offer(self, t: Tensor, tag: int, comm: int, done: Done) -> None:
         """Announce `t` and send it; done when the peer says that it came."""
-        parts = pieces(as_bytes(t))
+        parts = pieces(bytes_of(t))
         if self._next_payload + len(parts) > LAST_PAYLOAD:
             self._next_payload = PAYLOADS
         number = self._next_payload
@@ -103,7 +104,7 @@ class Peer:
             if error is None:
                 send = self._wire.group.send
                 works = [send([part], self.rank, number + i) for i, part in enumerate(parts)]
-        except RuntimeError as raised:
+        except Exception as raised:  # noqa: BLE001  - as above
             error = backend_error(raised)
         if error is None:
             self._offers[number] = works, done
@@ -116,7 +117,7 @@ class Peer:
             receive = self._wire.group.recv
             parts = pieces(into)
             works = [receive([part], self.rank, number + i) for i, part in enumerate(parts)]
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  - as above
             done(backend_error(error))
             return
 
@@ -146,7 +147,7 @@ class Peer:
                 work.wait(FOREVER)
                 self._wire.tell(partial(self._came, buffer, view))
                 works.append(self._post(buffer, view))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  - without this thread nothing of that rank is heard any more
             self._wire.tell(partial(self._gone, backend_error(error, f"rank {self.rank} cannot be reached: ")))
 
     def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
@@ -175,7 +176,7 @@ class Peer:
             try:
                 for work in works:
                     work.wait(FOREVER)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001  - as above
                 failure = backend_error(error)
             self._wire.tell(partial(over, failure))
             del works, over, item
@@ -189,13 +190,14 @@ class Peer:
     def give_up(self, error: BackendError) -> None:
         """What was not taken never will be."""
         offers, self._offers = self._offers, {}
-        for _, done in offers.values():
-            done(again(error))
+        tell((done, again(error)) for _, done in offers.values())
 
     def join(self, until: float) -> bool:
         """Wait for its threads, without the lock, once the connection is closed; return whether they ended."""
         self._payloads.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))
-        self._sent.clear()
-        return not any(thread.is_alive() for thread in self._threads)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended:  # else frames may still come, and what was sent is in use until one says that it came
+            self._sent.clear()
+        return ended

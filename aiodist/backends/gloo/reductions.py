@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import FUNCTIONS
+from aiodist.backends.inplace import FUNCTIONS, flat
 from aiodist.types import ReduceOp
 
 __all__ = ["combine", "gloo_reduces", "reducible"]
@@ -36,7 +36,7 @@ def gloo_reduces(kind: torch.dtype, op: ReduceOp | None) -> bool:
 def combine(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
     """Combine bytes `parts`, in order, into `out`, which may be one of them."""
     # Through NumPy, for a tensor without a history: `out` may need a gradient or be one of inference mode's.
-    target = torch.from_numpy(out.detach().view(-1).numpy())
+    target = torch.from_numpy(flat(out).numpy())
     function = FUNCTIONS[op]
     typed = [part.view(out.dtype) for part in parts]
     total = typed[0]

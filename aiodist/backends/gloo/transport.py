@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native
-from aiodist.backends.gloo.disputes import Disputes
 from aiodist.backends.gloo.frames import MESSAGE, OFFER, ROUND, Frame
-from aiodist.backends.gloo.group import Group
+from aiodist.backends.gloo.group import GlooGroup
 from aiodist.backends.gloo.library import ProcessGroup, again
-from aiodist.backends.gloo.meeting import Meeting
-from aiodist.backends.gloo.memory import as_bytes
+from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.peer import Peer
-from aiodist.backends.gloo.receiving import Message, Receiving, Wanted
+from aiodist.backends.gloo.receiving import ArrivedMessage, PostedReceive, Receiving
 from aiodist.backends.gloo.wire import Wire
+from aiodist.backends.inplace import bytes_of
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
@@ -41,7 +40,7 @@ class GlooTransport:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: GlooRendezvous,
         wire: Wire | None,
         path: str,
         world_ranks: Sequence[int],
@@ -63,12 +62,11 @@ class GlooTransport:
         self._peers: dict[int, Peer] = {}
         if wire is not None:
             self._peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
-        self._disputes = Disputes(Progress.current())
-        self._receiving = Receiving(self._peers, self._disputes)
+        self._receiving = Receiving(self._peers)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            long = Group(group, [rank for rank in range(self.size) if rank != self.rank], wire.tell)
-            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long, self._disputes)
+            long = GlooGroup(group, [rank for rank in range(self.size) if rank != self.rank], wire.tell)
+            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long)
             with transport_lock:
                 wire.groups.add(long)
                 wire.join(self._comm, self)
@@ -83,7 +81,7 @@ class GlooTransport:
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done at once when it is short, else when it was received."""
         if dst == self.rank or self._wire is None:
-            self._receiving.arrived(Message(self.rank, tag, t.nbytes, as_bytes(t).clone(), 0))
+            self._receiving.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
             done(None)
             return
         peer = self._peers[dst]
@@ -95,7 +93,7 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
-        wanted = Wanted(src, tag, t, done)
+        wanted = PostedReceive(src, tag, t, done)
         if not self._receiving.take(wanted):
             self._receiving.expect(wanted)
 
@@ -109,7 +107,7 @@ class GlooTransport:
                 self._native.came(local, frame)
         else:
             number = frame.number if frame.kind == OFFER else 0
-            self._receiving.arrived(Message(local, frame.tag, frame.nbytes, frame.data, number))
+            self._receiving.arrived(ArrivedMessage(local, frame.tag, frame.nbytes, frame.data, number))
 
     def lost(self, world_rank: int, error: BackendError) -> None:
         """Rank `world_rank` of the world cannot be reached: what needs it fails."""
@@ -148,7 +146,6 @@ class GlooTransport:
 
     def _give_up(self, error: BackendError, owner: bool) -> None:
         self._receiving.give_up(error)
-        self._disputes.settle()
         if self._native is not None:
             self._native.give_up(error)
         if self._wire is not None:
@@ -171,7 +168,7 @@ async def open_world(channel: Channel) -> GlooTransport:
     gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
     Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
     """
-    meeting = Meeting(channel)
+    meeting = GlooRendezvous(channel)
     if channel.size == 1:
         return GlooTransport(meeting, None, _WORLD, (0,), None)
     frames = await meeting.group("frames", channel.rank, channel.size)

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Protocol
 
 from aiodist.backends.gloo.frames import Frame
-from aiodist.backends.gloo.group import Group
+from aiodist.backends.gloo.group import GlooGroup
 from aiodist.backends.gloo.library import CLOSE_SECONDS, ProcessGroup, cut
 from aiodist.backends.gloo.peer import Peer
 from aiodist.errors import BackendError
@@ -42,7 +42,7 @@ class Wire:
         self._early: dict[int, list[tuple[int, Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
         self._closing = False
-        self.groups: set[Group] = set()
+        self.groups: set[GlooGroup] = set()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         self.peers = {other: Peer(self, other) for other in range(size) if other != rank}

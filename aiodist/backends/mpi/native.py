@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done
-from aiodist.backends.inplace import copy, divide
+from aiodist.backends.base import Begin, Done, ours
+from aiodist.backends.inplace import bytes_of, copy, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
-from aiodist.backends.mpi.requests import Requests, address, bytes_of, join, spec, start
-from aiodist.handles import LARGE_BYTES
+from aiodist.backends.mpi.requests import Requests, address, spec, start
+from aiodist.handles import LARGE_BYTES, join
 from aiodist.types import ReduceOp
 
 __all__ = ["Conveyor", "MpiNative"]
@@ -43,7 +43,7 @@ class Conveyor:
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
-        pieces = t.view(-1).split(_CONVEYED_BYTES // t.element_size())
+        pieces = flat(t).split(_CONVEYED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
         self._fill()
@@ -52,14 +52,17 @@ class Conveyor:
         while self._waiting and self._moving < _CONVEYED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
-            call = partial(self.comm.Iallreduce, MPI.IN_PLACE, spec(piece), _SUMS[op])
+            call = partial(self._start, piece, op)
             start(self._requests, call, piece.nbytes, partial(self._ended, piece, op, joined))
+
+    def _start(self, piece: Tensor, op: ReduceOp) -> MPI.Request:
+        return self.comm.Iallreduce(MPI.IN_PLACE, spec(piece), _SUMS[op])
 
     def _ended(self, piece: Tensor, op: ReduceOp, joined: Done, error: BaseException | None) -> None:
         self._moving -= 1
         self._fill()
-        if op is ReduceOp.MEAN and error is None:
-            divide(piece, self.comm.size)
+        if op is ReduceOp.MEAN:
+            joined = _divided(piece, self.comm.size, joined)
         joined(error)
 
 
@@ -157,7 +160,7 @@ class MpiNative:
         if t.nbytes <= PIECE_BYTES:
             self._start(lambda: call(spec(t)), t.nbytes, done)
             return
-        pieces = t.view(-1).split(PIECE_BYTES // t.element_size())
+        pieces = flat(t).split(PIECE_BYTES // t.element_size())
         joined = join(len(pieces), done)
         for piece in pieces:
             self._start(lambda piece=piece: call(spec(piece)), piece.nbytes, joined)  # type: ignore[misc]
@@ -168,13 +171,21 @@ class MpiNative:
 
 def _divided(t: Tensor, ranks: int, done: Done) -> Done:
     """Return a `done` that first makes a mean of the sum."""
+    return _behind(partial(divide, t, ranks), done)
 
-    def divided(error: BaseException | None) -> None:
+
+def _behind(work: Callable[[], None], done: Done) -> Done:
+    """Return a `done` that first does `work`, unless there is an error, and whose error is what that raises."""
+
+    def over(error: BaseException | None) -> None:
         if error is None:
-            divide(t, ranks)
+            try:
+                work()
+            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+                error = ours(raised)
         done(error)
 
-    return divided
+    return over
 
 
 def _saturates(kind: torch.dtype, op: ReduceOp) -> bool:
@@ -187,12 +198,11 @@ def _widened(t: Tensor, op: ReduceOp, done: Done, into: Tensor | None) -> tuple[
         return t, done
     wide = t.to(torch.int32)
 
-    def narrowed(error: BaseException | None) -> None:
-        if error is None and into is not None:
+    def narrow() -> None:  # also what keeps `wide` until the library is done with it
+        if into is not None:
             copy(into, wide)
-        done(error)
 
-    return wide, narrowed
+    return wide, _behind(narrow, done)
 
 
 def _own_block(t: Tensor, out: Tensor, counts: Sequence[int], rank: int) -> bool:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, ours, tell
 from aiodist.backends.mpi.library import DTYPES, MPI, as_backend_error
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 
-__all__ = ["Requests", "address", "bytes_of", "join", "request_handle", "spec", "start"]
+__all__ = ["Requests", "address", "request_handle", "spec", "start"]
 
 _WINDOW = 64  # how many requests one pass looks at
 address = MPI.buffer.fromaddress
@@ -89,8 +88,7 @@ class Requests:
         calls = [(self._done[i], error) for i, error in ended]
         for i in sorted([i for i, _ in ended], reverse=True):
             del self._requests[i], self._done[i]
-        for done, error in calls:
-            done(None if error is None else as_backend_error(error))
+        tell((done, None if error is None else as_backend_error(error)) for done, error in calls)
 
 
 class _RequestSource:
@@ -117,6 +115,8 @@ def start(requests: Requests, call: Callable[[], MPI.Request], nbytes: int, done
         request = call()
     except MPI.Exception as error:
         done(as_backend_error(error))
+    except Exception as error:  # noqa: BLE001  - as above
+        done(ours(error))
     else:
         requests.track(request, done, nbytes)
 
@@ -125,23 +125,3 @@ def spec(t: Tensor) -> Any:  # noqa: ANN401
     """Return `t` as mpi4py takes it: memory, count and type."""
     # A raw address costs 0.2 us where a numpy view costs 0.6 and DLPack several.
     return [address(t.data_ptr(), t.nbytes), t.numel(), DTYPES[t.dtype]]
-
-
-def bytes_of(t: Tensor) -> Tensor:
-    """Return the bytes of `t` as a flat tensor."""
-    return t.view(-1).view(torch.uint8)
-
-
-def join(count: int, done: Done) -> Done:
-    """Return a callback that calls `done` when it was called `count` times, with the first error."""
-    left = count
-    first: BaseException | None = None
-
-    def one(error: BaseException | None) -> None:
-        nonlocal left, first
-        left -= 1
-        first = first or error
-        if left == 0:
-            done(first)
-
-    return one

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from aiodist.backends.base import Done
+from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library, again
-from aiodist.backends.nccl.turns import Turn, Turns
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
@@ -89,7 +89,7 @@ class NcclGroup:
         self.rank = rank
         self.size = len(ranks)
         self.device = device
-        self.turns = Turns()
+        self.launch_order = LaunchOrder()
         self.opened = False
         """`open` was called, or there is no need to."""
         self.stream: torch.cuda.Stream | None = None
@@ -137,12 +137,12 @@ class NcclGroup:
         elif len(message) != ID_BYTES:
             self._fail(BackendError(f"rank 0 could not begin: {message.decode().rstrip()}"))
         else:
-            self.connect_in_thread(partial(self._connect, message))
+            self._connect_in_thread(partial(self._connect, message))
 
     def _connect(self, unique_id: bytes) -> Any:  # noqa: ANN401
         return self.library.connect(self.size, self.rank, unique_id, self._give_up)
 
-    def connect_in_thread(self, connect: Callable[[], Any]) -> None:
+    def _connect_in_thread(self, connect: Callable[[], Any]) -> None:
         """Have `connect` make the communicator in a thread whose current device is the group's."""
         self.opened = True
         self._last = self._in_thread(connect, self._connected)
@@ -167,22 +167,22 @@ class NcclGroup:
         done: Done,
         *,
         after: Callable[[], None] | None = None,
-        turn: Turn | None = None,
+        slot: LaunchSlot | None = None,
         behind: torch.cuda.Event | None = None,
     ) -> None:
         """Have `launch` enqueue its calls as if on the stream that is the device's current one now.
 
-        They are made on the group's stream, behind those of earlier calls, with `turn` in its turn. `done(None)` is
-        called when they and what `after` queues are enqueued and the caller's stream is ordered behind them,
-        `done(error)` when they cannot be; `what` names them in errors. With `behind` they come behind that event, the
-        caller's until `done`, and the order of the current stream is left alone.
+        They are made on the group's stream, behind those of earlier calls, with `slot` at its place in the launch
+        order. `done(None)` is called when they and what `after` queues are enqueued and the caller's stream is ordered
+        behind them, `done(error)` when they cannot be; `what` names them in errors. With `behind` they come behind
+        that event, the caller's until `done`, and the order of the current stream is left alone.
         """
         stream = torch.cuda.current_stream(self.device) if behind is None else None
         call = _Call(stream, behind, launch, what, after, done)
-        if turn is None:
+        if slot is None:
             self._submit(call)
         else:
-            turn.run(partial(self._submit, call))
+            slot.run(partial(self._submit, call))
 
     def _submit(self, call: _Call) -> None:
         if self._error is not None:
@@ -216,8 +216,8 @@ class NcclGroup:
             until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
             while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
                 pass
-        except Exception as raised:  # noqa: BLE001  - whatever it is, it belongs to whoever awaits the call
-            # Whoever made it, the other ranks may have made theirs: from here on the calls do not match.
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
+            # The other ranks may have made this call: from here on the calls do not match.
             self._fail(self.library.error(raised, call.what, self._comm))
         else:
             self._look(state)
@@ -235,7 +235,7 @@ class NcclGroup:
         error: BackendError | None = None
         try:
             self._end_on_stream(call)
-        except Exception as raised:  # noqa: BLE001  - it belongs to whoever awaits the call
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
             error = self.library.error(raised, call.what, self._comm)
         call.done(error)
         return True
@@ -303,7 +303,7 @@ class NcclGroup:
         """Give it up: calls that wait and all later ones are done with `error`; kernels that run end soon.
 
         Buffers of calls that were enqueued are in use until the stream is over them: NCCL ends its kernels in a
-        thread of its own, whatever the other ranks do.
+        thread of its own, and waits for no other rank.
         """
         if self._error is None:
             self._fail(error)
@@ -335,58 +335,7 @@ class NcclGroup:
                     self._staging.order(launching.stream, self.stream)
         for call in calls:
             call.done(again(error))
-        self.turns.release()
-
-    # --- children ---------------------------------------------------------------------------------------
-
-    def split_into(self, child: NcclGroup | None, color: int | None) -> None:
-        """Have `child` opened by splitting this group's communicator; every rank calls it, in the order of calls.
-
-        `color` is None where there is no child. Nothing may be in flight on the device: NCCL would hang.
-        """
-        made: list[Any] = []
-        key = 0 if child is None else child.rank
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            made.append(self.library.split(comm, color, key))
-
-        def done(error: BaseException | None) -> None:
-            if child is None:
-                return
-            if error is not None:
-                child.abort(error)
-            elif child._error is None:
-                child.connect_in_thread(partial(self.library.settle, made[0], "splitting", child._give_up))
-
-        if child is not None:
-            child.opened = True
-        self.call(launch, "splitting", done)
-
-    def shrink_into(self, child: NcclGroup, lost: Sequence[int]) -> None:
-        """Have `child` opened by leaving the ranks `lost` of this group out; all others call it.
-
-        This group is over then: its calls, on the device too, are aborted.
-        """
-        child.opened = True
-        if self._comm is None:
-            child.abort(again(self._error or BackendError("NCCL: there is nothing to shrink: never opened")))
-            return
-        comm = self._detach(BackendError("NCCL: the communicator was shrunk"))
-        library, give_up = self.library, child._give_up
-
-        def shrink() -> Any:  # noqa: ANN401
-            made: list[Any] = []
-            try:
-                made.append(library.shrink(comm, lost))
-                library.wait(comm, "shrinking", give_up)
-                return library.settle(made[0], "shrinking", give_up)
-            finally:
-                # It may take its time, and until it is over NCCL may write to what was made.
-                self._started(partial(_abort, comm, made))
-
-        child.connect_in_thread(shrink)
-        self._last = child._last
-        self._flush()
+        self.launch_order.release()
 
     # --- its end ----------------------------------------------------------------------------------------
 
@@ -406,8 +355,3 @@ class NcclGroup:
             done(None)
         else:
             self._threads.append(_Thread(self._last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))
-
-
-def _abort(comm: Any, keep: object) -> None:  # noqa: ANN401
-    """Abort `comm`; `keep` lives until then."""
-    comm.abort()

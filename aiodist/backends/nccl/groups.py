@@ -51,26 +51,6 @@ class NcclGroups:
     def __iter__(self) -> Iterator[NcclGroup]:
         return iter(tuple(self._groups.values()))
 
-    def split(self, parent: NcclGroup, name: str, ranks: Sequence[int] | None) -> NcclGroup | None:
-        """Return a new group of `ranks` of `parent`, in that order, split off its communicator; None for None.
-
-        Every rank of `parent` calls it, with disjoint `ranks` or None, in the same order among its calls and with
-        nothing in flight on the device. It costs less than opening the group, and needs no exchange.
-        """
-        if ranks is None:
-            parent.split_into(None, None)
-            return None
-        child = self.of(name, [parent.ranks[r] for r in ranks], list(ranks).index(parent.rank), parent.device)
-        parent.split_into(child, min(ranks))
-        return child
-
-    def shrink(self, parent: NcclGroup, name: str, lost: Sequence[int]) -> NcclGroup:
-        """Return a new group of `parent`'s ranks without those at the places `lost`; `parent` is over then."""
-        left = [r for r in range(parent.size) if r not in set(lost)]
-        child = self.of(name, [parent.ranks[r] for r in left], left.index(parent.rank), parent.device)
-        parent.shrink_into(child, lost)
-        return child
-
     def destroy(self, group: NcclGroup, done: Done, *, drained: bool) -> None:
         """Release `group`: see there. `of` makes a new one afterwards."""
         for key, known in tuple(self._groups.items()):
@@ -114,7 +94,7 @@ class NcclGroups:
             self._progress.remove_poller(self)
 
     def _tell(self) -> None:
-        """Tell whoever closes all when nothing is left."""
+        """Tell `aclose`, which waits for it, when nothing is left."""
         if self._closed is not None and not self._groups and not self._ending:
             self._progress.post(partial(_resolve, self._closed))
 

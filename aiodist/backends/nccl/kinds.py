@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, dtype
 
 from aiodist.backends.base import DTYPES
+from aiodist.backends.inplace import flat, numbers_of
 from aiodist.types import ReduceOp
 
-__all__ = ["MOVES", "REDUCTIONS", "as_bytes", "as_numbers", "native_op", "supports"]
+__all__ = ["MOVES", "REDUCTIONS", "as_numbers", "native_op", "supports"]
 
-MOVES = frozenset({"broadcast", "allgather", "alltoall", "send", "recv"})
+MOVES = frozenset({"broadcast", "allgather"})
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})
@@ -51,14 +52,7 @@ def native_op(op: ReduceOp) -> str:
     return _NATIVE[op]
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """Return what is moved for `t`: a flat view of its bytes."""
-    return t.detach().view(-1).view(torch.uint8)
-
-
 def as_numbers(t: Tensor) -> Tensor:
     """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
-    flat = t.detach().view(-1)
-    if flat.dtype is torch.bool:
-        return flat.view(torch.uint8)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    numbers = numbers_of(t)
+    return flat(torch.view_as_real(numbers)) if numbers.is_complex() else numbers

@@ -16,8 +16,6 @@
 - Several ranks on one device are refused before 2.30, and later unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
 - Communicators of one device whose calls are ordered differently on two ranks may deadlock on the device when
   they share a stream.
-- What splits or shrinks a communicator stores the new one from NCCL's thread, when the *old* one is no longer in
-  progress. Until then the new one is null and has no state, and must not be let go of.
 """
 
 from __future__ import annotations
@@ -108,46 +106,18 @@ class Library:
 
         Aborts it and raises `BackendError` when that fails, when `give_up` is set or after `patience` seconds.
         """
+        until = monotonic() + patience
         try:
-            self.wait(comm, what, give_up, patience)
+            while (state := self.state(comm)) == IN_PROGRESS:
+                if give_up.wait(_PAUSE_SECONDS) or monotonic() > until:
+                    raise BackendError(f"NCCL: {what}: given up")
+            if state != SUCCESS:
+                raise self.failure(comm, state, what)
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
                 comm.abort()
             raise
         return comm
-
-    def wait(
-        self,
-        comm: Any,  # noqa: ANN401
-        what: str,
-        give_up: threading.Event,
-        patience: float = float("inf"),
-    ) -> None:
-        """Wait until what `comm` does is over; raise `BackendError` as `settle`, and leave it as it is."""
-        until = monotonic() + patience
-        while (state := self.state(comm)) == IN_PROGRESS:
-            if give_up.wait(_PAUSE_SECONDS) or monotonic() > until:
-                raise BackendError(f"NCCL: {what}: given up")
-        if state != SUCCESS:
-            raise self.failure(comm, state, what)
-
-    def split(self, comm: Any, color: int | None, key: int) -> Any:  # noqa: ANN401
-        """Begin a communicator of the ranks of `color`, in the order of `key`; every rank of `comm` calls it.
-
-        It is there when `comm` is no longer in progress, and kept until then.
-        """
-        return comm.split(color, key, self._core.NCCLConfig(blocking=False))
-
-    def shrink(self, comm: Any, lost: Sequence[int]) -> Any:  # noqa: ANN401
-        """Begin a communicator without the ranks `lost`, aborting what is in flight; all others call it.
-
-        It is there when `comm` is no longer in progress, and kept until then.
-        """
-        config = self._core.NCCLConfig(blocking=False)
-        try:
-            return comm.shrink(list(lost), config, self._core.CommShrinkFlag.ABORT)
-        except Exception as error:
-            raise self.error(error, "shrinking", comm) from error
 
     def group(self) -> Any:  # noqa: ANN401
         """Return a block whose calls are launched together, at its end."""

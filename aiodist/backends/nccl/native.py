@@ -1,9 +1,8 @@
-"""NCCL's collectives and messages, enqueued behind the current stream and before what it queues next."""
+"""NCCL's collectives, enqueued behind the current stream and before what it queues next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,33 +10,32 @@ import torch
 from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done
-from aiodist.backends.inplace import copy, divide
+from aiodist.backends.inplace import bytes_of, divide
 from aiodist.backends.nccl.group import Launch, NcclGroup
-from aiodist.backends.nccl.kinds import as_bytes, as_numbers, native_op, supports
-from aiodist.backends.nccl.turns import Turn
+from aiodist.backends.nccl.kinds import as_numbers, native_op, supports
+from aiodist.backends.nccl.launch_order import LaunchSlot
 from aiodist.errors import BackendError
 from aiodist.types import ReduceOp
 
 __all__ = ["NcclNative"]
 
-_Step = tuple[str, Launch, Callable[[], None] | None, Done]
-
 
 class NcclNative:
-    """What one operation does with NCCL, or all of them where they need no turns.
+    """What one operation does with NCCL, or all of them where they need no order.
 
     Tensors are dense, flat and on the group's device. Calls take part in the order of the stream that is current when
     the method is called, and `done(None)` says that they are *enqueued*: results are there when that stream has come
     so far, and until then the tensors are in use. They run on the group's own stream, where nothing is allocated. All
-    ranks must make the same calls in the same order; see `Turns`.
+    ranks must make the same calls in the same order; see `LaunchOrder`.
     """
 
-    def __init__(self, group: NcclGroup, turn: Turn | None = None, behind: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, group: NcclGroup, slot: LaunchSlot | None = None, behind: torch.cuda.Event | None = None
+    ) -> None:
         """With `behind`, the calls come behind that event, and no stream is ordered behind them."""
         self._group = group
-        self._turn = turn
+        self._slot = slot
         self._behind = behind
-        self._steps: list[_Step] | None = None
 
     def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
         """Return True when the method named `operation` takes such tensors; any number of elements goes."""
@@ -60,7 +58,7 @@ class NcclNative:
 
     def broadcast(self, t: Tensor, root: int, done: Done) -> None:
         """Overwrite `t` with root's: ncclBroadcast."""
-        data = as_bytes(t)
+        data = bytes_of(t)
         self._call(
             "broadcast",
             lambda comm, stream: comm.broadcast(data, data, root, stream=stream),
@@ -84,7 +82,7 @@ class NcclNative:
 
         ncclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together.
         """
-        mine, everything = as_bytes(t), as_bytes(out)
+        mine, everything = bytes_of(t), bytes_of(out)
         blocks = _blocks(everything, [count * out.element_size() for count in counts])
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -118,86 +116,17 @@ class NcclNative:
 
         self._call("reduce_scatter", launch, done, after=self._division(out, op), empty=t.numel() == 0)
 
-    def alltoall(self, parts: Sequence[Tensor], outs: Sequence[Tensor], done: Done) -> None:
-        """Send `parts[r]` to rank r and fill `outs[r]` with what it sends me, whose size every rank knows."""
-        mine = self._group.rank
-        sends, recvs = [as_bytes(part) for part in parts], [as_bytes(out) for out in outs]
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            with self._group.library.group():
-                for peer in range(self._group.size):
-                    if peer == mine:
-                        continue
-                    if sends[peer].numel():
-                        comm.send(sends[peer], peer, stream=stream)
-                    if recvs[peer].numel():
-                        comm.recv(recvs[peer], peer, stream=stream)
-
-        def own() -> None:
-            if parts[mine].data_ptr() != outs[mine].data_ptr():
-                copy(outs[mine], parts[mine])
-
-        self._call("alltoall", launch, done, after=own)
-
     def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Not offered: NCCL has none."""
         done(BackendError("NCCL: there is no scan"))
-
-    def send(self, t: Tensor, dst: int, done: Done) -> None:
-        """Send `t` to rank `dst`, which receives as many bytes.
-
-        The stream goes on when the message is taken: two ranks that send to each other do it within `grouped`.
-        """
-        data = as_bytes(t)
-        self._call("send", lambda comm, stream: comm.send(data, dst, stream=stream), done, empty=t.numel() == 0)
-
-    def recv(self, t: Tensor, src: int, done: Done) -> None:
-        """Fill `t` with what rank `src` sends to me; messages of a pair are matched in order."""
-        data = as_bytes(t)
-        self._call("recv", lambda comm, stream: comm.recv(data, src, stream=stream), done, empty=t.numel() == 0)
-
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
-        """Launch the calls of the block together at its end: they are as one call, in one turn, and fail as one."""
-        if self._steps is not None:
-            raise RuntimeError("grouped() within grouped()")
-        self._steps = []
-        try:
-            yield
-        finally:
-            steps, self._steps = self._steps, None
-        self._together(steps)
-
-    def _together(self, steps: list[_Step]) -> None:
-        if not steps:
-            return
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            with self._group.library.group():
-                for _, one, _, _ in steps:
-                    one(comm, stream)
-
-        def after() -> None:
-            for _, _, behind, _ in steps:
-                if behind is not None:
-                    behind()
-
-        def done(error: BaseException | None) -> None:
-            for _, _, _, one in steps:
-                one(error)
-
-        what = ", ".join(dict.fromkeys(step[0] for step in steps))
-        self._group.call(launch, what, done, after=after, turn=self._turn, behind=self._behind)
 
     def _call(
         self, what: str, launch: Launch, done: Done, *, after: Callable[[], None] | None = None, empty: bool = False
     ) -> None:
         if empty:  # on all ranks: they know the counts
             done(None)
-        elif self._steps is None:
-            self._group.call(launch, what, done, after=after, turn=self._turn, behind=self._behind)
         else:
-            self._steps.append((what, launch, after, done))
+            self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[native_op(op)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from aiodist.backends.shm.memory import Place
-from aiodist.backends.shm.neighbours import BOARD_BYTES, Neighbour, Neighbourhood, memory_of
+from aiodist.backends.shm.neighbours import BOARD_BYTES, Neighbourhood, memory_of
 
 __all__ = ["FILLED", "KEY", "NUMBER", "WORKED", "Board", "Boards", "Facts", "Post"]
 
@@ -61,7 +61,7 @@ class Board:
 
     def write(self, number: int, key: int, facts: Facts, window: Place | None, stage: Place | None) -> None:
         """Say what this rank brings to operation `number`."""
-        self.words[KEY] = -1  # whoever sees the key sees all of it
+        self.words[KEY] = -1  # a rank that sees the key sees all of it
         _POST.pack_into(self._memory, _POST_AT, *facts, *(window or _NOWHERE), *(stage or _NOWHERE))
         self.words[KEY] = key
         self.words[NUMBER] = number
@@ -91,21 +91,14 @@ class Boards:
         """Return True once the boards of all are known."""
         boards: list[Board] = []
         for neighbour in self._others:
-            if self._name not in neighbour.places:
-                neighbour.listen()
-            place = neighbour.places.get(self._name)
-            if place is None:
+            seen = neighbour.seen(self._name, BOARD_BYTES, ordered=self._near.ordered)
+            if seen is None:
                 return False
-            boards.append(Board(self._seen(neighbour, place)))
+            boards.append(Board(seen))
         self.others = [board.words for board in boards]
         boards.insert(self._rank, self.mine)
         self.all = boards
         return True
-
-    def _seen(self, neighbour: Neighbour, place: Place) -> memoryview:
-        if self._near.ordered:
-            return memory_of(neighbour.memory(place, BOARD_BYTES))
-        return memoryview(neighbour.board(self._name))
 
     def ring(self) -> None:
         """Have the others look."""
@@ -113,8 +106,7 @@ class Boards:
             message = {"board": self._name, "words": self.mine.words.tolist()}
             for neighbour in self._others:
                 neighbour.tell(message)
-        for neighbour in self._others:
-            neighbour.ring()
+        self._near.ring(self._others)
 
     def leave(self) -> None:
         """This rank has seen all that it waits for; the others may still have to see its last words."""

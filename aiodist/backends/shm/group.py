@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import ours
 from aiodist.backends.shm.boards import FILLED, KEY, NUMBER, WORKED, Boards, Post
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbourhood
@@ -65,7 +66,7 @@ class Groups:
                 if group.advance():
                     moved = True
                 if not group.busy:
-                    self._busy.remove(group)
+                    self._busy = [busy for busy in self._busy if busy is not group]  # given up meanwhile, perhaps
             if not self._busy:
                 self.progress.remove_poller(self)
                 return moved
@@ -129,6 +130,12 @@ class Group:
         except StopIteration:
             self._steps = None
             return True
+        except Exception as error:  # noqa: BLE001  - it belongs to the tasks that await the operations
+            # The others wait for what this rank has to say of the next: nothing can follow.
+            self._steps = None
+            self._refusal = ours(error)
+            self._fail(self._refusal)
+            return True
         self._idle = 0 if moved else self._idle + 1
         if self._idle % _LOOK_PASSES == _LOOK_PASSES - 1 or not self._near.ordered:
             self._boards.look()
@@ -147,7 +154,13 @@ class Group:
 
     def _fail(self, error: BaseException) -> None:
         while self._queue:
-            self._queue.pop().done(error)
+            self._tell_end(self._queue.pop(), error)
+
+    def _tell_end(self, task: Task, error: BaseException | None) -> None:
+        try:
+            task.done(error)
+        except Exception as raised:  # noqa: BLE001  - those behind it go on
+            self._groups.progress.report("what an operation in shared memory completed failed", raised)
 
     # --- one operation after another -------------------------------------------------------------------------
 
@@ -159,14 +172,14 @@ class Group:
                 yield from self._do(task)
             except AiodistError as error:
                 failure: BaseException | None = error
-            except Exception as error:  # noqa: BLE001  - it belongs to whoever awaits the operation
+            except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
                 # The others wait for a round that never ends: nothing can follow it.
                 failure = self._refusal = BackendError(f"{described(task.work.facts)} failed: {error}")
                 failure.__cause__ = error
             else:
                 failure = None
             self._queue.remove(task)
-            task.done(failure)
+            self._tell_end(task, failure)
             if self._refusal is not None:
                 self._fail(self._refusal)
             yield True

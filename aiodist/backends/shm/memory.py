@@ -90,7 +90,7 @@ class Arena:
         return Place(number, address - base) if inside else None
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
-        """Return the bytes at `place`, whatever tensor they belong to."""
+        """Return the bytes at `place`, which may belong to any tensor."""
         return self.segments[place.segment].bytes[place.offset : place.offset + nbytes]
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
@@ -136,7 +136,7 @@ class Arena:
         self._reclaim()
 
     def _reclaim(self) -> None:
-        # Whoever has the lock now comes by here afterwards.
+        # The thread that holds the lock now comes by here afterwards.
         while self._freed and self._lock.acquire(False):
             try:
                 while self._freed:
@@ -162,7 +162,7 @@ class _Segment:
             os.close(self.fd)
             raise
         self.holes = [(0, nbytes)]
-        with torch.inference_mode(False):  # whoever is the first to need it
+        with torch.inference_mode(False):  # the first to need it may be in that mode
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
         finalize(self, os.close, self.fd)

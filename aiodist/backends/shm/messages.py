@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
+from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import Peer
 from aiodist.backends.shm.rings import Numbers, copy_bytes, move_bytes
-from aiodist.errors import BackendError
+from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
 
@@ -71,7 +73,7 @@ class Messages:
         self._pending = 0
         self._passes = 0
         self._ask_at = 0.0
-        self._failure: BackendError | None = None
+        self._failure: AiodistError | None = None
         progress.add_poller(self)
 
     def join(self, comm: int, ranks: tuple[int, ...]) -> None:
@@ -89,6 +91,16 @@ class Messages:
             send.done(self._failure)
             return
         self._pending += 1
+        self._try(send, partial(self._send, send, to))
+
+    def _try(self, operation: Send | Receive, step: Callable[[], None]) -> None:
+        """Take a step of `operation`, which is over with what that raises."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            self.over(operation, ours(error))
+
+    def _send(self, send: Send, to: int) -> None:
         if to != self.rank:
             self.peers[to].send(send)
             return
@@ -109,6 +121,9 @@ class Messages:
             receive.done(self._failure)
             return
         self._pending += 1
+        self._try(receive, partial(self._receive, receive))
+
+    def _receive(self, receive: Receive) -> None:
         box = self.box(receive.comm)
         if box is None:
             self.over(receive, BackendError("the communicator is closed"))
@@ -154,11 +169,14 @@ class Messages:
         self.copy(receive, receive.t, send.t, 0 if error else send.t.nbytes, finish)
 
     def over(self, operation: Send | Receive, error: BaseException | None) -> None:
-        """Tell whoever began `operation`, once."""
+        """Tell the `done` of `operation`, once."""
         if not operation.over:
             operation.over = True
             self._pending -= 1
-            operation.done(error)
+            try:
+                operation.done(error)
+            except Exception as raised:  # noqa: BLE001  - what follows in the queue is to be read all the same
+                self.progress.report("what a message completed failed", raised)
 
     def box(self, comm: int) -> Box | None:
         """Return what waits on a communicator, None when that is closed."""
@@ -199,8 +217,8 @@ class Messages:
                 for peer in self._polled:
                     if peer.advance():
                         moved = True
-            except BackendError as error:
-                self.fail(error)
+            except Exception as error:  # noqa: BLE001  - what was read half cannot be read again
+                self.fail(ours(error))
                 return True
             if self._copies:
                 self._work()
@@ -250,7 +268,12 @@ class Messages:
         while self._copies and self.budget > 0:
             copy = self._copies[0]
             nbytes = min(self.budget, copy.nbytes - copy.moved)
-            move_bytes(copy.into.data_ptr() + copy.moved, copy.source.data_ptr() + copy.moved, nbytes)
+            try:
+                move_bytes(copy.into.data_ptr() + copy.moved, copy.source.data_ptr() + copy.moved, nbytes)
+            except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+                self._copies.popleft()
+                self.over(copy.operation, ours(error))
+                continue
             copy.moved += nbytes
             self.budget -= max(nbytes, 1)
             if copy.moved < copy.nbytes:
@@ -282,7 +305,7 @@ class Messages:
             else:
                 self.peers[message.src].refuse(message)
 
-    def fail(self, error: BackendError) -> None:
+    def fail(self, error: AiodistError) -> None:
         """The others' memory cannot be reached: everything fails, now and from now on."""
         self._failure = error
         for comm in tuple(self.boxes):
@@ -290,7 +313,7 @@ class Messages:
         for peer in self._polled:
             peer.give_up(None, error)
 
-    def close(self, error: BackendError) -> None:
+    def close(self, error: AiodistError) -> None:
         """Poll no more; what is pending fails."""
         self.fail(error)
         self.progress.remove_poller(self)

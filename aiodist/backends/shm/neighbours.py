@@ -1,8 +1,8 @@
 """The ranks of one host: how they find one another, and what each can see of the others' memory.
 
 Every two of them are joined by a unix socket, over which descriptors of segments travel, and words about where
-things lie. Such a message is in the receiver's queue before anything that was stored after it can be seen, so whoever
-meets an unknown place in shared memory reads its queue and knows it.
+things lie. Such a message is in the receiver's queue before anything that was stored after it can be seen, so a rank
+that meets an unknown place in shared memory reads its queue and knows it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import mmap
 import os
 import platform
 import secrets
+import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from aiodist.handles.progress import leave_bell, sleep_at
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["BOARD_BYTES", "Neighbour", "Neighbourhood", "meet", "memory_of"]
+__all__ = ["BOARD_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
@@ -79,6 +80,13 @@ class Neighbour:
             self._unsent.popleft()
         return True
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the other end of its socket is closed: by the kernel at the latest, when its process has ended."""
+        watch = select.poll()
+        watch.register(self._link, 0)
+        return bool(watch.poll(0))
+
     def listen(self) -> None:
         """Read its messages."""
         with suppress(OSError):  # nothing there, or nobody
@@ -99,10 +107,25 @@ class Neighbour:
             self.places[message["place"]] = Place(*message["at"])
         elif "board" in message:
             _WORDS.pack_into(self.board(message["board"]), 0, *message["words"])
+        elif "words" in message:
+            for at, word in message["at"]:
+                struct.pack_into("Q", self.board(message["words"], message["of"]), 8 * at, word)
 
-    def board(self, name: str) -> bytearray:
+    def board(self, name: str, nbytes: int = BOARD_BYTES) -> bytearray:
         """Return the numbers it last sent of its board `name`, kept up to date by `listen`."""
-        return self._boards.setdefault(name, bytearray(BOARD_BYTES))
+        return self._boards.setdefault(name, bytearray(nbytes))
+
+    def seen(self, name: str, nbytes: int, *, ordered: bool) -> memoryview | None:
+        """Return what can be seen of its memory called `name`: itself where stores are `ordered`, else a copy.
+
+        None while it has told of no such memory.
+        """
+        if name not in self.places:
+            self.listen()
+        place = self.places.get(name)
+        if place is None:
+            return None
+        return memory_of(self.memory(place, nbytes)) if ordered else memoryview(self.board(name, nbytes))
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
         """Return the bytes at `place`, mapped on first use; raise BackendError for a place it never told of."""
@@ -118,18 +141,23 @@ class Neighbour:
             raise BackendError(f"rank {self.rank} names segment {number} of its memory, which it never sent")
         fd, nbytes = self._descriptors.pop(number)
         try:
-            with torch.inference_mode(False):  # whoever is the first to need it
+            with torch.inference_mode(False):  # the first to need it may be in that mode
                 return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         except OSError as error:
             raise BackendError(f"{nbytes} bytes of rank {self.rank}'s memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
 
-    def ring(self) -> None:
-        """Wake its progress thread, if that sleeps."""
+    @property
+    def bell(self) -> FutexBell:
+        """What its progress thread sleeps at."""
         if self._bell is None:
             self._bell = _bell(self.memory(Place(0, 0), mmap.PAGESIZE))
-        self._bell.ring_if_asleep()
+        return self._bell
+
+    def ring(self) -> None:
+        """Wake its progress thread, if that sleeps."""
+        self.bell.ring_if_asleep()
 
     def close(self) -> None:
         """Let go of its memory."""
@@ -154,9 +182,13 @@ class Neighbourhood:
         self._told = 0
         self._leaving: dict[str, tuple[frozenset[int], Tensor]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
-        self._bell = _bell(self._control)
+        self.bell = _bell(self._control)
         self.publish()
-        sleep_at(self._bell)
+        sleep_at(self.bell)
+
+    def ring(self, neighbours: Sequence[Neighbour]) -> None:
+        """Wake the progress threads of those that sleep: as `Neighbour.ring`, with one fence for all."""
+        self.bell.ring_those([neighbour.bell for neighbour in neighbours])
 
     def publish(self) -> None:
         """Send the descriptors of segments that the others have not been sent yet."""
@@ -201,7 +233,7 @@ class Neighbourhood:
 
     def close(self) -> None:
         """Let go of the others' memory; ours stays while tensors are in it."""
-        leave_bell(self._bell)
+        leave_bell(self.bell)
         self.arena.close()
         for neighbour in self.neighbours.values():
             neighbour.close()
@@ -220,35 +252,54 @@ def _bell(page: Tensor) -> FutexBell:
 # --- meeting -------------------------------------------------------------------------------------------------
 
 
-async def meet(
-    channel: Channel, *, allowed: bool = True, seconds: float = _MEET_SECONDS
-) -> tuple[Neighbourhood | None, str]:
-    """Return this rank's neighbourhood, or None and why there is none; every rank must call it.
+class Met(NamedTuple):
+    """What `meet` found."""
 
-    It has all ranks of this host that can share memory, or none: where one of them cannot, they all do without.
+    near: Neighbourhood | None
+    """The ranks that share memory with this one, None where there are none."""
+    reason: str = ""
+    """Why there are none."""
+    sharing: tuple[tuple[int, ...], ...] = ()
+    """All groups of ranks that share memory, on this host and on others."""
+
+
+async def meet(channel: Channel, *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
+    """Return this rank's neighbourhood, or why there is none, and which other ranks share memory.
+
+    Every rank must call it. It has all ranks of this host that can share memory, or none: where one of them cannot,
+    they all do without.
     """
     listener, reason = _listen() if allowed else (None, "it was turned off (AIODIST_SHM=0)")
     try:
         address = listener.getsockname()[1:].decode() if listener else ""
-        cards = await _exchange(channel, "card", [_identity(), address, reason], seconds)
-        mine = [rank for rank, card in enumerate(cards) if card[0] == cards[channel.rank][0]]
-        refusals = [f"rank {rank}: {cards[rank][2]}" for rank in mine if not cards[rank][1]]
+        contacts = await _exchange(channel, "contact", [_identity(), address, reason], seconds)
+        mine = [rank for rank, contact in enumerate(contacts) if contact[0] == contacts[channel.rank][0]]
+        refusals = [f"rank {rank}: {contacts[rank][2]}" for rank in mine if not contacts[rank][1]]
         links: dict[int, socket.socket] = {}
         if listener is not None and not refusals and len(mine) > 1:
             try:
-                links = await in_thread(lambda: _connect(listener, channel.rank, mine, cards, seconds))
+                links = await in_thread(lambda: _connect(listener, channel.rank, mine, contacts, seconds))
             except OSError as error:
                 refusals = [f"rank {channel.rank}: {error}"]
     finally:
         if listener is not None:
             listener.close()
     met = await _exchange(channel, "met", refusals, seconds)
+    sharing = _sharing(contacts, met)
+    if any(channel.rank in group for group in sharing):
+        return Met(Neighbourhood(channel.rank, links), "", sharing)
+    for link in links.values():
+        link.close()
     refusals = list(dict.fromkeys(text for rank in mine for text in met[rank]))
-    if refusals or len(mine) == 1:
-        for link in links.values():
-            link.close()
-        return None, "; ".join(refusals) or "no other rank is on this host"
-    return Neighbourhood(channel.rank, links), ""
+    return Met(None, "; ".join(refusals) or "no other rank is on this host", sharing)
+
+
+def _sharing(contacts: Sequence[Sequence[str]], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of two and more ranks that are on one host and met nothing that speaks against it."""
+    hosts: dict[str, list[int]] = {}
+    for rank, contact in enumerate(contacts):
+        hosts.setdefault(str(contact[0]), []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values() if len(ranks) > 1 and not any(met[rank] for rank in ranks))
 
 
 async def _exchange(channel: Channel, what: str, mine: Any, seconds: float) -> list[Any]:  # noqa: ANN401
@@ -282,7 +333,7 @@ def _listen() -> tuple[socket.socket | None, str]:
 
 
 def _connect(
-    listener: socket.socket, rank: int, mine: Sequence[int], cards: Sequence[Any], seconds: float
+    listener: socket.socket, rank: int, mine: Sequence[int], contacts: Sequence[Any], seconds: float
 ) -> dict[int, socket.socket]:
     """Return a socket to each of the others: the higher rank calls the lower."""
     links: dict[int, socket.socket] = {}
@@ -290,7 +341,7 @@ def _connect(
         for other in (r for r in mine if r < rank):
             link = links[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             link.settimeout(seconds)
-            link.connect("\0" + cards[other][1])
+            link.connect("\0" + contacts[other][1])
             link.send(str(rank).encode())
         listener.settimeout(seconds)
         while len(links) < len(mine) - 1:

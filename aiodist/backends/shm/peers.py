@@ -10,13 +10,13 @@ and neither do short ones that would go beyond `CREDIT_BYTES`: they are treated 
 from __future__ import annotations
 
 import ctypes
-import select
 from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Message, Receive, Send, too_long
 from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.backends.shm.rings import (
@@ -129,6 +129,9 @@ class Peer:
         except MemoryError as error:
             self._messages.over(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
             return True
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
+            self._messages.over(send, ours(error))
+            return True
         self._number = send.number = number
         self._offered[number] = send
         self._numbers.ring()
@@ -179,7 +182,7 @@ class Peer:
 
     def is_gone(self, now: float) -> bool:
         """Whether its process has ended, some time ago, and nothing of it is unread."""
-        if not _is_cut(self._neighbour):
+        if not self._neighbour.is_cut:
             return False
         self._cut_at = self._cut_at or now
         self._neighbour.listen()
@@ -217,7 +220,10 @@ class Peer:
             return None
         error = too_long(size, receive)
         if size and error is None:
-            copy_bytes(receive.t.data_ptr(), data, size)
+            try:
+                copy_bytes(receive.t.data_ptr(), data, size)
+            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
+                return receive, ours(raised)
         return receive, error
 
     def give_back(self, cost: int) -> None:
@@ -260,6 +266,13 @@ class Peer:
 
     def receive(self, receive: Receive, message: Message) -> None:
         """Get the bytes of a long message."""
+        try:
+            self._get(receive, message)
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
+            self._say(_REFUSED, message.number)
+            self._messages.over(receive, ours(error))
+
+    def _get(self, receive: Receive, message: Message) -> None:
         messages, nbytes, number = self._messages, message.nbytes, message.number
         receive.nbytes = nbytes
         error: BaseException | None = too_long(nbytes, receive)
@@ -269,12 +282,7 @@ class Peer:
             return
         source: Tensor | None = None
         if message.place is not None:
-            try:
-                source = self._neighbour.memory(message.place, nbytes)
-            except BackendError as failure:
-                self._say(_REFUSED, number)
-                messages.over(receive, failure)
-                return
+            source = self._neighbour.memory(message.place, nbytes)
         if nbytes >= LARGE_BYTES:
             receive.done = messages.progress.counted(receive.done)
         if source is None:
@@ -328,8 +336,8 @@ class Peer:
             return
         try:
             target = self._neighbour.memory(record.place, nbytes)
-        except BackendError as error:
-            self._give_up(send, error)
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
+            self._give_up(send, ours(error))
         else:
             self._messages.copy(send, target, send.t, nbytes, lambda: self._pushed(send))
 
@@ -431,10 +439,3 @@ class Peer:
                     del receives[number]  # else the neighbour may be writing there until it hears of it
                 self._say(_REFUSED, number)
                 self._messages.over(receive, error)
-
-
-def _is_cut(neighbour: Neighbour) -> bool:
-    """Whether the other end of its socket is closed: by the kernel at the latest, when its process has ended."""
-    watch = select.poll()
-    watch.register(neighbour._link, 0)
-    return bool(watch.poll(0))

@@ -15,8 +15,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done
-from aiodist.backends.inplace import COMBINE, divide
+from aiodist.backends.base import DTYPES, Done, dtype_name
+from aiodist.backends.inplace import COMBINE, divide, numbers_of
 from aiodist.backends.shm.boards import Facts
 from aiodist.types import ReduceOp
 
@@ -265,26 +265,20 @@ class Task:
     @property
     def window(self) -> Tensor:
         """The window, flat."""
-        return _flat(self.tensor)
+        return numbers_of(self.tensor)
 
     @property
     def out(self) -> Tensor:
         """What is filled, flat."""
-        return _flat(self._out)
+        return numbers_of(self._out)
 
 
 def described(facts: Facts) -> str:
     """Return facts as words."""
-    what = f"{_NAMES[facts.kind]} {str(DTYPES[facts.dtype]).removeprefix('torch.')}[{facts.numel}]"
+    what = f"{_NAMES[facts.kind]} {dtype_name(DTYPES[facts.dtype])}[{facts.numel}]"
     op = f" {_OPS[facts.op]}" if facts.op >= 0 else ""
     root = f" root {facts.root}" if facts.root >= 0 else ""
     return what + op + root + (f" cut {facts.cut:08x}" if facts.cut else "")
-
-
-def _flat(t: Tensor) -> Tensor:
-    """Return `t` as works take it: without a history, flat, bool as bytes."""
-    one = t.detach().view(-1)
-    return one.view(torch.uint8) if one.dtype is torch.bool else one
 
 
 def _facts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
-from aiodist.ps.consistency.base import Base
+from aiodist.ps.consistency.base import BaseMachine
 from aiodist.ps.consistency.events import Action, Push
 from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 
@@ -24,6 +24,7 @@ class Asynchronous(Described):
     """
 
     accepts: ClassVar[bool] = False
+    holds: ClassVar[bool] = False
 
     max_staleness: int | None = None
     stale: Literal["drop", "scale"] = "drop"
@@ -50,7 +51,7 @@ class Asynchronous(Described):
         return Asynchronously(workers, stale)
 
 
-class Asynchronously(Base):
+class Asynchronously(BaseMachine):
     """Holds nothing but reads of versions to come."""
 
     __slots__ = ()

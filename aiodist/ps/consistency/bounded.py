@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import ClassVar, Literal
 
-from aiodist.ps.consistency.base import Base
+from aiodist.ps.consistency.base import BaseMachine
 from aiodist.ps.consistency.events import Action, Machine, Push
 from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 from aiodist.ps.consistency.steps import Stepwise
@@ -23,14 +23,15 @@ class Bounded(Described):
 
     A worker's clock is the number of its pushes that were applied. The slowest is sought among those that are still
     there. What is held is applied as soon as the clock allows, in order of arrival. With a staleness of 0 all move at
-    once: a step takes one push of each. "scale" multiplies each push by `scale(versions between read and step)`, 1 /
-    (1 + these) where none is given; none are dropped, since who is always dropped would stop all clocks. Raises
-    ValueError for anything else.
+    once: a step takes one push of each. After a barrier all clocks are equal. "scale" multiplies each push by
+    `scale(versions between read and step)`, 1 / (1 + these) where none is given; none are dropped, since who is always
+    dropped would stop all clocks. Raises ValueError for anything else.
 
     After Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (NIPS 2013).
     """
 
     accepts: ClassVar[bool] = False
+    holds: ClassVar[bool] = True
 
     staleness: int
     stale: Literal["accept", "scale"] = "accept"
@@ -54,7 +55,7 @@ class Bounded(Described):
         return Boundedly(self.staleness, workers, stale)
 
 
-class Boundedly(Base):
+class Boundedly(BaseMachine):
     """Holds the pushes of those who are too far ahead; a staleness of at least 1 never holds the slowest."""
 
     __slots__ = ("_ahead", "_arrivals", "_at", "_clocks", "_count", "_slowest")
@@ -81,6 +82,15 @@ class Boundedly(Base):
     def _without(self, worker: int, actions: list[Action]) -> None:
         if self._off(self._clocks[worker]):
             self._go_on(actions)
+
+    def _back_on_the_clock(self, workers: set[int]) -> None:
+        start = self._slowest if self._present else max(self._clocks.values())
+        super()._back_on_the_clock(workers)
+        for worker in workers:
+            if not self._held[worker]:  # else it is still as far ahead as when these came
+                self._clocks[worker] = int(start)
+            self._at[self._clocks[worker]] += 1
+        self._slowest = min(self._at)
 
     def _allowed(self, worker: int) -> bool:
         return self._clocks[worker] < self._slowest + self._ahead

@@ -8,7 +8,7 @@ what lies between two `Apply` is a consistent cut: a read that all shards serve 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -95,10 +95,12 @@ class Counts:
     """Applied with a weight that its staleness changed."""
     repeated: int = 0
     """Ignored: their number was not above the last of their worker."""
+    incomplete: int = 0
+    """Steps of fewer pushes than the policy asks for, since the others had left or rested."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How many were applied at each staleness: versions between the one that the worker had read and the step.
 
-    From `EXACT_STALENESS` on rounded down to a power of two: whoever never reads would make a bar for each push.
+    From `EXACT_STALENESS` on rounded down to a power of two: a worker that never reads would make a bar for each push.
     """
 
 
@@ -149,6 +151,20 @@ class Machine(Protocol):
         Again: nothing happens. Raises ValueError for a client that is no worker.
         """
 
+    def rest(self, worker: int) -> list[Action]:
+        """Take a worker off the clock for a while, as at a barrier, and return what no longer waits for it.
+
+        What it pushed still counts. When nobody is present all pushes that are held come out; reads of versions to come
+        stay, since workers come back. Who rests or has left: nothing happens. Raises ValueError for a client that is no
+        worker.
+        """
+
+    def resume(self, workers: Iterable[int]) -> None:
+        """Have those of `workers` that rest back on the clock, at the current step: nothing that they missed is due.
+
+        Who pushes while it rests is back by that.
+        """
+
     def waiting(self) -> Waiting:
         """Return what is held: for messages and metrics."""
 
@@ -159,6 +175,10 @@ class Policy(Protocol):
     @property
     def accepts(self) -> bool:
         """Whether a push is done, for its worker, when the server has it; else when it is applied or dropped."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a push may wait for another worker's."""
 
     @property
     def scales(self) -> bool:

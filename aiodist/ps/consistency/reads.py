@@ -8,10 +8,10 @@ from heapq import heappop, heappush
 
 from aiodist.ps.consistency.events import Action, Part, Pull, Serve
 
-__all__ = ["Reads"]
+__all__ = ["WaitingReads"]
 
 
-class Reads:
+class WaitingReads:
     """Reads that wait: first for a push of their own client, then for a version."""
 
     __slots__ = ("_count", "_held", "_own", "_wants")

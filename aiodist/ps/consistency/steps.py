@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
-from aiodist.ps.consistency.base import Base
+from aiodist.ps.consistency.base import BaseMachine
 from aiodist.ps.consistency.events import Action, Push
 from aiodist.ps.consistency.stale import KEEP, Described, Scale, Stale, at_least, checked_scale, one_of
 
@@ -18,11 +18,13 @@ __all__ = ["Quorum", "Stepwise", "Synchronous"]
 class Synchronous(Described):
     """Step k takes the k-th push of each worker that is still there, and of those that left what they had pushed.
 
+    Who rests at a barrier is not there: a step lacks what it does not push. After the barrier all are in step again.
     "mean" divides by the number of pushes in the step, "sum" does not. A worker may push ahead of the others: that is
     held. Raises ValueError for another reduction.
     """
 
     accepts: ClassVar[bool] = True
+    holds: ClassVar[bool] = True
 
     reduction: Literal["mean", "sum"]
 
@@ -39,14 +41,14 @@ class Synchronous(Described):
         return Stepwise(workers, KEEP, mean=self.reduction == "mean")
 
 
-class Stepwise(Base):
+class Stepwise(BaseMachine):
     """Holds pushes until each worker that is present has one."""
 
     __slots__ = ("_missing",)
 
     def __init__(self, workers: Sequence[int], stale: Stale, *, mean: bool) -> None:
         """`mean` divides each step by the number of its parts."""
-        super().__init__(workers, stale, mean=mean)
+        super().__init__(workers, stale, mean=mean, full=len(workers))
         self._missing = len(workers)  # how many that are present have none
 
     def _take(self, event: Push, actions: list[Action]) -> None:
@@ -58,6 +60,10 @@ class Stepwise(Base):
     def _without(self, worker: int, actions: list[Action]) -> None:
         self._missing -= not self._held[worker]
         self._step(actions)
+
+    def _back_on_the_clock(self, workers: set[int]) -> None:
+        super()._back_on_the_clock(workers)
+        self._missing += sum(not self._held[worker] for worker in workers)
 
     def _step(self, actions: list[Action]) -> None:
         while not self._missing:
@@ -73,8 +79,9 @@ class Stepwise(Base):
 
 @dataclass(frozen=True, repr=False)
 class Quorum(Described):
-    """The first n pushes make a step, whoever they are from; when fewer than n workers are left, as many as those.
+    """The first n pushes make a step, from any workers; when fewer than n workers are there, as many as those.
 
+    Who has left is not there, nor who rests at a barrier.
     `stale` says what is done with a push whose base is not the current version. "accept": it counts like any other.
     "drop": it is thrown away; with more workers than n that is synchronous training with backup workers. "scale": it
     counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
@@ -87,6 +94,7 @@ class Quorum(Described):
     """
 
     accepts: ClassVar[bool] = True
+    holds: ClassVar[bool] = True
 
     n: int
     reduction: Literal["mean", "sum"]
@@ -112,14 +120,14 @@ class Quorum(Described):
         return FirstOf(self.n, workers, Stale(drop_above, checked_scale(self.stale, self.scale)), self.reduction)
 
 
-class FirstOf(Base):
+class FirstOf(BaseMachine):
     """Holds pushes until there are enough."""
 
     __slots__ = ("_count", "_n", "sees_own")
 
     def __init__(self, n: int, workers: Sequence[int], stale: Stale, reduction: str) -> None:
         """`n` pushes make a step, fewer where fewer are left."""
-        super().__init__(workers, stale, mean=reduction == "mean")
+        super().__init__(workers, stale, mean=reduction == "mean", full=n)
         # Pushes that count though they are stale may wait for a worker that waits at another tensor for ours.
         self.sees_own = stale.drop_above == 0
         self._n = n

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist.communicator import Communicator
-from aiodist.ps.training.link import Centre, Key, Link
+from aiodist.ps.training.link import Centre, CentreLink, Key
 
 __all__ = ["Optimizer", "Parameters", "Run", "TrainingClient", "copy_all", "like"]
 
@@ -50,7 +50,7 @@ class TrainingClient(ABC):
         self, ps: Centre, params: Parameters, group: Communicator | None = None, run: Run | None = None
     ) -> None:
         self._keys, self._params = _trained(params)
-        self._link = Link(ps, group)
+        self._link = CentreLink(ps, group)
         self._run = run
         self._fetched = like(self._params)
         self._steps = 0

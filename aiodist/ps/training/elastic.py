@@ -98,7 +98,7 @@ class EASGD(TrainingClient):
 
 
 class EAMSGD(EASGD):
-    """EASGD with Nesterov's momentum on the local step, whatever optimizer makes it.
+    """EASGD with Nesterov's momentum on the local step, which any optimizer may make.
 
     The method (algorithm 2 of the paper) has weights x and a velocity v; it takes the gradient at x + delta v, where
     delta is `momentum`:

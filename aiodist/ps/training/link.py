@@ -11,7 +11,7 @@ from torch import Tensor
 from aiodist.communicator import Communicator
 from aiodist.errors import RemoteError
 
-__all__ = ["Centre", "Key", "Link", "Pending"]
+__all__ = ["Centre", "CentreLink", "Key", "Pending"]
 
 Key = str | Tensor
 """How the server knows a tensor: by name, or as the tensor that was registered with it."""
@@ -36,7 +36,7 @@ class Centre(Protocol):
         """Fetch into `out`; it sees what this rank has pushed before."""
 
 
-class Link:
+class CentreLink:
     """One client's traffic: at most one push and one pull in flight.
 
     In a group the calls are collective: every rank makes the same ones in the same order, and rank 0 alone talks to

@@ -16,8 +16,8 @@ What it is
     "cuda:0" and so on are CPU tensors that say otherwise. What is computed with them is queued on the calling thread's
     current stream of their device, and returns at once; autograd, `nn.Module.to`, optimizers and hooks work as always.
     Operators that need the data on the host wait for the stream, as do copies, unless they are `non_blocking` with
-    pinned memory. Tensors of different devices do not mix. An error in queued work is raised by whoever asks the
-    device next, and by everyone after that.
+    pinned memory. Tensors of different devices do not mix. An error in queued work is raised by the next call
+    that asks the device, and by every one after that.
 
 How mistakes show
     New memory holds poison (NaN, or a number far off) until the work that fills it is done, and so does the target of

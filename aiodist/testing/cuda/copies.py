@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._C import _DisableTorchDispatch
 
 from aiodist.testing.cuda.device import SimulatedCuda, active
 from aiodist.testing.cuda.lanes import Lane
-from aiodist.testing.cuda.memory import Block, poison
+from aiodist.testing.cuda.memory import Allocation, poison
 from aiodist.testing.cuda.tensor import DeviceTensor
 
 __all__ = ["copy", "foreach_copy", "launch", "make_room"]
@@ -21,7 +22,7 @@ def launch(
     lane: Lane,
     name: str,
     run: Callable[[], object],
-    blocks: Sequence[Block],
+    blocks: Sequence[Allocation],
     first: Callable[[], object] | None = None,
 ) -> None:
     """Queue work that uses these blocks."""
@@ -57,7 +58,7 @@ def copy(into: torch.Tensor, t: torch.Tensor, non_blocking: bool = False) -> Non
 
 
 def _to_host(world: SimulatedCuda, into: torch.Tensor, t: DeviceTensor, non_blocking: bool) -> None:
-    lane = world.current_stream(t._index).lane
+    lane = world.current_stream(t.cuda_index).lane
     plain, block = world.memory.alias(t)
     _launch_copy(world, lane, "d2h", into.detach(), plain, [block])
     if non_blocking and world.memory.is_pinned(into):
@@ -67,7 +68,7 @@ def _to_host(world: SimulatedCuda, into: torch.Tensor, t: DeviceTensor, non_bloc
 
 
 def _from_host(world: SimulatedCuda, into: DeviceTensor, t: torch.Tensor, non_blocking: bool) -> None:
-    lane = world.current_stream(into._index).lane
+    lane = world.current_stream(into.cuda_index).lane
     plain, block = world.memory.alias(into)
     pinned = world.memory.is_pinned(t)
     source = t.detach() if pinned else t.detach().clone()
@@ -80,7 +81,7 @@ def _from_host(world: SimulatedCuda, into: DeviceTensor, t: torch.Tensor, non_bl
 
 def _on_devices(world: SimulatedCuda, into: DeviceTensor, t: DeviceTensor) -> None:
     """As torch: on the source's current stream, between all before and all after on the destination's."""
-    source, target = world.current_stream(t._index).lane, world.current_stream(into._index).lane
+    source, target = world.current_stream(t.cuda_index).lane, world.current_stream(into.cuda_index).lane
     plain_into, block_into = world.memory.alias(into)
     plain, block = world.memory.alias(t)
     if source is not target:
@@ -93,7 +94,7 @@ def _on_devices(world: SimulatedCuda, into: DeviceTensor, t: DeviceTensor) -> No
 
 
 def _launch_copy(
-    world: SimulatedCuda, lane: Lane, way: str, into: torch.Tensor, t: torch.Tensor, blocks: list[Block | None]
+    world: SimulatedCuda, lane: Lane, way: str, into: torch.Tensor, t: torch.Tensor, blocks: list[Allocation | None]
 ) -> None:
     t.expand_as(into)  # raises now where it does not fit
     apart = into.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
@@ -116,8 +117,8 @@ def make_room(t: DeviceTensor, size: Sequence[int]) -> None:
     needed = offset + math.prod(size)
     if needed <= held:
         return
-    plain = world.memory.allocate(world.current_stream(t._index).lane, (needed,), (1,), t.dtype)
-    with torch._C._DisableTorchDispatch():
-        before = type(t).over(t.detach().as_strided((held,), (1,), 0), t._index)
+    plain = world.memory.allocate(world.current_stream(t.cuda_index).lane, (needed,), (1,), t.dtype)
+    with _DisableTorchDispatch():
+        before = type(t).over(t.detach().as_strided((held,), (1,), 0), t.cuda_index)
         t.set_(plain.untyped_storage(), offset, t.size(), t.stride())
-    _on_devices(world, type(t).over(plain[:held], t._index), before)
+    _on_devices(world, type(t).over(plain[:held], t.cuda_index), before)

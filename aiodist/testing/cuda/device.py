@@ -103,13 +103,14 @@ class SimulatedCuda:
     def paused(self, *streams: Stream | torch.cuda.Stream) -> Iterator[None]:
         """Hold these streams, all of them where none is named: nothing on them ends until the context does."""
         lanes = [_lane(stream) for stream in streams]
-        self._hold(lanes, 1)
+        self.hold(lanes, 1)
         try:
             yield
         finally:
-            self._hold(lanes, -1)
+            self.hold(lanes, -1)
 
-    def _hold(self, lanes: list[Lane], by: int) -> None:
+    def hold(self, lanes: list[Lane], by: int) -> None:
+        """Hold these lanes so many times more, or less; all of them where none is given."""
         with self.condition:
             if not lanes:
                 self.held += by
@@ -128,7 +129,7 @@ class SimulatedCuda:
             self._capturing.discard(lane)
 
     def fail(self, index: int, error: BaseException | str) -> None:
-        """Let device `index` fail: what is queued is skipped, and whoever asks it anything is told, from now on."""
+        """Let device `index` fail: what is queued is skipped, and every call that asks it raises, from now on."""
         self.errors.setdefault(index, RuntimeError(error) if isinstance(error, str) else error)
 
     # --- for what is patched

@@ -126,5 +126,5 @@ class Lane:
             if job.works and world.delay:
                 time.sleep(self._random.uniform(0, world.delay))
             job.run()
-        except BaseException as error:  # noqa: BLE001 - as a kernel's fault: whoever asks the device next is told
+        except BaseException as error:  # noqa: BLE001 - as a kernel's fault: the next call that asks the device raises
             world.fail(self.index, error)

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import _conj as conjugated
+from torch import _neg_view as negated
 
 from aiodist.testing.cuda.lanes import Lane
 
 if TYPE_CHECKING:
     from aiodist.testing.cuda.device import SimulatedCuda
 
-__all__ = ["Block", "Memory", "poison"]
+__all__ = ["Allocation", "Memory", "poison", "seen_as"]
 
 
 def _poison_byte(dtype: torch.dtype) -> int:
@@ -43,7 +45,7 @@ def _lent(base: torch.UntypedStorage) -> tuple[ctypes.Array[ctypes.c_char], torc
     return lease, torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
 
 
-class Block:
+class Allocation:
     """One allocation. Its memory outlives the tensors over it for as long as queued jobs use it."""
 
     __slots__ = ("base", "byte", "freed", "index", "lane", "lease", "users")
@@ -79,7 +81,7 @@ class Memory:
 
     def __init__(self, world: SimulatedCuda) -> None:
         self._world: Final = world
-        self._blocks: Final[dict[int, Block]] = {}  # by address
+        self._blocks: Final[dict[int, Allocation]] = {}  # by address
         self._pinned: Final[dict[int, weakref.ref[object]]] = {}
         self._copied: Final[dict[int, set[int]]] = {}  # by address of pinned memory, the devices
 
@@ -89,7 +91,7 @@ class Memory:
             raise RuntimeError("the storage is on no simulated CUDA device, or is empty")
         return block.lane.index
 
-    def block(self, t: torch.Tensor) -> Block | None:
+    def block(self, t: torch.Tensor) -> Allocation | None:
         """Return what a tensor's storage lies in."""
         return self._blocks.get(t.untyped_storage().data_ptr())
 
@@ -105,7 +107,7 @@ class Memory:
         byte = _poison_byte(dtype)
         base = torch.full((nbytes,), byte, dtype=torch.uint8, device="cpu").untyped_storage()
         lease, storage = _lent(base)
-        block = Block(base, lane, byte)
+        block = Allocation(base, lane, byte)
         address = base.data_ptr()
 
         def dead(_: object) -> None:
@@ -124,7 +126,7 @@ class Memory:
         if (block := self.block(t)) is not None:
             block.users.add(lane)
 
-    def alias(self, t: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+    def alias(self, t: torch.Tensor) -> tuple[torch.Tensor, Allocation | None]:
         """Return a plain CPU tensor over the same memory, which does not keep it from being freed, and its block."""
         block = self.block(t)
         if block is None and t.untyped_storage().nbytes() == 0:
@@ -132,9 +134,7 @@ class Memory:
         plain = _over(
             t.untyped_storage() if block is None else block.base, t.dtype, t.storage_offset(), t.size(), t.stride()
         )
-        if t.is_conj():
-            plain = torch._conj(plain)
-        return (torch._neg_view(plain) if t.is_neg() else plain), block
+        return seen_as(t, plain), block
 
     def pin(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a plain CPU tensor in pinned memory, poisoned."""
@@ -174,6 +174,12 @@ def _span(size: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def seen_as(t: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return `plain` conjugated and negated as `t` is, where that is a mark on the tensor and not in its memory."""
+    conjugate = conjugated(plain) if t.is_conj() else plain
+    return negated(conjugate) if t.is_neg() else conjugate
 
 
 def _over(

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._C import _current_graph_task_id, _DisableTorchDispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from aiodist.testing.cuda.copies import copy, foreach_copy, launch, make_room
 from aiodist.testing.cuda.device import SimulatedCuda, active
-from aiodist.testing.cuda.memory import Block
+from aiodist.testing.cuda.memory import Allocation, seen_as
 from aiodist.testing.cuda.tensor import DeviceTensor
 
 __all__ = ["SimulatedTensor", "launch"]
@@ -37,20 +38,20 @@ class SimulatedTensor(DeviceTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        known = _known(func)
-        if known.name == "copy_":
+        schema = _schema_of(func)
+        if schema.name == "copy_":
             copy(*args, **kwargs)
             return args[0]
-        if known.name == "_foreach_copy_":
+        if schema.name == "_foreach_copy_":
             return foreach_copy(*args, **kwargs)
-        if known.name.startswith("_foreach_") and (parts := _by_device(args)):
+        if schema.name.startswith("_foreach_") and (parts := _by_device(args)):
             return _in_parts(func, args, kwargs, parts)
-        if known.name == "resize_":
+        if schema.name == "resize_":
             make_room(args[0], args[1])
-        if known.at_once:
+        if schema.at_once:
             return _at_once(func, args, kwargs)
-        launch = _Launch(active(), known, args, kwargs)
-        if known.waits:
+        launch = _Launch(active(), schema, args, kwargs)
+        if schema.waits:
             return launch.wait(func, "implicit")
         return launch.queue(func)
 
@@ -59,7 +60,7 @@ def _by_device(args: tuple[Any, ...]) -> list[list[int]]:
     """Return which positions of the lists lie on which device; nothing where all lie on one."""
     found: dict[int, list[int]] = {}
     for position, t in enumerate(args[0]):
-        found.setdefault(t._index if isinstance(t, SimulatedTensor) else -1, []).append(position)
+        found.setdefault(t.cuda_index if isinstance(t, SimulatedTensor) else -1, []).append(position)
     return list(found.values()) if len(found) > 1 else []
 
 
@@ -75,10 +76,10 @@ def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: l
         made = func(*(part(a, positions) for a in args), **{key: part(a, positions) for key, a in kwargs.items()})
         for position, result in zip(positions, made or (), strict=False):
             results[position] = result
-    return results if func._schema.returns else None
+    return results if _schema_of(func).returns else None
 
 
-class _Known(NamedTuple):
+class _OperatorSchema(NamedTuple):
     """What the schema of an operator says."""
 
     name: str
@@ -88,7 +89,7 @@ class _Known(NamedTuple):
 
 
 @functools.cache
-def _known(func: Any) -> _Known:  # noqa: ANN401
+def _schema_of(func: Any) -> _OperatorSchema:  # noqa: ANN401
     schema, tags = func._schema, func.tags
     name = schema.name.removeprefix("aten::")
     written: dict[frozenset[str], int | str] = {}
@@ -103,47 +104,55 @@ def _known(func: Any) -> _Known:  # noqa: ANN401
     at_once = view or torch.Tag.inplace_view in tags or name in _OF_METADATA
     tensorless = any("Tensor" not in str(result.type) for result in schema.returns)
     dynamic = torch.Tag.dynamic_output_shape in tags and name != "index"  # which is, with a mask only
-    return _Known(name, at_once, torch.Tag.data_dependent_output in tags or tensorless or dynamic, tuple(returns))
+    return _OperatorSchema(
+        name, at_once, torch.Tag.data_dependent_output in tags or tensorless or dynamic, tuple(returns)
+    )
 
 
 def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     """Run what touches no data; what comes out lies in the same memory."""
-    index = next(leaf._index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SimulatedTensor))
+    index = next(leaf.cuda_index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SimulatedTensor))
 
     def ours(made: object) -> object:
         if isinstance(made, torch.Tensor) and not isinstance(made, SimulatedTensor):
             return SimulatedTensor.over(made, index)
         return made
 
-    with torch._C._DisableTorchDispatch():
+    with _DisableTorchDispatch():
         return tree_map(ours, func(*args, **kwargs))
 
 
 class _Launch:
     """One operator with its arguments as they are now: aliases of the tensors, copies of numbers."""
 
-    def __init__(self, world: SimulatedCuda, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._world, self._known, self._args, self._kwargs = world, known, args, kwargs
+    def __init__(
+        self, world: SimulatedCuda, schema: _OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._world, self._schema, self._args, self._kwargs = world, schema, args, kwargs
         leaves, self._spec = tree_flatten((args, kwargs))
         ours = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-        self.index: Final = ours[0]._index
+        self.index: Final = ours[0].cuda_index
         self.lane: Final = world.current_stream(self.index).lane
         if torch.is_grad_enabled() and any(t.requires_grad for t in ours):
             world.autograd_lanes.add(self.lane)
-        self._blocks: list[Block] = []
+        self._blocks: list[Allocation] = []
         self._aliases: list[Any] = [self._alias(leaf) for leaf in leaves]
 
     def _alias(self, leaf: Any) -> Any:  # noqa: ANN401
         if isinstance(leaf, SimulatedTensor):
-            if leaf._index != self.index:
+            if leaf.cuda_index != self.index:
                 raise _elsewhere(self.index, leaf)
             plain, block = self._world.memory.alias(leaf)
-            if block is not None and not self._known.name.startswith("new_") and not self._known.name.endswith("_like"):
+            if (
+                block is not None
+                and not self._schema.name.startswith("new_")
+                and not self._schema.name.endswith("_like")
+            ):
                 self._blocks.append(block)  # the others ask for the shape alone
             return plain
         if isinstance(leaf, torch.Tensor):
             # Formulas of autograd in C++ make tensors where they think they are: on the host.
-            allowed = self._known.name in _TAKE_HOST_INDICES or torch._C._current_graph_task_id() != -1
+            allowed = self._schema.name in _TAKE_HOST_INDICES or _current_graph_task_id() != -1
             if leaf.dim() and not allowed:
                 raise _elsewhere(self.index, leaf)
             return leaf.detach().clone()
@@ -152,7 +161,7 @@ class _Launch:
     def wait(self, func: Any, kind: str | None) -> Any:  # noqa: ANN401
         """Let the host wait for the stream, and run at once."""
         if kind is None:
-            self._world.fallbacks[self._known.name] += 1
+            self._world.fallbacks[self._schema.name] += 1
             if not self.lane.mark().wait(self._world.patience):
                 raise RuntimeError(f"{self.lane} did not end within {self._world.patience} s: is it held?")
         else:
@@ -163,13 +172,13 @@ class _Launch:
 
     def queue(self, func: Any) -> Any:  # noqa: ANN401
         """Queue it, and return the tensors that it will write."""
-        aliases, spec, keys = self._aliases, self._spec, self._known.returns
+        aliases, spec, keys = self._aliases, self._spec, self._schema.returns
         shapes: Any = None if len(keys) == 1 else [None] * len(keys)
         if None in keys:
             try:
                 shapes = self._shapes(func)
             except NotImplementedError:
-                return self.wait(func, "implicit" if self._known.name == "index" else None)
+                return self.wait(func, "implicit" if self._schema.name == "index" else None)
         written: list[torch.Tensor | None] = []
 
         def promised(shape: object) -> object:
@@ -190,20 +199,20 @@ class _Launch:
                 if into is not None and result is not None:  # a gradient that nobody asked for is not made
                     _deliver(into, result)
 
-        launch(self._world, self.lane, self._known.name, run, self._blocks)
+        launch(self._world, self.lane, self._schema.name, run, self._blocks)
         return returned
 
     def _shapes(self, func: Any) -> Any:  # noqa: ANN401
         """Return tensors like the results, which do not depend on the data."""
         key = (func, self._spec, *map(_key, self._aliases))
-        if (known := _shapes.get(key)) is None:
-            twin = _example if self._known.name in _BY_EXAMPLE else _shape
+        if (shapes := _shapes.get(key)) is None:
+            twin = _example if self._schema.name in _BY_EXAMPLE else _shape
             args, kwargs = tree_unflatten([twin(leaf) for leaf in self._aliases], self._spec)
-            known = func(*args, **kwargs)
+            shapes = func(*args, **kwargs)
             if len(_shapes) >= _SHAPES:
                 _shapes.clear()
-            _shapes[key] = known = tree_map(_shape, known)
-        return known
+            _shapes[key] = shapes = tree_map(_shape, shapes)
+        return shapes
 
     def _new(self, like: torch.Tensor, data: torch.Tensor | None) -> SimulatedTensor:
         plain = self._world.memory.allocate(self.lane, like.size(), like.stride(), like.dtype)
@@ -213,7 +222,7 @@ class _Launch:
 
     def _returned(self, results: Any, new: Callable[[object], object]) -> Any:  # noqa: ANN401
         """Return the arguments that are results, and `new` of the results that are new."""
-        keys = self._known.returns
+        keys = self._schema.returns
 
         def one(key: int | str | None, result: object) -> object:
             if key is None:
@@ -243,9 +252,7 @@ def _shape(leaf: Any) -> Any:  # noqa: ANN401
     if not isinstance(leaf, torch.Tensor):
         return leaf
     made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-    if leaf.is_conj():
-        made = torch._conj(made)
-    return torch._neg_view(made) if leaf.is_neg() else made
+    return seen_as(leaf, made)
 
 
 def _example(leaf: Any) -> Any:  # noqa: ANN401

@@ -10,6 +10,10 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo  # torch does so when the shape of a result is first asked for; it must see no patched names
+from torch import _C
+from torch._C import _swap_tensor_impl
+from torch._C._nn import _parse_to
+from torch.autograd.graph import _engine_run_backward
 
 from aiodist.backends import nccl
 from aiodist.testing.cuda.device import SimulatedCuda, active
@@ -50,11 +54,11 @@ _FROM_DATA: Final = ("as_tensor", "asarray", "tensor")
 @contextlib.contextmanager
 def patched(world: SimulatedCuda) -> Iterator[None]:
     """Let torch see the simulated devices, in all threads, until the context ends."""
-    backward = _backward(torch.autograd.graph._engine_run_backward)
+    backward = _backward(_engine_run_backward)
     with contextlib.ExitStack() as undo:
         for owner, names in (
             (torch.cuda, _cuda(world)),
-            (torch._C, _cuda_in_c(world)),
+            (_C, _cuda_in_c(world)),
             (torch, _functions()),
             (torch.Tensor, _methods()),
             (torch.UntypedStorage, _sharing(world)),
@@ -236,9 +240,9 @@ def _methods() -> dict[str, object]:
         if len(args) > 1 and isinstance(args[-1], bool) and len(args) == (4 if _names_device(args[0]) else 3):
             *front, copies = args
             args = tuple(front)
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = _parse_to(*args, **kwargs)
         format_ = torch.preserve_format if memory_format is None else memory_format
-        here = t._index if isinstance(t, SimulatedTensor) else None
+        here = t.cuda_index if isinstance(t, SimulatedTensor) else None
         there = here if device is None else index_of(device)
         if here == there:
             return base_to(t, dtype=t.dtype if dtype is None else dtype, copy=copies, memory_format=format_)
@@ -295,7 +299,7 @@ def _become(t: torch.Tensor, other: torch.Tensor) -> None:
     """Make a parameter what another is; as `torch.utils.swap_tensors`, but it may be weakly referenced."""
     t.__class__, other.__class__ = other.__class__, t.__class__
     t.__dict__, other.__dict__ = other.__dict__, t.__dict__
-    torch._C._swap_tensor_impl(t, other)
+    _swap_tensor_impl(t, other)
 
 
 def _backward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,11 +98,11 @@ class Stream:
 
     def hold(self) -> None:
         """Let nothing on this stream end until `release` (a test's tool: a GPU has none)."""
-        self.lane.world._hold([self.lane], 1)
+        self.lane.world.hold([self.lane], 1)
 
     def release(self) -> None:
         """End one `hold`."""
-        self.lane.world._hold([self.lane], -1)
+        self.lane.world.hold([self.lane], -1)
 
     def __enter__(self) -> Stream:
         self._context = StreamContext(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self, cast
 
 import torch
+from torch._C import _disabled_torch_function_impl, _DisableTorchDispatch
 
 from aiodist.testing.cuda.device import active, is_open
 
@@ -14,21 +15,21 @@ __all__ = ["DeviceTensor"]
 class DeviceTensor(torch.Tensor):
     """A CPU tensor that says that it is on a CUDA device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
-    _index: int
+    cuda_index: int
 
     @classmethod
     def over(cls, plain: torch.Tensor, index: int, requires_grad: bool = False) -> Self:
         """Return a tensor of device `index` over the storage of a plain one."""
         made = torch.Tensor._make_subclass(cls, plain, requires_grad)
-        made._index = index
+        made.cuda_index = index
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The simulated one."""
-        return torch.device("cuda", self._index)
+        return torch.device("cuda", self.cuda_index)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -44,12 +45,12 @@ class DeviceTensor(torch.Tensor):
         """Wait, and return a copy on the host, also where the simulation is over."""
         if is_open():
             return self.detach().cpu()
-        with torch._C._DisableTorchDispatch():
+        with _DisableTorchDispatch():
             return torch.empty_like(torch.empty(self.shape, dtype=self.dtype)).copy_(self.detach())
 
     def get_device(self) -> int:
         """Return the device's index."""
-        return self._index
+        return self.cuda_index
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **more: Any) -> Any:  # noqa: ANN401
         """Return the type's name, or a tensor of the type `dtype`."""
@@ -111,7 +112,7 @@ class DeviceTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuilt, (type(self), self.on_host(), self._index, self.requires_grad, is_parameter)
+        return _rebuilt, (type(self), self.on_host(), self.cuda_index, self.requires_grad, is_parameter)
 
 
 def _rebuilt(

@@ -84,7 +84,7 @@ def moved(
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, *how: Any) -> torch.Tensor:  # noqa: ANN401
-        ctx.origin = (t._index if isinstance(t, SimulatedTensor) else None, t.dtype)
+        ctx.origin = (t.cuda_index if isinstance(t, SimulatedTensor) else None, t.dtype)
         return _moved(t, *how)
 
     @staticmethod

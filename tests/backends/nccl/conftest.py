@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from aiodist.backends.base import Done
-from aiodist.backends.nccl import Library, NcclGroup, NcclGroups, NcclNative, Turn, group
+from aiodist.backends.nccl import LaunchSlot, Library, NcclGroup, NcclGroups, NcclNative, group
 from aiodist.handles import Progress
 from aiodist.testing import simulated_cuda
-from aiodist.testing.fake_nccl import FakeCommunicator, FakeNccl
+from tests.support.fake_nccl.communicator import FakeCommunicator
+from tests.support.fake_nccl.core import FakeNccl
 
 DEVICES = 5
 Then = Callable[[bytes | None, BaseException | None], None]
@@ -96,7 +97,7 @@ class World:
         *,
         name: str = "world",
         group: NcclGroup | None = None,
-        turn: Turn | None = None,
+        slot: LaunchSlot | None = None,
     ) -> asyncio.Future[Failure]:
         """Have `call(native, done)` enqueue something on the rank's stream, behind what the default stream has."""
         stream = self.streams[rank]
@@ -104,7 +105,7 @@ class World:
 
         def enqueue(done: Done) -> None:
             with torch.cuda.stream(stream):
-                call(NcclNative(self.open(rank, name) if group is None else group, turn), done)
+                call(NcclNative(self.open(rank, name) if group is None else group, slot), done)
 
         return self.start(enqueue)
 

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -237,16 +236,16 @@ async def test_s3_abort_ends_what_hangs_on_the_device_and_everything_after(world
     await check(w)
     w.nccl.hang(1)
     t = full(w, 0)
-    turns = [w.group(0).turns.take() for _ in range(2)]
-    enqueued = w.call(0, summed(t), turn=turns[0])
-    waits = w.call(0, summed(full(w, 0)), turn=turns[1])
+    slots = [w.group(0).launch_order.take() for _ in range(2)]
+    enqueued = w.call(0, summed(t), slot=slots[0])
+    waits = w.call(0, summed(full(w, 0)), slot=slots[1])
     assert (await w.done([enqueued])) == [None]
     assert not waits.done()
     assert not w.streams[0].query()
     with transport_lock:
         w.group(0).abort(CommunicatorAborted("given up"))
         w.group(0).abort(CommunicatorAborted("again"))
-    assert str((await w.done([waits]))[0]) == "given up"  # whose turn never came
+    assert str((await w.done([waits]))[0]) == "given up"  # whose slot was never the first
     w.streams[0].synchronize()
     assert str((await w.done([w.call(0, summed(t))]))[0]) == "given up"
     assert str(w.group(0).poll_error()) == "given up"
@@ -342,118 +341,6 @@ async def test_s3_closing_while_it_is_opened_fails_what_waits(world: Make, until
     await until(lambda: not w.comm(0).is_valid)
 
 
-# --- split and shrink --------------------------------------------------------------------------------------
-
-
-async def test_s3_split_makes_groups_of_some_ranks_in_their_order(world: Make) -> None:
-    w = world(5, dawdle=5)
-    await check(w)
-    sets = {0: [4, 0], 4: [4, 0], 1: [1, 2], 2: [1, 2], 3: None}
-    children: dict[int, NcclGroup | None] = {}
-
-    def split(rank: int) -> asyncio.Future[Failure]:
-        def call(done: Done) -> None:
-            children[rank] = w.owned[rank].split(w.group(rank), "part", sets[rank])
-            done(None)
-
-        return w.start(call)
-
-    await w.done([split(rank) for rank in range(5)])
-    first, second = children[4], children[0]
-    assert first is not None
-    assert second is not None
-    assert children[3] is None
-    assert (first.rank, second.rank, second.ranks) == (0, 1, (4, 0))
-    ts = {rank: full(w, rank, 2.0**rank) for rank in (0, 1, 2, 4)}
-    # Issued at once: they wait until the split is over.
-    await w.succeed([w.call(rank, summed(ts[rank]), group=children[rank]) for rank in ts])
-    assert [ts[rank].cpu()[0].item() for rank in (0, 4, 1, 2)] == [17.0, 17.0, 6.0, 6.0]
-    await check(w)  # the parent goes on
-    assert w.nccl.calls.count("init") == 5
-    roots = [full(w, rank, 1.0 + rank) for rank in (0, 4)]
-    moves = [partial(_broadcast, t) for t in roots]
-    await w.succeed([w.call(rank, move, group=children[rank]) for rank, move in zip((0, 4), moves, strict=True)])
-    assert [t.cpu()[0].item() for t in roots] == [5.0, 5.0]
-
-
-async def test_s3_a_split_that_fails_fails_the_child(world: Make) -> None:
-    w = world(1)
-    await check(w)
-    w.nccl.refuse["split"] = 5
-    with transport_lock:
-        child = w.owned[0].split(w.group(0), "part", [0])
-    errors = await w.done([w.call(0, summed(full(w, 0)), group=group) for group in (child, w.group(0))])
-    assert [code_of(error) for error in errors] == [5, 5]
-    assert "splitting: invalid usage" in str(errors[0])
-
-
-async def test_s3_shrink_goes_on_without_the_lost(world: Make, until: Until) -> None:
-    w = world(4)
-    await check(w)
-    w.nccl.hang(2)
-    ts = [full(w, rank) for rank in range(4)]
-    await w.done([w.call(rank, summed(ts[rank])) for rank in range(4)])  # hangs on the device
-    left = (0, 1, 3)
-    children: dict[int, NcclGroup] = {}
-
-    def shrink(rank: int) -> asyncio.Future[Failure]:
-        def call(done: Done) -> None:
-            children[rank] = w.owned[rank].shrink(w.group(rank), "left", [2])
-            done(None)
-
-        return w.start(call)
-
-    await w.done([shrink(rank) for rank in left])
-    again = {rank: full(w, rank, 10.0**rank) for rank in left}
-    assert set(await w.done([w.call(rank, summed(again[rank]), group=children[rank]) for rank in left])) == {None}
-    for rank in left:
-        w.streams[rank].synchronize()
-        assert again[rank].cpu()[0].item() == 1011.0
-        assert children[rank].ranks == left
-    old = await w.done([w.call(0, summed(full(w, 0)))])
-    assert "shrunk" in str(old[0])
-    # The parents are let go of.
-    await until(lambda: not any(comm.is_valid for comm in w.nccl.communicators[:4] if comm.rank != 2))
-
-
-async def test_s3_a_shrink_that_the_others_do_not_come_to_can_be_given_up(world: Make, until: Until) -> None:
-    w = world(3)
-    await check(w)
-    parent = w.comm(0)
-    with transport_lock:
-        child = w.owned[0].shrink(w.group(0), "left", [2])
-    call = w.call(0, summed(full(w, 0)), group=child)
-    await until(lambda: "shrink" in w.nccl.calls)
-    assert parent.is_valid  # NCCL would lose what it makes
-    with transport_lock:
-        child.abort(CommunicatorAborted("rank 1 is lost, too"))
-    assert str((await w.done([call]))[0]) == "rank 1 is lost, too"
-    await until(lambda: not parent.is_valid)
-
-
-async def test_s3_a_shrink_that_fails_fails_the_child_with_the_parents_error(world: Make, until: Until) -> None:
-    w = world(3)
-    await check(w)
-    parent = w.comm(0)
-    with transport_lock:
-        child = w.owned[0].shrink(w.group(0), "left", [2])
-    call = w.call(0, summed(full(w, 0)), group=child)
-    await until(lambda: "shrink" in w.nccl.calls)
-    parent.fail_later(2)
-    (error,) = await w.done([call])
-    assert code_of(error) == 2
-    assert "shrinking: unhandled system error" in str(error)
-    await until(lambda: not parent.is_valid)
-
-
-async def test_s3_what_was_never_opened_or_given_up_cannot_be_shrunk(world: Make) -> None:
-    w = world(2)
-    with transport_lock:
-        child = w.owned[0].shrink(w.group(0), "left", [1])
-    error = (await w.done([w.call(0, summed(full(w, 0)), group=child)]))[0]
-    assert "nothing to shrink" in str(error)
-
-
 # --- streams -----------------------------------------------------------------------------------------------
 
 
@@ -542,7 +429,8 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
         return start
 
     await w.succeed([w.call(0, call(number)) for number in range(count)])
-    assert order == list(range(2 * count))
+    firsts, lasts = [n for n in order if n < count], [n - count for n in order if n >= count]
+    assert firsts == lasts == list(range(count))  # where it opens in between, some lasts come before later firsts
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "_SPIN_ALONE_SECONDS"), (2, "_SPIN_SECONDS")])

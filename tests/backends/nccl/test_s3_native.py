@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done
-from aiodist.backends.nccl import NcclNative, Turn, supports
+from aiodist.backends.nccl import LaunchSlot, NcclNative, supports
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -133,85 +133,14 @@ async def test_s3_broadcast_and_allgather_move_every_kind(world: Make, size: int
         assert torch.equal(t.cpu(), wanted)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_s3_alltoall_with_any_counts(world: Make, size: int) -> None:
-    w = world(size, dawdle=5)
-    parts = [[values(torch.int16, (2 * src + dst) % 5, 10 * src + dst) for dst in range(size)] for src in range(size)]
-    outs = [[torch.empty_like(parts[src][rank], device=w.device(rank)) for src in range(size)] for rank in range(size)]
-    futures = []
-    for rank in range(size):
-        given = [w.put(part, rank) for part in parts[rank]]
-        futures.append(w.call(rank, step("alltoall", given, outs[rank])))
-    await w.succeed(futures)
-    for rank in range(size):
-        assert all(torch.equal(outs[rank][src].cpu(), parts[src][rank]) for src in range(size))
-
-
-async def test_s3_messages_and_grouped_calls_do_not_wait_for_one_another(world: Make) -> None:
-    w = world(3, dawdle=5)
-    gifts = [values(torch.float64, 33, rank).to(w.device(rank)) for rank in range(3)]
-    taken = [torch.empty(33, dtype=torch.float64, device=w.device(rank)) for rank in range(3)]
-    sums = [torch.full((4,), rank + 1.0, device=w.device(rank)) for rank in range(3)]
-    ended: list[tuple[int, int]] = []
-
-    def around(rank: int) -> Step:
-        def step(n: NcclNative, done: Done) -> None:
-            errors: list[BaseException | None] = []
-
-            def one(number: int) -> Done:
-                def tell(error: BaseException | None) -> None:
-                    errors.append(error)
-                    ended.append((rank, number))
-                    if len(errors) == 3:
-                        done(next((e for e in errors if e), None))
-
-                return tell
-
-            with n.grouped():
-                # Everybody sends first: without the group each would wait for the next.
-                n.send(gifts[rank], (rank + 1) % 3, one(0))
-                n.recv(taken[rank], (rank - 1) % 3, one(1))
-                n.allreduce(sums[rank], ReduceOp.MEAN, one(2))
-                assert not [e for e in ended if e[0] == rank]  # nothing is enqueued before the end
-
-        return step
-
-    await w.succeed([w.call(rank, around(rank)) for rank in range(3)])
-    for rank in range(3):
-        assert torch.equal(taken[rank].cpu(), gifts[rank - 1].cpu())
-        assert sums[rank].cpu().tolist() == [2.0] * 4
-        assert [number for r, number in ended if r == rank] == [0, 1, 2]
-    # One way only, and of no elements.
-    empty = torch.empty(0, device=w.device(0))
-    futures = [w.call(0, lambda n, done: n.send(gifts[0], 2, done)), w.call(0, lambda n, done: n.send(empty, 1, done))]
-    futures += [w.call(2, lambda n, done: n.recv(taken[2], 0, done)), w.call(1, lambda n, done: n.recv(empty, 0, done))]
-    await w.succeed(futures)
-    assert torch.equal(taken[2].cpu(), gifts[0].cpu())
-
-
-async def test_s3_grouped_within_grouped_is_an_error_and_an_empty_group_does_nothing(world: Make) -> None:
-    w = world(1)
-
-    def step(n: NcclNative, done: Done) -> None:
-        with n.grouped():
-            pass
-        with n.grouped(), pytest.raises(RuntimeError, match="within"), n.grouped():
-            pass
-        n.scan(torch.empty(0), ReduceOp.SUM, done)
-
-    (error,) = await w.done([w.call(0, step)])
-    assert "no scan" in str(error)
-    assert not [name for name in w.nccl.calls if name != "init"]
-
-
-async def test_s3_calls_queued_for_their_turn_keep_their_own_stream(world: Make) -> None:
+async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make) -> None:
     """Each operation has a stream of its own; whoever lets the queue go on has another one current."""
     size, count = 2, 12
     w = world(size, dawdle=5, seed=3)
     rng = random.Random(7)
     futures, checks = [], []
     for rank in range(size):
-        turns = [w.group(rank).turns.take() for _ in range(count)]
+        slots = [w.group(rank).launch_order.take() for _ in range(count)]
         pending = list(range(count))
         rng.shuffle(pending)  # they come to their native call in any order, another one on each rank
         for number in pending:
@@ -225,11 +154,11 @@ async def test_s3_calls_queued_for_their_turn_keep_their_own_stream(world: Make)
                 rank: int = rank,
                 t: Tensor = t,
                 stream: torch.cuda.Stream = stream,
-                turn: Turn = turns[number],
+                slot: LaunchSlot = slots[number],
             ) -> None:
                 with torch.cuda.stream(stream):
-                    NcclNative(w.open(rank), turn).allreduce(t, ReduceOp.MEAN, done)
-                turn.give_back()
+                    NcclNative(w.open(rank), slot).allreduce(t, ReduceOp.MEAN, done)
+                slot.give_back()
 
             futures.append(w.start(enqueue))
             checks.append((number, t, stream))

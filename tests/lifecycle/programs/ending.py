@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.opening import Limits, current_limits
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 def mark(name: str = "mark") -> None:
@@ -179,14 +181,12 @@ async def interrupted() -> None:
 
 async def caught() -> None:
     """The program catches the failure and goes on, for longer than a process that leaves may take."""
-    context = current_limits.set(Limits(leave=0.3, abort=0.5))
     try:
-        async with aiodist.init():
+        async with opened(Limits(leave=0.3, abort=0.5)):
             raise ValueError("caught")
     except ValueError:
         await asyncio.sleep(1.0)
         say("went on: yes")
-    current_limits.reset(context)
 
 
 async def forked() -> None:
@@ -223,8 +223,7 @@ def in_child(coll: aiodist.Communicator) -> None:
 
 async def not_drained() -> None:
     """Rank 0 leaves with an operation in flight that rank 1 never issues."""
-    current_limits.set(Limits(drain=0.5))
-    async with aiodist.init() as coll:
+    async with opened(Limits(drain=0.5)) as coll:
         if coll.rank == 1:
             await coll.recv(torch.zeros(1), src=0)
         mark()

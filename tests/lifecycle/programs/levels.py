@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import aiodist
-from aiodist.hierarchy import Hierarchy
+from aiodist.communicator.hierarchy import Hierarchy
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 async def pairs(coll: aiodist.Communicator) -> Hierarchy:

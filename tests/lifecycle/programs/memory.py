@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.opening import Limits, current_limits
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 NUMEL = 16 << 20  # of float32: 64 MiB
+PATIENT = Limits(drain=10)
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 def mapped() -> int:
@@ -56,7 +59,7 @@ async def killed(place: str) -> None:
 
 
 async def reduce_for_ever(place: str) -> None:
-    async with aiodist.init() as coll:
+    async with opened(PATIENT) as coll:
         t = coll.empty((NUMEL,)) if place == "arena" else torch.empty(NUMEL)
         t.fill_(0)
         await coll.allreduce(t, impl="shm")
@@ -73,7 +76,7 @@ async def reduce_for_ever(place: str) -> None:
 async def clean() -> None:
     """Everything goes back: at the end of the block, and with the last tensor. Then once more."""
     for _ in range(2):
-        async with aiodist.init() as coll:
+        async with opened(PATIENT) as coll:
             assert mapped(), "there is no arena"
             t = coll.empty((1000,)).fill_(1)
             ordinary = torch.ones(1000)
@@ -100,7 +103,7 @@ async def clean() -> None:
 
 async def lacking() -> None:
     """One rank has no memory, and goes on."""
-    async with aiodist.init() as coll:
+    async with opened(PATIENT) as coll:
         t = torch.ones(10)
         if coll.rank:
             try:
@@ -120,7 +123,7 @@ async def lacking() -> None:
 
 async def without() -> None:
     """Nobody shares memory: the same calls work."""
-    async with aiodist.init() as coll:
+    async with opened(PATIENT) as coll:
         t = coll.empty((5,), dtype=torch.float64).fill_(1)
         coll.arena(100)
         await coll.allreduce(t)
@@ -137,6 +140,5 @@ PROGRAMS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
 }
 
 if __name__ == "__main__":
-    current_limits.set(Limits(drain=10))
     main = PROGRAMS[sys.argv[1]]
     aiodist.run(main, *sys.argv[2:])

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.opening import Limits, current_limits
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 BEGAN = "mpi4py.MPI" in sys.modules
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 def resident() -> int:
@@ -60,7 +62,7 @@ async def flat(coll: aiodist.Communicator) -> None:
         for i in range(count):
             await coll.allreduce(torch.ones(2000 + i))
 
-    await some(5000)  # as many as the ledger keeps, and some
+    await some(5000)  # as many as the oplog keeps, and some
     gc.collect()
     objects, memory = len(gc.get_objects()), resident()
     for _ in range(10):
@@ -91,18 +93,16 @@ async def late() -> None:
         opening.cancel()
         await asyncio.wait([opening])
         say("cancelled:", opening.cancelled(), time.monotonic() - started < 0.6)
-        token = current_limits.set(Limits(rendezvous=0.5))
         try:
-            await enter()
+            await enter(Limits(rendezvous=0.5))
         except aiodist.OperationTimeout as error:
             say("late:", error.late, "rank 1 of 2 had not joined" in str(error))
-        current_limits.reset(token)
         say("threads are as they were:", threads() == before)
     say("then:", await enter())
 
 
-async def enter() -> int:
-    async with aiodist.init() as coll:
+async def enter(limits: Limits | None = None) -> int:
+    async with opened(limits or Limits()) as coll:
         total: int = await coll.allreduce(1)
         return total
 
@@ -166,8 +166,40 @@ async def too_low() -> None:
     MPI.Finalize()
 
 
+async def twice() -> None:
+    """Opens a second world while the first is open."""
+    async with aiodist.init() as coll:
+        try:
+            async with aiodist.init() as inner:
+                say("inner:", inner.rank, inner.size, await inner.allreduce(1))
+        except aiodist.ConfigError as error:
+            say("refused:", error)
+        say("outer:", await coll.allreduce(1))
+    say("then:", await enter())
+
+
+async def unknown() -> None:
+    """Asks for a backend that there is none of."""
+    try:
+        async with aiodist.init(backend=sys.argv[2] if len(sys.argv) > 2 else None):
+            pass
+    except aiodist.ConfigError as error:
+        say("unknown:", error)
+
+
 PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-    program.__name__: program for program in (world, alone, late, unavailable, without_mpi4py, users_mpi, too_low)
+    program.__name__: program
+    for program in (
+        world,
+        alone,
+        late,
+        unavailable,
+        without_mpi4py,
+        users_mpi,
+        too_low,
+        twice,
+        unknown,
+    )
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import aiodist
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 async def main() -> None:

@@ -30,7 +30,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 def kill() -> None:
@@ -83,6 +84,23 @@ async def worker(policy: Policy) -> None:
         gc.collect()
         await no_threads()
         say("left:", sorted(threads()), "dropped", metrics.dropped)
+
+
+async def uneven(policy: Policy) -> None:
+    """Rank 2 is killed where the others come to their end, with unlike numbers of pushes of two tensors."""
+    async with asyncio.timeout(30), aiodist.init() as coll:
+        names = ["a", "b"]
+        w = {name: torch.zeros(LARGE) for name in names}
+        async with ParameterServer(coll, w, consistency=policy, servers=[0, 1], workers=[0, 1, 2]) as ps:
+            for name, count in zip(names, [(7, 1), (1, 7), (3, 3)][coll.rank], strict=True):
+                for _ in range(count):
+                    ps.push(name, torch.ones(LARGE)).add_done_callback(lambda done: done.exception())
+            if coll.rank == VICTIM:
+                await asyncio.sleep(0.2)
+                kill()
+            await ps.sync()
+            await ps.barrier()
+            say("nothing lost:", all(8 <= int(t[0]) <= 11 for t in await ps.pull(names)))
 
 
 async def server(policy: Policy) -> None:
@@ -151,7 +169,7 @@ async def raised(policy: Policy) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Policy], Coroutine[Any, Any, None]]] = {
-    program.__name__: program for program in (worker, server, raised)
+    program.__name__: program for program in (worker, uneven, server, raised)
 }
 
 if __name__ == "__main__":

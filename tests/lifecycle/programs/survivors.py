@@ -27,7 +27,8 @@ REQUEST, REPLY, LAST, ANNOUNCED = range(1, 5)
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
 
 
 class Mail:
@@ -75,7 +76,7 @@ async def three() -> AsyncIterator[Mail]:
     async with aiodist.init() as world:
         yield Mail((await world.dup())._transport)
         async with asyncio.timeout(SECONDS):
-            while world._issuer.refusal is None:  # noqa: ASYNC110  - news of the loss come on a thread
+            while world._dispatcher.refusal is None:  # noqa: ASYNC110  - news of the loss come on a thread
                 await asyncio.sleep(0.002)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.types import Op
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -38,7 +39,7 @@ class Held:
     def __len__(self) -> int:
         return len(self._held)
 
-    def allreduce(self, t: Tensor, op: str) -> Handle[Any]:
+    def allreduce(self, t: Tensor, op: Op) -> Handle[Any]:
         self.issued.append(t.numel())
         made = self._coll.allreduce(t, op)
         if not self.holding(t):

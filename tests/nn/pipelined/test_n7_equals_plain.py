@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -227,7 +227,9 @@ async def _with(coll: Communicator, course: type[Course], how: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, course: type[Course], op: str) -> None:
+async def test_n7_an_optimizer_made_later_and_the_sum(
+    coll: Communicator, course: type[Course], op: Literal["mean", "sum"]
+) -> None:
     """Some steps of the plain kind before: buckets were dealt anew by then."""
     net = await DataParallel.create(course.mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
     plain = torch.optim.SGD(net.parameters(), lr=0.05)

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.opening import Limits, current_limits
 from aiodist.testing import run_ranks
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 if TYPE_CHECKING:
     from tests.nn.pipelined.conftest import Course
@@ -208,8 +209,7 @@ def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> No
     waited: list[float] = []
 
     async def main(rank: int) -> None:
-        current_limits.set(Limits(drain=2.0))
-        async with aiodist.init() as coll:
+        async with opened(Limits(drain=2.0)) as coll:
             net = await DataParallel.create(course.mlp(), coll)
             opt = PipelinedOptimizer(net, course.sgd)
             await net.step(course.loss_of, opt, net, rank, 0)
@@ -224,5 +224,33 @@ def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> No
                 waited.append(asyncio.get_running_loop().time() - began)
 
     with pytest.raises(aiodist.OperationTimeout, match=r"DataParallel of Sequential.* was not over in time"):
-        run_ranks(2, main, checked=False)
+        run_ranks(2, main)
     assert waited == [pytest.approx(2.0, abs=0.1)]
+
+
+@pytest.mark.ranks(2)
+async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communicator, course: type[Course]) -> None:
+    """They would be made to what is loaded, in silence."""
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    held = course.hold(net)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
+        net.load_state_dict(course.mlp().state_dict())
+    held.end()
+    await opt.flush()
+    net.load_state_dict(course.mlp().state_dict())
+    course.same(net.module, course.mlp())
+
+
+@pytest.mark.ranks(1)
+async def test_n7_what_is_given_in_the_wrong_place_is_told(coll: Communicator) -> None:
+    net = await DataParallel.create(nn.Linear(2, 2), coll)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"net is a Linear: expected what `await DataParallel\.create"):
+        PipelinedOptimizer(net.module, lambda params: torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="net is a SGD"):
+        PipelinedOptimizer(opt, net)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a function that makes one of a list of parameters"):
+        PipelinedOptimizer(net, opt)  # type: ignore[arg-type]
+    await net.aclose()

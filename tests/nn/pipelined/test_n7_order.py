@@ -60,8 +60,8 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
     course.check(net.module, course.chain(), coll.size, range(5))
 
 
-def has_marks(reduction: Reduction) -> bool:
-    return reduction._marks is not None
+def has_status(reduction: Reduction) -> bool:
+    return reduction._status is not None
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:
@@ -85,7 +85,7 @@ async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forwa
         await net.step(course.loss_of, opt, net, coll.rank, step)
         last = net.reducer.last
         assert last is not None
-        await course.until(partial(has_marks, last))
+        await course.until(partial(has_status, last))
         # Nothing came back yet, so it is for the window alone to say what may go.
         assert held.issued[:mine] == BACKWARD[:mine]
         assert len(held.issued) in (mine, first)

@@ -1,0 +1,94 @@
+"""Launch order: native calls are made in the order in which their operations were issued."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["LaunchOrder", "LaunchSlot"]
+
+Call = Callable[[], None]
+
+
+class LaunchOrder:
+    """The order of the operations of one group.
+
+    NCCL matches the calls of the ranks by their order alone. All ranks issue operations in the same order, but some
+    of these reach their native call only after a message has come, when others were issued behind them. So each
+    takes a slot when it is issued, and its calls wait for those of all slots before.
+
+    All is called with the transport lock held, but `take`, on the thread that issues. A call may take, use and give
+    back slots; what it adds is made after it, not within.
+    """
+
+    def __init__(self) -> None:
+        self._line: deque[LaunchSlot] = deque()
+        self._late: deque[Call] = deque()
+        self._moving = False
+        self._released = False
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def take(self) -> LaunchSlot:
+        """Return the slot behind all others."""
+        slot = LaunchSlot(self)
+        self._line.append(slot)
+        return slot
+
+    def release(self) -> None:
+        """Make every call that waits now, in order, and every later one at once: the order matters no more."""
+        self._released = True
+        self.move()
+
+    def add(self, slot: LaunchSlot, call: Call) -> None:
+        """See `LaunchSlot.run`."""
+        (self._late if self._released else slot.calls).append(call)
+        self.move()
+
+    def move(self) -> None:
+        """Make the calls that are due."""
+        if self._moving:
+            return
+        self._moving = True
+        try:
+            while (call := self._due()) is not None:
+                call()
+        finally:
+            self._moving = False
+
+    def _due(self) -> Call | None:
+        while self._line:
+            slot = self._line[0]
+            if slot.calls:
+                return slot.calls.popleft()
+            if not slot.given_back and not self._released:
+                return None
+            self._line.popleft()
+        return self._late.popleft() if self._late else None
+
+
+class LaunchSlot:
+    """One operation's place in the order."""
+
+    __slots__ = ("_order", "calls", "given_back")
+
+    def __init__(self, order: LaunchOrder) -> None:
+        self._order = order
+        self.calls: deque[Call] = deque()
+        """Those that wait."""
+        self.given_back = False
+
+    def run(self, call: Call) -> None:
+        """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.
+
+        Raises `RuntimeError` once this slot was given back.
+        """
+        if self.given_back:
+            raise RuntimeError("this slot was given back: there is no place for the call in the order")
+        self._order.add(self, call)
+
+    def give_back(self) -> None:
+        """Say that no more calls follow; those that wait are still made. To say it again does nothing."""
+        self.given_back = True
+        self._order.move()

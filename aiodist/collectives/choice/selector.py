@@ -1,0 +1,129 @@
+"""Which implementation runs an operation of a given size, unless the call says: to look at and to edit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from aiodist.collectives.choice.table import (
+    DEVICES,
+    HOSTS,
+    LIMITS,
+    OPERATIONS,
+    Edit,
+    LimitEdit,
+    RangeEdit,
+)
+from aiodist.collectives.columns import columns
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.errors import BackendUnavailable
+from aiodist.handles import Handle
+
+__all__ = ["Selector"]
+
+
+class Selector:
+    """The table of a communicator: device, hosts, operation and size to the name of an implementation.
+
+    `print` shows it, `show` some of it, in the form of a file that `AIODIST_SELECTOR` or `init(selector=)` may name.
+    An edit takes effect at once, here and in what was made of this communicator: operations issued before it go on as
+    they were. It is a collective: every rank makes the same edits in program order, in that of the communicators made
+    of this one too; who does otherwise gets `MismatchError` with both sides, from the handle that an edit returns and
+    from every later operation. That handle may be left alone. Cost: p-1 messages of 192 bytes.
+    """
+
+    def __init__(self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: int) -> None:
+        """`publish` makes an edit here and below; `large_bytes` is what the communicator uses now."""
+        self.repertoire = repertoire
+        self.large_bytes = large_bytes
+        self._publish = publish
+
+    # --- looking at it --------------------------------------------------------------------------------------
+
+    def choose(self, operation: str, nbytes: int, device: str = "cpu") -> str:
+        """Return the name of what runs `operation` on `nbytes` here: of the tensor, of allgather's whole result.
+
+        Raises ValueError for "cuda" where there is no CUDA device.
+        """
+        _check("operation", operation, OPERATIONS)
+        _check("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
+        return self.repertoire.choice(operation, nbytes, device)
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Every threshold and count beside the table, by name."""
+        return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self.large_bytes})
+
+    def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
+        """Return the table as text: of one operation, for "cpu" or "cuda", for ranks on "one" or "several" hosts.
+
+        Behind a `#` stands what runs instead where the named one is missing here. Without arguments the limits
+        follow. Raises ValueError, with the names there are, for an unknown one.
+        """
+        for what, seen, known in (("operation", operation, OPERATIONS), ("device", device, DEVICES)):
+            if seen is not None:
+                _check(what, seen, known)
+        if hosts is not None:
+            _check("hosts", hosts, HOSTS)
+        ranges = self.repertoire.table.ranges(operation=operation, device=device, hosts=hosts)
+        text = columns(
+            ("device", "hosts", "operation", "from", "below", "implementation", ""),
+            [(*str(edit).split(), self._instead(edit)) for edit in ranges],
+        )
+        if (operation, device, hosts) == (None, None, None):
+            rows = [
+                (*str(LimitEdit(name, value)).split(), f"# {LIMITS[name].meaning}")
+                for name, value in self.limits.items()
+            ]
+            text += "\n" + columns(("", "name", "value", ""), rows)
+        return text
+
+    def _instead(self, edit: RangeEdit) -> str:
+        chosen = self.repertoire.choice(edit.operation, edit.above, edit.device)
+        return "" if edit.hosts != self.repertoire.hosts or edit.impl == chosen else f"# {chosen} here"
+
+    def __str__(self) -> str:
+        return self.show()
+
+    # --- editing it -----------------------------------------------------------------------------------------
+
+    def set(
+        self,
+        operation: str,
+        impl: str,
+        *,
+        above: int = 0,
+        below: int | None = None,
+        device: str = "cpu",
+        hosts: str | None = None,
+    ) -> Handle[None]:
+        """Have `impl` run `operation` on tensors of `above` bytes and more, but less than `below` (None: of any size).
+
+        `hosts` says whether that is for ranks on "one" host or on "several"; None: as those of this communicator.
+        The size is that of the tensor, of allgather's whole result.
+
+        Raises ValueError for unknown names, with those there are, and for sizes that make no range; and
+        `BackendUnavailable`, with the reason, for what cannot be had here (see `availability`).
+        """
+        return self._edit(RangeEdit(device, hosts or self.repertoire.hosts, operation, above, below, impl))
+
+    def set_limit(self, name: str, value: int) -> Handle[None]:
+        """Set the threshold or count called `name` (see `limits`), as `set` otherwise.
+
+        Raises ValueError for an unknown name, and for a value that makes no sense.
+        """
+        return self._edit(LimitEdit(name, value))
+
+    def _edit(self, edit: Edit) -> Handle[None]:
+        if (reason := self.repertoire.refusal(edit)) is not None:
+            raise BackendUnavailable(reason)
+        return self._publish(edit)
+
+    def __repr__(self) -> str:
+        names = dict.fromkeys(edit.impl for edit in self.repertoire.table.ranges(hosts=self.repertoire.hosts))
+        return f"<Selector of {', '.join(names)} for {self.repertoire.hosts} host(s)>"
+
+
+def _check(what: str, seen: str, known: tuple[str, ...]) -> None:
+    if seen not in known:
+        raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")

@@ -1,0 +1,340 @@
+"""The table of the selector: device, hosts, operation and size to the name of an implementation. Pure data.
+
+An edit is one line of text, the same in a file, on the wire and in what is printed:
+
+    cpu one allreduce 256KiB - shm      from 256 KiB on; `cpu one allreduce 0 256KiB mpi` is below that
+    limit ring.chunks 4
+
+so what `print(coll.selector)` shows is a file that can be read again. Tables never change: an edit makes another one.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple, get_args
+
+from aiodist.collectives.traffic import ROOM_BYTES
+from aiodist.handles import LARGE_BYTES
+from aiodist.schedules import SCHEDULES
+from aiodist.schedules.plan import MAX_LANES
+from aiodist.types import Impl
+
+__all__ = [
+    "COMPARED_BYTES",
+    "DEVICES",
+    "HOSTS",
+    "IMPLEMENTATIONS",
+    "LIMITS",
+    "NAMES",
+    "ON_CUDA",
+    "OPERATIONS",
+    "USUAL_LIMITS",
+    "Edit",
+    "Limit",
+    "LimitEdit",
+    "RangeEdit",
+    "Table",
+    "bytes_text",
+    "last_resorts",
+    "parse_bytes",
+    "parse_edit",
+]
+
+DEVICES = ("cpu", "cuda")
+HOSTS = ("one", "several")
+OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
+"""What has more than one implementation; everything else is made of these, or is messages."""
+
+_IN_LEVELS = ("allreduce", "broadcast", "reduce")
+_LIBRARIES = ("mpi", "gloo")
+ON_CUDA = ("nccl", "cuda_ipc", "staged")
+"""What is for tensors on CUDA devices alone."""
+
+
+def _names_of(operation: str) -> tuple[str, ...]:
+    levels = ("hierarchical", "leaders") if operation in _IN_LEVELS else ()
+    return (*_LIBRARIES, "shm", *levels, *SCHEDULES[operation], *ON_CUDA)
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {operation: _names_of(operation) for operation in OPERATIONS}
+"""The implementations of each operation that have a name, whether or not they can be had."""
+
+IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)[1:]
+"""All their names, without "auto"."""
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SHORT_BYTES = 64 << 10
+COMPARED_BYTES = ROOM_BYTES
+"""From here on hosts compare what they issued before any data move between them; what is shorter moves meanwhile."""
+
+
+class Limit(NamedTuple):
+    """A threshold or a count beside the table."""
+
+    usual: int
+    least: int
+    most: int
+    meaning: str
+    in_bytes: bool = False
+
+
+LIMITS: Mapping[str, Limit] = {
+    "ring.chunks": Limit(4, 1, MAX_LANES, "parts of a ring that are on their way at once, at most"),
+    "tree.chunks": Limit(1, 1, MAX_LANES, "the same of a tree"),
+    "chain.chunks": Limit(1024, 1, 1 << 16, "parts that follow one another along a chain, at most"),
+    "chunk_bytes": Limit(4 << 20, 1, 1 << 40, "ring, tree and chain have one part for so many bytes", True),
+    "hierarchical.pieces": Limit(8, 1, MAX_LANES, "pieces of a hierarchical allreduce on their way, at most"),
+    "hierarchical.piece_bytes": Limit(4 << 20, 1, 1 << 40, "it has one for so many bytes", True),
+    "hierarchical.ring_bytes": Limit(
+        64 << 10, 0, 1 << 40, "from here on its hosts form a ring, else they double", True
+    ),
+    "staged.pieces": Limit(4, 1, MAX_LANES, "pieces of a staged collective on their way at once, at most"),
+    "staged.piece_bytes": Limit(2 << 20, 1, 1 << 30, "it has one for so many bytes", True),
+    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "by CUDA IPC, so much is reduced before it is passed on", True),
+    "large_bytes": Limit(LARGE_BYTES, 0, 1 << 40, "from here on the progress thread drives operations", True),
+}
+"""Every limit by name."""
+USUAL_LIMITS: Mapping[str, int] = MappingProxyType({name: limit.usual for name, limit in LIMITS.items()})
+"""What they are unless they are set."""
+
+
+# --- edits ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RangeEdit:
+    """Operations of `above` bytes and more, but less than `below`, are run by `impl`."""
+
+    device: str
+    hosts: str
+    operation: str
+    above: int
+    below: int | None
+    impl: str
+
+    def __post_init__(self) -> None:
+        _check_known("device", self.device, DEVICES)
+        _check_known("hosts", self.hosts, HOSTS)
+        _check_known("operation", self.operation, OPERATIONS)
+        _check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
+        if self.above < 0 or (self.below is not None and self.below <= self.above):
+            to = "" if self.below is None else f" to {self.below}"
+            raise ValueError(f"sizes {self.above}{to}: expected bytes, at least 0, and an end above the beginning")
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return which row of the table it is about."""
+        return self.device, self.hosts, self.operation
+
+    def overlaps(self, other: RangeEdit) -> bool:
+        """Return True where both say what runs some size."""
+        ends = [float("inf") if edit.below is None else edit.below for edit in (self, other)]
+        return self.key == other.key and self.above < ends[1] and other.above < ends[0]
+
+    def __str__(self) -> str:
+        below = "-" if self.below is None else bytes_text(self.below)
+        return f"{self.device} {self.hosts} {self.operation} {bytes_text(self.above)} {below} {self.impl}"
+
+
+@dataclass(frozen=True)
+class LimitEdit:
+    """The limit called `name` becomes `value`."""
+
+    name: str
+    value: int
+
+    def __post_init__(self) -> None:
+        _check_known("limit", self.name, LIMITS)
+        limit = LIMITS[self.name]
+        if not limit.least <= self.value <= limit.most:
+            raise ValueError(f"limit {self.name} {self.value}: expected {limit.least} to {limit.most}")
+
+    def __str__(self) -> str:
+        value = bytes_text(self.value) if LIMITS[self.name].in_bytes else str(self.value)
+        return f"limit {self.name} {value}"
+
+
+Edit = RangeEdit | LimitEdit
+
+
+def parse_edit(line: str) -> Edit:
+    """Return what a line of a table says; raise ValueError, with what was expected, where it makes no sense.
+
+    >>> parse_edit("cpu one allreduce 256KiB - ring")
+    RangeEdit(device='cpu', hosts='one', operation='allreduce', above=262144, below=None, impl='ring')
+    >>> print(parse_edit("limit chunk_bytes 1048576"))
+    limit chunk_bytes 1MiB
+    """
+    words = line.split()
+    if words[:1] == ["limit"]:
+        if len(words) != 3:
+            raise ValueError(f"{line.strip()!r}: expected limit NAME VALUE")
+        return LimitEdit(words[1], parse_bytes(words[2]))
+    if len(words) != 6:
+        raise ValueError(f"{line.strip()!r}: expected DEVICE HOSTS OPERATION FROM BELOW IMPLEMENTATION")
+    device, hosts, operation, above, below, impl = words
+    return RangeEdit(device, hosts, operation, parse_bytes(above), None if below == "-" else parse_bytes(below), impl)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `text` says, such as 1000, 256KiB or 4MiB."""
+    match = re.fullmatch(r"(\d+)([a-z]*)", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"size {text!r}: expected bytes such as 1000, 256KiB or 4MiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def bytes_text(nbytes: int) -> str:
+    """Return the shortest text that `parse_bytes` takes back.
+
+    >>> bytes_text(0), bytes_text(1 << 18), bytes_text(1000)
+    ('0', '256KiB', '1000')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
+
+
+def _check_known(what: str, seen: str, known: Iterable[str]) -> None:
+    if seen not in known:
+        raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+_Steps = tuple[tuple[int, str], ...]  # from so many bytes on, this one
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which implementation runs what."""
+
+    rows: Mapping[tuple[str, str, str], _Steps]
+    """(device, hosts, operation) -> (from so many bytes on, name), the first from 0."""
+    limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
+
+    @classmethod
+    def usual(cls, library: str | None, *, on_cuda: bool = False, shares: bool = True) -> Table:
+        """Return the table of a communicator that `library` carries; None: its transport has no collectives.
+
+        With `on_cuda` its ranks have CUDA devices; `shares`: those of a host share memory.
+        """
+        rows = {
+            ("cpu", hosts, operation): _usual(library, hosts, operation, shares=shares)
+            for hosts in HOSTS
+            for operation in OPERATIONS
+        }
+        table = cls(MappingProxyType(rows))
+        return table.on_cuda() if on_cuda else table
+
+    def on_cuda(self) -> Table:
+        """Return the table with rows for CUDA devices: the usual ones where it has none."""
+        # What is not there, or refuses these ranks, is replaced by the next of `last_resorts`.
+        usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
+        missing = {key: steps for key, steps in usual.items() if key not in self.rows}
+        return replace(self, rows=MappingProxyType({**self.rows, **missing})) if missing else self
+
+    def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
+        """Return the name of what runs `operation` on `nbytes`."""
+        steps = self.rows[device, hosts, operation]
+        return steps[bisect_right(steps, nbytes, key=_start_of) - 1][1]
+
+    def edited(self, edit: Edit) -> Table:
+        """Return the table after `edit`."""
+        if isinstance(edit, LimitEdit):
+            return replace(self, limits=MappingProxyType({**self.limits, edit.name: edit.value}))
+        steps = list(self.rows[edit.key])
+        kept = [step for step in steps if step[0] < edit.above]
+        kept.append((edit.above, edit.impl))
+        if edit.below is not None:
+            kept.append((edit.below, self.choice(*edit.key, edit.below)))
+            kept += [step for step in steps if step[0] > edit.below]
+        return replace(self, rows=MappingProxyType({**self.rows, edit.key: _joined(kept)}))
+
+    def ranges(
+        self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None
+    ) -> list[RangeEdit]:
+        """Return the rows, as edits that would make them; each argument leaves out what is not of it."""
+        found = []
+        for (of_device, of_hosts, of_operation), steps in self.rows.items():
+            if device in (None, of_device) and hosts in (None, of_hosts) and operation in (None, of_operation):
+                ends: Sequence[int | None] = [*(start for start, _ in steps[1:]), None]
+                for (start, impl), end in zip(steps, ends, strict=True):
+                    found.append(RangeEdit(of_device, of_hosts, of_operation, start, end, impl))
+        return found
+
+
+def _start_of(step: tuple[int, str]) -> int:
+    return step[0]
+
+
+def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:
+    """Return the steps without those that change nothing."""
+    return tuple(step for i, step in enumerate(steps) if i == 0 or steps[i - 1][1] != step[1])
+
+
+def _usual(library: str | None, hosts: str, operation: str, *, shares: bool) -> _Steps:
+    if hosts == "several" and operation in _IN_LEVELS:
+        return ((0, "hierarchical"),)
+    if library is None:
+        return ((0, "direct"),)
+    if hosts == "several" or not shares:
+        # A library must not meet operations that differ. Our own schedules are compared beside, which costs no time.
+        short, long = _SCHEDULE[operation]
+        return (0, short), (_SHORT_BYTES, long), (COMPARED_BYTES, library)
+    return _OVER_MPI[operation] if library == "mpi" else ((0, "shm"),)
+
+
+# One host over Open MPI 5.0.11: 2 ranks on 2 cores that others use too, ordinary float32 tensors, in us, the 20th
+# percentile of samples taken in turn (`aiodist tune` prints medians of the same); in brackets shm in an arena.
+#   allreduce       256 KiB  mpi 64, halving 141, shm 191 (75)     1 MiB  mpi 213, halving 217, shm 259 (135)
+#                   4 MiB    shm 674 (294), mpi 1722
+#   broadcast       64 KiB   mpi 30, direct 39, shm 133 (99)       4 MiB  shm 1209 (1040), mpi 1311, direct 1751
+#   reduce          64 KiB   mpi 50, tree 53, shm 136 (94)         1 MiB  tree 259, shm 345 (194), mpi 82786
+#                   4 MiB    shm 707 (450), tree 1044
+#   allgather       8 MiB    doubling 1992, shm 2678 (2257)        32 MiB shm 4053 (3936), doubling 4621
+#   reduce_scatter  256 KiB  mpi 93, halving 109, shm 216 (158)    1 MiB  halving 161, mpi 210, shm 264 (227)
+#                   4 MiB    shm 619 (549), halving 646, mpi 1037
+#   scan            1 MiB    mpi 210, doubling 208, shm 618 (317)  16 MiB mpi 10434, shm 11518 (3186)
+# Allgather's sizes, a first step, are the library's where they are short. Over gloo, whose collectives take 300 us, shm
+# is the better at any size.
+_OVER_MPI: Mapping[str, _Steps] = {
+    # Buckets of gradients lie in an arena: they gain from 256 KiB on, ordinary tensors from about 1 MiB.
+    "allreduce": ((0, "mpi"), (512 << 10, "shm")),
+    "broadcast": ((0, "mpi"), (2 << 20, "shm")),
+    "reduce": ((0, "mpi"), (64 << 10, "tree"), (2 << 20, "shm")),
+    "allgather": ((0, "mpi"), (16 << 10, "doubling"), (16 << 20, "shm")),
+    "reduce_scatter": ((0, "mpi"), (512 << 10, "halving"), (2 << 20, "shm")),
+    "scan": ((0, "mpi"), (8 << 20, "shm")),
+}
+
+
+def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bool = True) -> tuple[str, ...]:
+    """Return what runs `operation` where the chosen one cannot, the best first; `shares`: the ranks share memory."""
+    short, long = _SCHEDULE[operation]
+    of_messages = short if nbytes < _SHORT_BYTES else long
+    if device == "cuda":
+        return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", of_messages, "direct"
+    if not shares and nbytes < COMPARED_BYTES:
+        return "hierarchical", "leaders", of_messages, *_LIBRARIES, "direct"
+    if nbytes < _SHORT_BYTES:
+        return *_LIBRARIES, short, "shm", "direct"
+    # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
+    flat = (long, *_LIBRARIES) if operation == "reduce" else (*_LIBRARIES, long)
+    return "shm", "hierarchical", "leaders", *flat, "direct"
+
+
+_SCHEDULE: Mapping[str, tuple[str, str]] = {
+    "allreduce": ("doubling", "ring"),
+    "broadcast": ("tree", "chain"),
+    "reduce": ("tree", "chain"),
+    "allgather": ("doubling", "ring"),
+    "reduce_scatter": ("halving", "ring"),
+    "scan": ("doubling", "chain"),
+}
+"""Of each operation the schedule for short and for long tensors: fewest messages, and fewest bytes."""

@@ -1,0 +1,133 @@
+"""Tables in files: what the user names, and what `aiodist tune` measured for these hosts and versions.
+
+A line is an edit (see `choice.table`), or says what the file was made for: `made-for torch 2.13.0`. A `#` begins a
+comment. A file is used as a whole or not at all: any line that makes no sense, two lines about the same size, or one
+made for something else is a `ConfigError` that names the file, the line and the cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from aiodist.collectives.choice.table import Edit, LimitEdit, RangeEdit, parse_edit
+from aiodist.collectives.columns import columns
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.errors import BackendUnavailable, ConfigError
+
+__all__ = ["cache_folder", "conditions", "read_edits", "render", "tuned_path", "write"]
+
+_MADE_FOR = "made-for"
+_SHOWN = 120
+
+
+def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
+    """Return the edits of a file; `here` are the conditions that it must be made for, where it says for which.
+
+    Raises ConfigError for a bad file, and `BackendUnavailable` for an entry that `repertoire` refuses; both name the
+    line.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"selector {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    found: list[tuple[int, Edit]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        try:
+            if words.split()[0] == _MADE_FOR:
+                _check_condition(words, here)
+                continue
+            edit = parse_edit(words)
+            _check_new(edit, found)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {str(error)[: _SHOWN * 4]}") from error
+        if (reason := repertoire.refusal(edit)) is not None:
+            raise BackendUnavailable(f"{where}: {reason}")
+        found.append((number, edit))
+    return [edit for _, edit in found]
+
+
+def _check_condition(words: str, here: Mapping[str, str]) -> None:
+    parts = words.split(maxsplit=2)
+    if len(parts) < 3 or parts[1] not in here:
+        raise ValueError(f"{words!r}: expected {_MADE_FOR} NAME VALUE, the name one of {', '.join(here)}")
+    if here[parts[1]] != parts[2]:
+        raise ValueError(f"made for {parts[1]} {parts[2]}, and here it is {here[parts[1]]}: aiodist tune makes another")
+
+
+def _check_new(edit: Edit, found: Sequence[tuple[int, Edit]]) -> None:
+    for number, other in found:
+        if isinstance(edit, RangeEdit) and isinstance(other, RangeEdit) and edit.overlaps(other):
+            raise ValueError(f"{edit} and {other} (line {number}) are about the same sizes")
+        if isinstance(edit, LimitEdit) and isinstance(other, LimitEdit) and edit.name == other.name:
+            raise ValueError(f"{edit}: line {number} has set it already")
+
+
+def render(edits: Sequence[Edit], here: Mapping[str, str], title: str) -> str:
+    """Return the text of a file with these edits, made for `here`."""
+    lines = [f"# {line}" for line in title.splitlines()]
+    lines += [f"{_MADE_FOR} {name} {value}" for name, value in here.items()]
+    ranges = [str(edit).split() for edit in edits if isinstance(edit, RangeEdit)]
+    lines.append(columns(("device", "hosts", "operation", "from", "below", "implementation"), ranges))
+    lines += [str(edit) for edit in edits if isinstance(edit, LimitEdit)]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that nobody ever reads half of it; raise ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(fd, "w") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+# --- what was measured -----------------------------------------------------------------------------------------
+
+
+def conditions(repertoire: Repertoire, ranks_per_host: Sequence[int], library: str) -> dict[str, str]:
+    """Return what the speeds depend on: topology, versions, and what there is to choose from; cores are this host's."""
+    return {
+        "aiodist": _version("aiodist"),
+        "torch": _version("torch"),
+        "library": library,
+        "hosts": str(len(ranks_per_host)),
+        "ranks-per-host": ",".join(map(str, ranks_per_host)),
+        "cores": str(os.cpu_count()),
+        "implementations": ",".join(repertoire.all),
+    }
+
+
+def cache_folder() -> Path:
+    """Return where `aiodist tune` keeps its tables for this user."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("aiodist") / "selector"
+
+
+def tuned_path(here: Mapping[str, str]) -> Path:
+    """Return where the table for these conditions is, or would be."""
+    digest = hashlib.sha256("\n".join(f"{name} {value}" for name, value in here.items()).encode())
+    return cache_folder() / f"{digest.hexdigest()[:16]}.txt"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a plain checkout on the path
+        return "unknown"

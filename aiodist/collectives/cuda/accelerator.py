@@ -1,0 +1,325 @@
+"""What a rank has for tensors on CUDA devices: streams, staging, the mapped memory of its neighbours, NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aiodist.backends import nccl
+from aiodist.backends.base import Done
+from aiodist.backends.cuda_ipc import Mappings, ReleaseNotices
+from aiodist.collectives.cuda.device_messages import DirectMessages, StagedMessages
+from aiodist.collectives.cuda.ipc import CudaIpc
+from aiodist.collectives.cuda.nccl import Nccl as NcclCollectives
+from aiodist.collectives.cuda.on_device import DeviceWork, InOrder
+from aiodist.collectives.cuda.queued import Queue, alone, by_nccl
+from aiodist.collectives.cuda.staging import Staged
+from aiodist.collectives.hierarchical import Hierarchical
+from aiodist.collectives.implementations import Implementation
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import DeviceMessages, Endpoint
+from aiodist.collectives.repertoire import Kit, Repertoire
+from aiodist.collectives.scheduled import LANE_TAGS
+from aiodist.env import Environment, variables
+from aiodist.errors import AiodistError, BackendUnavailable
+from aiodist.handles import Handle, Progress
+from aiodist.streams import Events, Fence, Staging
+from aiodist.topology import Means, Topology
+from aiodist.types import ReduceOp
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
+
+__all__ = ["Accelerator", "means_here", "visible_devices"]
+
+_MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+_LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
+
+
+def visible_devices(environment: Environment) -> list[str]:
+    """Return the CUDA devices that this process sees, by names that are the same in all processes of a host.
+
+    Takes no memory on them: they are counted, and not opened.
+    """
+    count = torch.cuda.device_count()
+    named = environment.visible_devices
+    return list(named[:count]) if named is not None and len(named) >= count else [str(i) for i in range(count)]
+
+
+def means_here(*, nccl_shares: bool) -> Means:
+    """Return what this rank has for its device; `nccl_shares`: NCCL was told that ranks may share one."""
+    no_ipc = ""
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        no_ipc = f"torch allocates with {allocator}, whose memory no other process can map"
+    elif name := next((name for name in _ALLOCATOR_VARIABLES if _EXPANDABLE in variables().get(name, "")), None):
+        no_ipc = f"{name} has {_EXPANDABLE}: mapping such memory takes the right to trace the process that lends it"
+    return Means(*_nccl_here(), nccl_shares, no_ipc)
+
+
+def _nccl_here() -> tuple[tuple[int, ...], str]:
+    """Return NCCL's version, or why it cannot be had: what is installed but cannot be loaded is known to all in time.
+
+    Takes some 0.3 s at the first call, and opens no device.
+    """
+    if (why := nccl.missing()) is not None:
+        return (), why
+    try:
+        return nccl.load().version(), ""
+    except BackendUnavailable as error:
+        return (), str(error)
+
+
+class Accelerator:
+    """Shared by all communicators of one rank's world; belongs to its loop."""
+
+    def __init__(
+        self, progress: Progress, channel: Channel, failed: Callable[[str, AiodistError], None], *, direct: bool
+    ) -> None:
+        """`failed` is told, on the loop, of communicators whose NCCL has failed.
+
+        With `direct` the host's transports take memory of devices.
+        """
+        self._progress = progress
+        self._staging = Staging.of(progress)
+        self._direct = direct
+        self.device_messages: DeviceMessages = InOrder((DirectMessages if direct else StagedMessages)(self._staging))
+        """Takes tensors to and from the host's transports."""
+        self._mappings = Mappings()
+        self._release_notices = ReleaseNotices(self._mappings, progress, channel)
+        self._failed = failed
+        self._streams: dict[torch.device, list[_Stream]] = {}
+        self._groups: nccl.NcclGroups | None = None
+        self._members: dict[str, tuple[Sequence[int], int]] = {}
+        """By the name of a communicator that has NCCL: its ranks and mine."""
+        self._used: dict[str, list[torch.device]] = {}
+        """Which of my devices a communicator has used, in order: the k-th of each rank form a group of NCCL."""
+        self._slots: dict[tuple[str, int], dict[torch.device, tuple[nccl.NcclGroup, nccl.LaunchSlot]]] = {}
+        self._looking = False
+
+    # --- operations -----------------------------------------------------------------------------------------
+
+    def work(self, name: str, device: torch.device, tag: int | None = None) -> DeviceWork:
+        """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
+
+        [Note: whose stream] Each operation has a stream while it queues things: where the host takes part, its second
+        step must not come behind what the caller has queued before the next operation, such as the rest of backward.
+        NCCL's kernels wait for one another: each of its communicators has one more, which is theirs alone.
+        """
+        stream = self._take_stream(device)
+        if tag is None or name not in self._members:
+            return DeviceWork(self._progress, stream.stream, stream.give_back)
+        slot = self._take_slot(name, device, tag)
+
+        def queued() -> None:
+            stream.give_back()
+            self._give_back(name, device, tag, slot)
+
+        return DeviceWork(self._progress, stream.stream, queued)
+
+    def _take_stream(self, device: torch.device) -> _Stream:
+        """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
+        streams = self._streams.setdefault(device, [])
+        least = min(streams, key=_Stream.__len__, default=None)
+        if least is None or (len(least) and len(streams) < _MOST_STREAMS):
+            streams.append(least := _Stream(torch.cuda.Stream(device=device)))
+        least.take()
+        return least
+
+    def _take_slot(self, name: str, device: torch.device, tag: int) -> nccl.LaunchSlot:
+        if self._groups is None:
+            self._groups = nccl.NcclGroups(nccl.load(), self._progress)
+        used = self._used.setdefault(name, [])
+        if device not in used:
+            used.append(device)
+        ranks, rank = self._members[name]
+        group = self._groups.of(f"{name} #{used.index(device)}", ranks, rank, device)
+        slot = group.launch_order.take()
+        self._slots.setdefault((name, tag), {})[device] = (group, slot)
+        self._keep_looking()
+        return slot
+
+    def places(self, name: str, ts: Sequence[Tensor]) -> str:
+        """Return, where there is NCCL, which of the devices that this communicator has used `ts` lie on, as words.
+
+        All ranks must agree on it, for the k-th of each form a group. Empty where they lie on the first one.
+        """
+        used = self._used.get(name, [])
+        numbers = [used.index(t.device) for t in ts if t.device in used]
+        return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
+
+    def _slot_of(self, name: str, tag: int, t: Tensor) -> tuple[nccl.NcclGroup, nccl.LaunchSlot]:
+        return self._slots[name, tag % LANE_TAGS][t.device]
+
+    def _give_back(self, name: str, device: torch.device, tag: int, slot: nccl.LaunchSlot) -> None:
+        slots = self._slots.get((name, tag), {})
+        if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has its tag by now
+            del slots[device]
+            if not slots:
+                del self._slots[name, tag]
+        slot.give_back()
+
+    # --- implementations ------------------------------------------------------------------------------------
+
+    def kit(self, name: str, ranks: Sequence[int], topology: Topology | None) -> Callable[[Repertoire], Kit] | str:
+        """Return what makes the implementations of a communicator of these world ranks, or why there are none."""
+        if topology is None or None in topology.devices:
+            blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
+            return f"{blind} has no CUDA device"
+        missing = _no_nccl(topology)
+        if missing is None:
+            self._members[name] = (ranks, topology.rank)
+        return partial(self._make, name, ranks, topology, missing)
+
+    def _make(
+        self, name: str, ranks: Sequence[int], topology: Topology, no_nccl: str | None, repertoire: Repertoire
+    ) -> Kit:
+        no_ipc = _told(topology, lambda means: means.no_ipc)
+        hosts = [topology.ranks_on(host) for host in topology.hosts]
+        limits = repertoire.table.limits
+        one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
+        missing: dict[str, str] = {}
+        kits: list[list[Implementation]] = []
+        for of, together in ((limits, False), (one_piece, True)):
+            host = partial(_on_host, repertoire)
+            made: list[Implementation] = []
+            if not self._direct:
+                made.append(Staged(self._staging, host, of, together=together))
+            within = None if no_ipc else CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
+            if len(hosts) == 1:
+                made += [] if within is None else [within]
+            else:
+                made += Hierarchical.forms(hosts, topology.rank, within, of)
+            if no_nccl is None:
+                made.append(NcclCollectives(partial(self._slot_of, name), repertoire))
+            kits.append(made)
+        if self._direct:
+            missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
+        if no_ipc:
+            missing["cuda_ipc"] = no_ipc
+        if len(hosts) > 1:
+            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
+        if no_nccl is not None:
+            missing["nccl"] = no_nccl
+        return Kit(kits[0], kits[1], missing)
+
+    # --- reductions that only queue -----------------------------------------------------------------------------
+
+    def queue_alone(self, device: torch.device) -> Queue:
+        """Return how the only rank of a communicator reduces tensors on `device`, in place."""
+        return alone(self._progress, device)
+
+    def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
+        """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
+        if self._groups is None or self._used.get(name, [])[:1] != [device]:
+            return None
+        group = self._groups.of(f"{name} #0", *self._members[name], device)
+        if not group.opened:
+            return None
+        queue = by_nccl(self._progress, group, op)
+
+        def looked_after(t: Tensor, done: Done) -> tuple[Fence, Callable[[], None]]:
+            self._keep_looking()
+            return queue(t, done)
+
+        return looked_after
+
+    # --- failures and the end -------------------------------------------------------------------------------
+
+    def _keep_looking(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Ask NCCL whether what is under way has failed, once more when nothing is: what failed at once is over."""
+        if self._groups is None:
+            self._looking = False
+            return
+        self._looking = bool(self._slots) or self._progress.pending()
+        self._progress.start(partial(self._ask, self._groups))
+        if self._looking:
+            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _ask(self, groups: nccl.NcclGroups) -> None:
+        for group in groups:
+            if isinstance(error := group.poll_error(), AiodistError):
+                self._progress.post(partial(self._failed, group.name.rpartition(" #")[0], error))
+
+    def abort(self, name: str, error: AiodistError) -> None:
+        """The communicator called `name` is given up: end what its NCCL does; on the loop."""
+        for group in self._of(name):
+            self._progress.start(partial(group.abort, error))
+
+    def _of(self, name: str) -> list[nccl.NcclGroup]:
+        return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
+
+    async def release(self, name: str, *, drained: bool) -> None:
+        """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
+        self._members.pop(name, None)
+        self._used.pop(name, None)
+        for group in self._of(name):
+            assert self._groups is not None
+            ended: Handle[None] = Handle(self._progress, "release")
+            told = partial(_resolve, ended)
+            self._progress.start(partial(self._groups.destroy, group, told, drained=drained))
+            await ended
+
+    async def aclose(self) -> None:
+        """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
+        self._release_notices.close()
+        if self._groups is not None:
+            await self._groups.aclose(drained=False)
+        await self._mappings.aclose()
+
+
+class _Stream:
+    """A stream, and how many operations have it; taken on the loop's thread, given back on any."""
+
+    __slots__ = ("_users", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._users: list[None] = []  # its ends are atomic, as a sum is not
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def take(self) -> None:
+        self._users.append(None)
+
+    def give_back(self) -> None:
+        self._users.pop()
+
+
+def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:
+    """Return the host's collectives for what is staged, chosen as those of tensors on the CPU are."""
+    return Primitives(ep, repertoire, "auto", together=together, later=True)
+
+
+def _resolve(handle: Handle[None], error: BaseException | None) -> None:
+    """NCCL's communicator is gone, with or without an error: nobody uses it any more."""
+    handle.resolve(None)
+
+
+def _no_nccl(topology: Topology) -> str | None:
+    """Return why NCCL does not connect these ranks, on all of them or on none."""
+    if missing := _told(topology, lambda means: means.no_nccl):
+        return missing
+    devices = [device for device in topology.devices if device is not None]
+    places = [(host, device.physical) for host, device in zip(topology.host_of, devices, strict=True)]
+    oldest = min(device.means.nccl for device in devices)
+    return nccl.refuses(places, oldest, shared=all(device.means.nccl_shares for device in devices))
+
+
+def _told(topology: Topology, why: Callable[[Means], str]) -> str:
+    """Return what this rank says that lacks something, else the first other one that does; empty where none does."""
+    told = {rank: why(device.means) for rank, device in enumerate(topology.devices) if device is not None}
+    if mine := told.get(topology.rank):
+        return mine
+    return next((f"rank {rank}: {reason}" for rank, reason in told.items() if reason), "")

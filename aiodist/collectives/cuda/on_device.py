@@ -1,0 +1,233 @@
+"""Runs a program on a CUDA device: all that it queues goes to one stream, and it is over when the device is done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done, Transport
+from aiodist.collectives.program import Call, DeviceMessages, Nested, Program
+from aiodist.handles import Handle, Progress
+from aiodist.streams import Events, Fence, OnStream, lend
+from aiodist.streams.events import idle
+
+__all__ = ["DeviceWork", "InOrder", "attach", "on_devices"]
+
+T = TypeVar("T")
+
+
+class DeviceWork:
+    """What one operation does on one device, from issue to end.
+
+    Made when it is issued, on the caller's thread: what the caller's stream has queued by then comes first.
+    """
+
+    def __init__(
+        self, progress: Progress, stream: torch.cuda.Stream, on_queued: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_queued` is called once when all of it is queued, or none will be; with the transport lock held."""
+        self.stream = stream
+        self.fence = Fence(progress, stream.device)
+        self._progress = progress
+        self._on_queued = on_queued
+        self._caller = torch.cuda.current_stream(stream.device)
+        self._events = Events.of(progress)
+        self.keep: object = None
+        """What must stay alive until its end."""
+        self._lent: object = None
+        self._behind: torch.cuda.Event | None = None
+        if self._caller != stream and not idle(self._caller):
+            try:
+                self._behind = self._events.record(self._caller)
+            except RuntimeError as error:
+                self.drop()  # the launch order goes on to the next operation
+                raise self._events.lost(error) from error
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a block in which its stream is the current one."""
+        return OnStream(self.stream)
+
+    def begin(self) -> None:
+        """Go on only behind what the caller had queued."""
+        if self._behind is not None:
+            self.stream.wait_event(self._behind)
+            self._events.give_back(self.stream.device_index, self._behind)
+            self._behind = None
+
+    def end(self, done: Done) -> None:
+        """Call `done` when the device has done all that is queued."""
+        self._on_queued()
+        if idle(self.stream):
+            self._over(done, None)
+            return
+        try:
+            self.fence.reached(self._events.watch(self.stream, partial(self._over, done)))
+        except RuntimeError as error:
+            self._over(done, self._events.lost(error))
+
+    def _over(self, done: Done, error: BaseException | None) -> None:
+        self.fence.reached(None)  # its event is somebody else's from now on
+        if error is None:
+            try:
+                lend(self._lent, self._caller)
+            except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
+                error = raised
+        self._lent = None
+        done(error)
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return what the operation fails with: torch's word for a device that is lost, as one of ours."""
+        return self._events.lost(error) if isinstance(error, torch.AcceleratorError) else error
+
+    def drop(self) -> None:
+        """Nothing of it will be done; from any thread."""
+        if self._behind is not None:
+            self._events.give_back(self.stream.device_index, self._behind)
+            self._behind = None
+        self.fence.reached(None)
+        # By way of the loop: the thread that drops it may hold the transport lock.
+        self._progress.post(partial(self._progress.start, self._on_queued))
+
+    def lend(self, result: object) -> None:
+        """Keep the memory of a result that is made on this stream from being reused while the caller's reads it.
+
+        From the end on, if that is a good one: on a device that is lost, torch cannot even free what was lent.
+        """
+        self._lent = result
+
+
+class InOrder:
+    """A `DeviceMessages` that takes the messages of one tag to a peer, or from it, one after another.
+
+    Side by side in a list, tensors share a tag, and each of them is in pieces: which piece is ready first, the devices
+    that they lie on decide, and no two ranks alike.
+    """
+
+    def __init__(self, device_messages: DeviceMessages) -> None:
+        self._device_messages = device_messages
+        self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
+        self.fetch, self.cut = device_messages.fetch, device_messages.cut
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """See `DeviceMessages`."""
+        self._line_up((True, transport, dst, tag), t, partial(self._device_messages.send, transport, t, dst, tag), done)
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """See `DeviceMessages`."""
+        self._line_up(
+            (False, transport, src, tag), t, partial(self._device_messages.recv, transport, t, src, tag), done
+        )
+
+    def _line_up(self, key: tuple[bool, Transport, int, int], t: Tensor, begin: Call, done: Done) -> None:
+        stream = torch.cuda.current_stream(t.device)
+        line = self._lines.setdefault(key, deque())
+
+        def start() -> None:
+            with OnStream(stream):
+                begin(over)
+
+        def over(error: BaseException | None) -> None:
+            line.popleft()
+            if line:
+                line[0]()
+            else:
+                del self._lines[key]
+            done(error)
+
+        line.append(start)
+        if len(line) == 1:
+            start()
+
+
+def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
+    """Run `program` with the stream of each of `works` as the current one of its device, in its steps as in its calls.
+
+    What it queues begins after what the caller's streams had queued, and is over when this is: when `program` fails
+    too, for what is queued already uses the tensors. Where it never begins, `works` are dropped.
+    """
+    for work in works:
+        program = _on_device(program, work)
+        next(program)
+    return program
+
+
+def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
+    try:
+        yield []  # as far as `next` takes it, so that closing it runs what follows
+    except GeneratorExit:
+        program.close()
+        work.drop()
+        raise
+    error: BaseException | None = None
+    try:
+        with work.current():
+            work.begin()
+        result = yield from _with_stream(program, work)
+    except GeneratorExit:
+        raise
+    except BaseException as raised:  # noqa: BLE001  - raised again below
+        error = work.told(raised)
+    else:
+        work.lend(result)
+    yield [work.end]
+    if error is not None:
+        raise error
+    return result
+
+
+def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
+    """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
+    error: BaseException | None = None
+    while True:
+        with work.current():
+            try:
+                calls = program.send(None) if error is None else program.throw(error)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+        error = None
+        try:
+            yield [_call_with_stream(call, work) for call in calls]
+        except GeneratorExit:
+            program.close()
+            raise
+        except BaseException as raised:  # noqa: BLE001  - the program may deal with it
+            error = raised
+
+
+def _call_with_stream(call: Call, work: DeviceWork) -> Call:
+    if isinstance(call, Nested):
+        return Nested(_with_stream(call.program, work))
+    return partial(_call, work, call)
+
+
+def _call(work: DeviceWork, call: Call, done: Done) -> None:
+    with work.current():
+        call(done)
+
+
+def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) -> None:
+    """Let `handle.wait_stream` order streams behind all of them, and keep what they use until the device is done.
+
+    Which may be after the handle is: where the communicator was given up.
+    """
+    for work in works:
+        work.keep = tensors
+    if not handle.done():
+        handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
+
+
+class _Fences:
+    """Several ends, on several devices."""
+
+    def __init__(self, fences: Sequence[Fence]) -> None:
+        self._fences = fences
+
+    def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
+        for fence in self._fences:
+            fence.order(stream, handle)

@@ -1,0 +1,340 @@
+"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks (S5).
+
+A chunk is copied to the host, reduced there and copied back, while those before it and behind it are one stage further
+or less far: what takes longest is all that is waited for. The first of them are copied on the operation's own stream,
+behind what it comes behind. Once they are there that is over, and the others go to the streams that are for copies
+alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, dtype
+
+from aiodist.backends.base import Begin, Done
+from aiodist.backends.inplace import copy
+from aiodist.collectives.arithmetic import from_wire, to_wire, wire_op
+from aiodist.collectives.cuda.device_messages import StagedMessages, staged_irecv, staged_isend
+from aiodist.collectives.implementations import Wanted
+from aiodist.collectives.program import Endpoint, Program, concurrently
+from aiodist.collectives.scheduled import on_lane
+from aiodist.handles import LARGE_BYTES
+from aiodist.streams import Staging
+from aiodist.streams.staging import Copies
+from aiodist.types import ReduceOp
+
+if TYPE_CHECKING:
+    from aiodist.collectives.primitives import Primitives
+
+__all__ = ["Staged", "StagedMessages", "chunks_of", "cut", "staged_irecv", "staged_isend"]
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
+    """Return in how many chunks `nbytes` are staged: so that none is longer than a piece.
+
+    >>> [chunks_of(n, {"staged.piece_bytes": 100}) for n in (0, 1, 100, 101, 1000)]
+    [1, 1, 1, 2, 10]
+    """
+    return max(1, -(-nbytes // limits["staged.piece_bytes"]))
+
+
+def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
+    """Return where chunk number `i` of `count` elements begins and ends; chunks differ by one element at most.
+
+    >>> [cut(7, 3, i) for i in range(3)]
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    return count * i // chunks, count * (i + 1) // chunks
+
+
+class _Chunk(NamedTuple):
+    """What goes through one buffer of the host."""
+
+    numel: int
+    reads: Sequence[tuple[int, Tensor]]
+    """(where in the buffer, tensor of the device) that are copied to the host before it begins."""
+    writes: Sequence[tuple[int, Tensor]]
+    """The same, copied back when it is over."""
+    run: Callable[[Primitives, Tensor], Program[None]]
+    """The collective on the buffer."""
+
+
+class Staged:
+    """The host's collectives on pinned chunks; an `Implementation` for tensors of CUDA devices.
+
+    Each chunk is copied to the host, reduced there and copied back. A few of them are on their way at once, each on a
+    lane of its own. 16-bit floats cross the bus as they are.
+    """
+
+    name = "staged"
+    finishes = True
+    inline_bytes = LARGE_BYTES
+    in_order = False
+    recallable = False
+    compares = True  # the device is not held up
+
+    def __init__(
+        self,
+        staging: Staging,
+        host: Callable[[Endpoint, bool], Primitives],
+        limits: Mapping[str, int],
+        *,
+        together: bool = False,
+    ) -> None:
+        """`host(ep, together)` gives the host's primitives for any step but an operation's first.
+
+        When a chunk is on the host differs from rank to rank, so it may not begin what is matched by order. With
+        `together` other tensors of the same operation share the endpoint: then there is one chunk.
+        """
+        self._staging = staging
+        self._host = host
+        self._limits = limits
+        self._together = together
+
+    def lacks(self, wanted: Wanted) -> str | None:
+        """Return why it cannot do that."""
+        return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
+
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return None: there are copies before it and behind it."""
+        return None
+
+    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
+        """Overwrite `t` with root's."""
+
+        def run(p: Primitives, host: Tensor) -> Program[None]:
+            return p.broadcast(host, root)
+
+        yield from self._elementwise(ep, t, run, reads=ep.rank == root, writes=ep.rank != root)
+
+    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        """Reduce `t` in place."""
+        yield from self._elementwise(ep, t, partial(_allreduce, op))
+
+    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
+        """Reduce into root's `t`; the others' is only read."""
+        yield from self._elementwise(ep, t, partial(_reduce, op, root), writes=ep.rank == root)
+
+    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+        """Reduce `t` over the ranks up to mine."""
+        yield from self._elementwise(ep, t, partial(_scan, op))
+
+    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
+        """Fill `out` with everybody's elements; mine do not leave the device on their way there."""
+        blocks = out.split(list(counts))
+        own = blocks[ep.rank]
+        if own.data_ptr() != t.data_ptr():
+            copy(own, t)
+        chunks = self._chunks(out.nbytes)
+
+        def chunk(i: int) -> _Chunk:
+            cuts = [cut(count, chunks, i) for count in counts]
+            parts, starts = _parts(cuts)
+            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
+            return _Chunk(
+                sum(parts),
+                [(mine.start, t[slice(*cuts[ep.rank])])],
+                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size) if r != ep.rank],
+                lambda p, host: p.allgather(host[mine], host, parts),
+            )
+
+        yield from self._run(ep, out, chunks, chunk)
+
+    def reduce_scatter(
+        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> Program[None]:
+        """Reduce `t`, which is only read; `out` is my block, and may be that of `t`."""
+        blocks = t.split(list(counts))
+        chunks = self._chunks(t.nbytes)
+
+        def chunk(i: int) -> _Chunk:
+            cuts = [cut(count, chunks, i) for count in counts]
+            parts, starts = _parts(cuts)
+            return _Chunk(
+                sum(parts),
+                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size)],
+                [(starts[ep.rank], out[slice(*cuts[ep.rank])])],
+                partial(_reduce_scatter, op, parts),
+            )
+
+        yield from self._run(ep, t, chunks, chunk)
+
+    # --- the pipeline -----------------------------------------------------------------------------------------
+
+    def _chunks(self, nbytes: int) -> int:
+        return 1 if self._together else chunks_of(nbytes, self._limits)
+
+    def _elementwise(
+        self,
+        ep: Endpoint,
+        t: Tensor,
+        run: Callable[[Primitives, Tensor], Program[None]],
+        *,
+        reads: bool = True,
+        writes: bool = True,
+    ) -> Program[None]:
+        chunks = self._chunks(t.nbytes)
+
+        def chunk(i: int) -> _Chunk:
+            first, last = cut(t.numel(), chunks, i)
+            part = [(0, t[first:last])]
+            return _Chunk(last - first, part if reads else [], part if writes else [], run)
+
+        yield from self._run(ep, t, chunks, chunk)
+
+    def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> Program[None]:
+        """Run all chunks, those of each lane one after another."""
+        if not like.numel():
+            return
+        lanes = min(chunks, self._limits["staged.pieces"])
+        reading = all(any(t.numel() for _, t in chunk(lane).reads) for lane in range(lanes))
+        work = _Work(self._staging, like.device, watched=not reading)
+        shared = self._together or lanes > 1
+        programs = [
+            self._lane(self._host(on_lane(ep, lane), shared), like.dtype, work, map(chunk, range(lane, chunks, lanes)))
+            for lane in range(lanes)
+        ]
+        if large := like.nbytes >= LARGE_BYTES:  # the thread alone does the host's part
+            self._staging.progress.add_large(1)
+        try:
+            yield from concurrently(programs)
+        except Exception:
+            work.end()  # what is queued still writes
+            raise
+        finally:
+            if large:
+                self._staging.progress.add_large(-1)
+        work.end()
+
+    def _lane(self, p: Primitives, kind: dtype, work: _Work, chunks: Iterable[_Chunk]) -> Program[None]:
+        pool = self._staging.pool
+        behind = True  # other work of the device, which may not be over
+        for chunk in chunks:
+            buffer = pool.take(chunk.numel * kind.itemsize)
+            host = buffer.view(kind)
+            reads = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
+            try:
+                # Also where nothing is read: programs in lockstep count their steps.
+                yield [partial(work.read, reads, behind)] if reads else []
+                behind = behind and not reads
+                yield from chunk.run(p, host)
+                writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
+                if writes and behind:
+                    yield [work.begun]
+                    behind = False
+            except Exception:  # not where it is dropped: then a transfer may still use the buffer
+                pool.give(buffer)
+                raise
+            if writes:
+                yield [partial(work.write, writes, buffer)]
+            else:
+                pool.give(buffer)
+
+
+class _Work:
+    """The copies of one operation."""
+
+    def __init__(self, staging: Staging, device: torch.device, *, watched: bool) -> None:
+        """With the operation's stream the current one, on which all that it comes behind is queued.
+
+        `watched`: `begun` will be asked for.
+        """
+        self._staging = staging
+        self._current = torch.cuda.current_stream(device)
+        self._to_host = staging.to_host(device)
+        self._to_device = staging.to_device(device)
+        self._begun = not watched
+        self._error: BaseException | None = None
+        self._waiting: list[Done] = []
+        if watched:
+            staging.events.watch(self._current, self._begin)
+
+    def _begin(self, error: BaseException | None) -> None:
+        self._begun = True
+        self._error = error
+        for done in self._waiting:
+            done(error)
+
+    def begun(self, done: Done) -> None:
+        """Call `done` when all that the operation comes behind is over."""
+        if self._begun:
+            done(self._error)
+        else:
+            self._waiting.append(done)
+
+    def read(self, pairs: Copies, behind: bool, done: Done) -> None:
+        """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
+        self._staging.copies(pairs, self._current if behind else self._to_host, _ignore, done)
+
+    def write(self, pairs: Copies, buffer: Tensor, done: Done) -> None:
+        """Queue the copies to the device; `buffer` is free when they are over."""
+        told = _once(done)
+
+        def over(error: BaseException | None) -> None:
+            self._staging.pool.give(buffer)
+            told(error)
+
+        self._staging.copies(pairs, self._to_device, lambda _: told(None), over)
+
+    def end(self) -> None:
+        """Let the operation's stream go on behind all copies."""
+        self._staging.order(self._current, self._to_device)
+
+
+def _parts(cuts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return how long each part is, and where it begins when they lie one behind the other."""
+    parts = [last - first for first, last in cuts]
+    return parts, [0, *accumulate(parts)][:-1]
+
+
+def _once(done: Done) -> Done:
+    """Return what calls `done` the first time it is called."""
+    left = [done]
+
+    def told(error: BaseException | None) -> None:
+        if left:
+            left.pop()(error)
+
+    return told
+
+
+def _allreduce(op: ReduceOp, p: Primitives, host: Tensor) -> Program[None]:
+    if p.finishes("allreduce", host, op):
+        yield from p.allreduce(host, op)
+        return
+    wire = to_wire(host)
+    yield from p.allreduce(wire, wire_op(op))
+    from_wire(wire, host, op, p.ep.size)
+
+
+def _reduce(op: ReduceOp, root: int, p: Primitives, host: Tensor) -> Program[None]:
+    wire = to_wire(host)
+    yield from p.reduce(wire, wire_op(op), root)
+    if p.ep.rank == root:
+        from_wire(wire, host, op, p.ep.size)
+
+
+def _scan(op: ReduceOp, p: Primitives, host: Tensor) -> Program[None]:
+    wire = to_wire(host)
+    yield from p.scan(wire, wire_op(op))
+    from_wire(wire, host, op, p.ep.rank + 1)
+
+
+def _reduce_scatter(op: ReduceOp, counts: Sequence[int], p: Primitives, host: Tensor) -> Program[None]:
+    """Leave my block of the reduced elements where it lies."""
+    mine = slice(sum(counts[: p.ep.rank]), sum(counts[: p.ep.rank + 1]))
+    if p.finishes("reduce_scatter", host, op):
+        yield from p.reduce_scatter(host, host[mine], counts, op)
+        return
+    wire = to_wire(host)
+    yield from p.reduce_scatter(wire, wire[mine], counts, wire_op(op))
+    from_wire(wire[mine], host[mine], op, p.ep.size)

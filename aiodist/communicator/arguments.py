@@ -1,0 +1,147 @@
+"""What a call may be given: each check names what was seen and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import dtype_name
+from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.collectives.metadata import overlaps, owns_memory
+from aiodist.types import ANY
+
+__all__ = [
+    "check_across",
+    "check_apart",
+    "check_list",
+    "check_one_place",
+    "check_out",
+    "check_rank",
+    "check_sizes",
+    "check_tag",
+    "check_tensor",
+    "is_number",
+]
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def check_tensor(t: object, name: str = "t") -> Tensor:
+    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
+    if t.dtype not in SUPPORTED:
+        raise TypeError(f"{name} holds {t.dtype}: expected one of {', '.join(sorted(map(str, SUPPORTED)))}")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
+    if not t.is_cpu and not t.is_cuda:
+        raise ValueError(f"{name} lives on {t.device}: expected a device of this communicator (cpu or cuda)")
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{name} of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory, see .contiguous()"
+        )
+    return t
+
+
+def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:
+    """Return `ts` as a list of `count` tensors, each checked."""
+    if not isinstance(ts, Sequence):
+        raise TypeError(f"{name} is {type(ts).__name__}: expected a list of tensors")
+    if count is not None and len(ts) != count:
+        raise ValueError(f"{name} has {len(ts)} tensors: expected {count}, one for each rank")
+    return [check_tensor(t, f"{name}[{i}]") for i, t in enumerate(ts)]
+
+
+def check_across(ts: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `ts` are alike, and all on the CPU or each on a CUDA device of its own."""
+    if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
+        seen = ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
+        raise ValueError(f"across=True over {seen}: expected the same dtype and number of elements")
+    devices = [t.device for t in ts]
+    if all(device.type == "cpu" for device in devices):
+        return
+    listed = ", ".join(map(str, devices))
+    if any(device.type == "cpu" for device in devices):
+        raise ValueError(f"across=True over tensors on {listed}: expected all on the CPU, or all on CUDA devices")
+    if len(devices) > (there := torch.cuda.device_count()):
+        raise ValueError(f"across=True over {len(devices)} tensors on {listed}: expected {there} at most, one a device")
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"across=True over tensors on {listed}: expected each on a CUDA device of its own")
+
+
+def check_one_place(ts: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `ts` are all on the CPU, or all on CUDA devices: ranks expect either."""
+    if len({t.is_cpu for t in ts}) > 1:
+        listed = ", ".join(dict.fromkeys(str(t.device) for t in ts))
+        raise ValueError(f"ts lie on {listed}: expected all on the CPU, or all on CUDA devices")
+
+
+def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = False) -> int:
+    """Return `rank` if it is one of the communicator's (or ANY, where that is allowed)."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"{name} is {type(rank).__name__}: expected a rank, an int")
+    if any_rank and rank == ANY:
+        return rank
+    if not 0 <= rank < size:
+        raise ValueError(f"{name}={rank}: expected a rank from 0 to {size - 1}")
+    return rank
+
+
+def check_tag(tag: object, *, any_tag: bool = False) -> int:
+    """Return `tag` if it is a number from 0 to 2^62 (or ANY, where that is allowed)."""
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"tag is {type(tag).__name__}: expected an int")
+    if any_tag and tag == ANY:
+        return tag
+    if not 0 <= tag < 1 << 62:
+        raise ValueError(f"tag={tag}: expected 0 to 2^62 - 1")
+    return tag
+
+
+def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False) -> Tensor:
+    """Return `out`; raise unless it holds `t`'s dtype, has room for `numel` (None: it may grow) and does not overlap.
+
+    It may be exactly `t`; with `own_block` a part of it may be.
+    """
+    checked = check_tensor(out, "out")
+    if checked.dtype is not t.dtype:
+        raise TypeError(f"out holds {checked.dtype}, the input {t.dtype}: expected the same")
+    if numel is not None and checked.numel() < numel and not owns_memory(checked):
+        raise ValueError(f"out has room for {checked.numel()} elements: expected {numel}, and it cannot grow")
+    same = checked.data_ptr() == t.data_ptr() and checked.numel() == t.numel()
+    if overlaps(checked, t) and not same and not (own_block and _inside(t, checked)):
+        raise ValueError("out overlaps the input without being it: expected the input itself or other memory")
+    return checked
+
+
+def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
+    """Raise ValueError if `out` overlaps any of `ts` but `own`."""
+    for i, t in enumerate(ts):
+        if t is not own and overlaps(out, t):
+            raise ValueError(f"out overlaps the input ts[{i}], which belongs to another rank: expected other memory")
+
+
+def check_sizes(sizes: Sequence[int], numel: int, ranks: int) -> list[int]:
+    """Return `sizes` if it has a count for each rank and they add up to `numel`."""
+    checked = [int(size) for size in sizes]
+    if len(checked) != ranks or min(checked, default=0) < 0:
+        raise ValueError(f"sizes={checked}: expected {ranks} counts, one for each rank")
+    if sum(checked) != numel:
+        raise ValueError(f"sizes add up to {sum(checked)}: expected the {numel} elements of t")
+    return checked
+
+
+def is_number(x: object) -> bool:
+    """Return True for a Python number that travels as one: int and float, not bool."""
+    if isinstance(x, bool):
+        raise TypeError("a bool is no number here: expected an int, a float or a tensor")
+    if isinstance(x, int) and x not in _INT64:
+        raise OverflowError(f"{x} does not fit into 64 bits")
+    return isinstance(x, (int, float))
+
+
+def _inside(part: Tensor, whole: Tensor) -> bool:
+    first = whole.data_ptr()
+    return first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + whole.nbytes

@@ -1,0 +1,38 @@
+"""What an operation owns of the user's memory until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, UntypedStorage
+
+__all__ = ["Claim", "claims_of", "reading", "writing"]
+
+
+class Claim(NamedTuple):
+    """Bytes that an operation reads or writes until it is over."""
+
+    start: int
+    nbytes: int
+    writes: bool
+    memory: UntypedStorage
+    """Kept while it is claimed, so that nobody else is given it: an `out` that grows takes new memory."""
+
+
+def reading(*tensors: Tensor) -> list[Claim]:
+    """Return the claims of an operation that reads `tensors`."""
+    return [Claim(t.data_ptr(), t.nbytes, False, t.untyped_storage()) for t in tensors]
+
+
+def writing(*tensors: Tensor) -> list[Claim]:
+    """Return the claims of an operation that writes `tensors`."""
+    return [Claim(t.data_ptr(), t.nbytes, True, t.untyped_storage()) for t in tensors]
+
+
+def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
+    """Return the claims of an operation that reads `inputs` and writes `outs`; an input inside an out is its own."""
+    written = writing(*(out for out in outs if out is not None))
+    inside = [(w.start, w.start + w.nbytes) for w in written]
+    read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
+    return written + read

@@ -1,0 +1,127 @@
+"""The end of an operation: what it came to, and when its memory is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from aiodist.backends.base import Done
+from aiodist.collectives.program import Program, run
+from aiodist.communicator.claims import Claim
+from aiodist.communicator.gate import Entry
+from aiodist.handles import Handle, Progress, in_flight
+
+__all__ = ["Completion", "Owner", "through_gate"]
+
+
+class Owner(Protocol):
+    """Answers for operations; with the transport lock held."""
+
+    progress: Progress
+
+    def over(self, handle: Handle[Any], result: object, error: BaseException | None) -> None:
+        """The operation of `handle` is over, and its memory free."""
+
+    def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
+        """It cannot go on here, where it is a collective."""
+
+    def freed(self, handle: Handle[Any]) -> None:
+        """Nothing of the operation, which failed, uses its memory any more; before or after it `fell_out`."""
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Make `call` on the loop when other ranks have had time to tell what they know; from any thread."""
+
+
+class Completion:
+    """What the outcome of one operation is told to, once; the transport lock is held.
+
+    Its memory is given back when the outcome is known and, where a program runs, no transfer uses it any more: one
+    that fails may have others under way.
+    """
+
+    __slots__ = ("_claims", "_convert", "_failed", "_handle", "_left", "_owner")
+
+    def __init__(
+        self, owner: Owner, handle: Handle[Any], claims: Sequence[Claim], convert: Callable[[Any], Any] | None = None
+    ) -> None:
+        """`convert` makes the result of what came, on the loop's thread: it may run the user's code."""
+        self._owner = owner
+        self._handle = handle
+        self._claims = claims
+        self._convert = convert
+        self._failed = False
+        self._left = 1
+
+    def __call__(self, result: object, error: BaseException | None) -> None:
+        """The outcome is `result`, or `error`."""
+        owner, handle = self._owner, self._handle
+        if error is None and self._convert is not None:
+            owner.progress.post(partial(self._converted, self._convert, result))
+            return
+        self._failed = error is not None
+        self._release()
+        if error is None:
+            owner.over(handle, result, None)
+        else:
+            owner.fell_out(handle, error)
+
+    def run(self, program: Program[Any], entry: Entry | None = None) -> None:
+        """Run `program` to that end; its outcome counts when the ranks agree, where it entered a gate."""
+        self._left += 1
+        finish = self if entry is None else partial(through_gate, self._owner, entry, self)
+        run(program, finish, self._release)
+
+    def refuse(self, program: Program[Any], error: BaseException | None) -> None:
+        """`program` is not run."""
+        program.close()
+        self(None, error)
+
+    def _converted(self, convert: Callable[[Any], Any], result: object) -> None:
+        """On the loop's thread."""
+        try:
+            value, error = convert(result), None
+        except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            value, error = None, raised
+        self._release()
+        self._owner.over(self._handle, value, error)
+
+    def _release(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            in_flight.release_all(self._claims)
+            self._claims = ()
+            if self._failed:
+                self._owner.freed(self._handle)
+
+
+def through_gate(
+    owner: Owner,
+    entry: Entry,
+    finish: Callable[[Any, BaseException | None], None],
+    result: object,
+    error: BaseException | None,
+) -> None:
+    """Tell `finish` the outcome of `entry` when the ranks are known to agree on it, or that they do not.
+
+    Where they differ, what it met were messages of other operations. For an error nobody need wait who is late.
+    """
+    if entry.decided and entry.error is None:
+        finish(result, error)
+        return
+    known = _Once(lambda differ: finish(None if differ else result, differ or error))
+    entry.known(known)
+    if error is not None:
+        owner.later(partial(owner.progress.exclusively, partial(known, None)))
+
+
+class _Once:
+    """Passes on the first of its calls."""
+
+    def __init__(self, done: Done) -> None:
+        self._done: Done | None = done
+
+    def __call__(self, error: BaseException | None) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(error)

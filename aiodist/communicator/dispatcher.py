@@ -1,0 +1,601 @@
+"""What happens around every operation of a communicator: claims, order, deadlines, completion, failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from asyncio import _get_running_loop
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from threading import get_ident
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor
+
+from aiodist.backends.base import Begin, Done, Transport, ours
+from aiodist.collectives.cuda.queued import Queue
+from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.program import Program
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.collectives.wrappers import nothing
+from aiodist.communicator.claims import Claim
+from aiodist.communicator.completion import Completion, through_gate
+from aiodist.communicator.disputes import Disputes
+from aiodist.communicator.gate import Entry, Gate, When
+from aiodist.communicator.oplog import Fingerprint, OpLog
+from aiodist.communicator.watchdog import Peer, Watch, Watchdog
+from aiodist.control import Channel, Exit
+from aiodist.errors import (
+    AiodistError,
+    BackendError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    CommunicatorError,
+    MismatchAborted,
+    MismatchError,
+    OperationTimeout,
+    PeerError,
+)
+from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight, listed
+from aiodist.handles.combinators import all_over
+from aiodist.handles.handle import plight
+from aiodist.handles.origin import Origin, whence
+from aiodist.handles.progress import transport_lock
+from aiodist.streams.events import failed
+
+__all__ = ["Dispatcher", "QueuePlan", "ReductionPlan"]
+
+T = TypeVar("T")
+
+_FORK_SECONDS = 1.0
+_ANSWER_SECONDS = 0.5  # for what made an operation fail to be told by others: that ranks differ, or that one is gone
+_MOST_RECENT = 1024
+_KNOWN = (MismatchError, CommunicatorError, PeerError, asyncio.CancelledError)
+"""Errors of a collective that the other ranks find, or are told of, by themselves."""
+
+
+class ReductionPlan(NamedTuple):
+    """How to reduce tensors of one kind with a single native call, worked out at the first of them."""
+
+    what: Fingerprint
+    nbytes: int
+    start: Begin
+    inline_bytes: int
+    """From here on it begins on the progress thread, unless the communicator says otherwise."""
+
+
+class QueuePlan(NamedTuple):
+    """The same for tensors on a device, where a call only queues."""
+
+    what: Fingerprint
+    nbytes: int
+    queue: Queue
+
+
+class Dispatcher:
+    """Issues the operations of one communicator and answers for them until they are over."""
+
+    _alive: ClassVar[WeakSet[Dispatcher]] = WeakSet()
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        channel: Channel,
+        ranks: Sequence[int],
+        *,
+        repertoire: Repertoire | None = None,
+        gate: Callable[[Callable[[Entry], None], Callable[[BaseException], None]], Gate] | None = None,
+    ) -> None:
+        """`ranks` are the world ranks of the communicator's, in order; `gate` makes its gate, None where one is alone.
+
+        A gate is given what it calls with each operation that ranks differ on, and with what keeps it from comparing.
+        """
+        self.name = name
+        self.repertoire = repertoire or Repertoire(transport)
+        self.ranks = tuple(ranks)
+        self.transport = transport
+        self.progress = Progress.current()
+        self.mailbox = Mailbox(transport)
+        self.oplog = OpLog()
+        self.disputes = Disputes(name, channel, ranks, transport, self.oplog, self, self.progress)
+        self.gate = None if gate is None else gate(self.disputes.begin, self._broken)
+        self.timeout: float | None = None
+        self.large_bytes = LARGE_BYTES
+        """From here on the progress thread makes the native calls."""
+        self._traffic: tuple[int, Traffic] | None = None
+        self._failing: dict[int, BaseException] = {}
+        """Collectives that cannot go on here, while others are heard on why."""
+        self._freed: set[int] = set()
+        """Those that failed, or will, and whose memory nothing uses any more."""
+        self._rejected: dict[int, BaseException] = {}
+        """Those that are rejected as soon as that is so."""
+        self._recent: dict[int, Traffic] = {}
+        """Of the last operations that leave this host."""
+        self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
+        self._pending: dict[Handle[Any], bool | Peer] = {}
+        """In order of issue; True for collectives, which all ranks number alike, and for messages whom they meet."""
+        self._refusal: AiodistError | RuntimeError | None = None
+        self._thread_id = get_ident()
+        self._watch = Watch.of(self.progress, channel)
+        self._watchdog = Watchdog(name, self._pending, self.oplog, self.ranks, self._watch)
+        self._watchdog.unmatched = self.mailbox.unmatched
+        self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
+        self.on_lost: list[Callable[[int, AiodistError], None]] = []
+        """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
+        self.on_abort: list[Callable[[AiodistError], None]] = []
+        """Told, on the loop, when it is given up, for any reason; once."""
+        self._alive.add(self)
+
+    @classmethod
+    def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
+        """Return those of the communicators that live on `loop`."""
+        return [dispatcher for dispatcher in cls._alive if dispatcher.progress.loop is loop]
+
+    @classmethod
+    def refusing(cls, name: str, transport: Transport, channel: Channel, error: CommunicatorError) -> Dispatcher:
+        """Return one that refuses every call, for a rank outside the group."""
+        dispatcher = cls(f"{name} (outside)", transport, channel, [channel.rank])
+        dispatcher._watchdog.close()
+        dispatcher.disputes.close()
+        dispatcher._refusal = error
+        return dispatcher
+
+    # --- issuing -------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise what a call must raise: wrong thread or loop, closed, aborted."""
+        if isinstance(self._refusal, RuntimeError):  # a forked child, where asyncio says that no loop runs
+            raise self._refusal.with_traceback(None)
+        if _get_running_loop() is not self.progress.loop:
+            raise RuntimeError(
+                f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
+                "opened on; a second loop opens its own dup()"
+            )
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+
+    def traffic(self) -> Traffic | None:
+        """Return what takes note of the messages of the next operation, None where there is nobody to send any to."""
+        if self.gate is None:
+            return None
+        if self._traffic is None or self._traffic[0] != self.oplog.seq:
+            self._traffic = self.oplog.seq, Traffic(self._rooms if self.gate.several else None)
+            self._recent[self.oplog.seq] = self._traffic[1]
+            while (oldest := next(iter(self._recent))) <= self.oplog.seq - _MOST_RECENT:
+                del self._recent[oldest]
+        return self._traffic[1]
+
+    def collective(
+        self,
+        what: Fingerprint,
+        program: Program[T],
+        claims: Sequence[Claim] = (),
+        *,
+        nbytes: int = 0,
+        timeout: float | None = None,
+        convert: Callable[[Any], Any] | None = None,
+        when: When = When.HOST,
+        queues: bool = False,
+    ) -> Handle[Any]:
+        """Issue `program` as the next operation that all ranks take part in.
+
+        It begins `when` the ranks are known to agree on it. With `queues` it only queues its work on a device, which
+        takes no time. `convert` makes the result of what the program returns, on the loop's thread: it may run the
+        user's code.
+        """
+        traffic = self.traffic()
+        handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout)
+        self.oplog.record(what, handle.raw_origin)
+        completion = Completion(self, handle, claims, convert)
+        work_bytes = 0 if queues else nbytes
+        if self.gate is None:
+            self.run(program, completion, work_bytes)
+            return handle
+        large = work_bytes >= self.large_bytes
+        entry = Entry(handle.seq, what.word ^ handle.seq, when, traffic, large=large)
+        failure = self.disputes.refuse(handle.seq)
+        start = partial(completion.run, program, entry)
+        refuse = partial(completion.refuse, program)
+        entry.calls = (start if failure is None else partial(refuse, failure)), refuse
+        self.start(partial(self.gate.enter, entry), work_bytes)
+        return handle
+
+    def later(self, call: Callable[[], object]) -> None:
+        """See `Owner`."""
+        self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
+
+    def run(self, program: Program[Any], completion: Completion, nbytes: int) -> None:
+        """Run `program`, which moves `nbytes`, to its end."""
+        self.start(partial(completion.run, program), nbytes)
+
+    def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
+        """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
+
+        def withdraw() -> bool:
+            with transport_lock:
+                withdrawn = self.mailbox.withdraw(wanted)
+                if withdrawn:
+                    wanted.finish(None, asyncio.CancelledError())
+            return withdrawn
+
+        handle.set_canceller(withdraw)
+        self.start(partial(self.mailbox.receive, wanted), 0)
+
+    def quick(self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+        """Issue one native call that works on `t` in place: `collective` without what it does not need."""
+        start, nbytes = t.data_ptr(), plan.nbytes
+        pending, progress, oplog, watch = self._pending, self.progress, self.oplog, self._watch
+        if self._refusal is not None or get_ident() != self._thread_id or not (watch.watching and progress.armed):
+            self.check_usable()
+            watch.keep_watch()
+        handle: Handle[Tensor] = Handle(progress, "allreduce", oplog.seq, nbytes, whence(3), self.account)
+        if timeout is not None or self.timeout is not None:
+            self._set_deadline(handle, timeout)
+        in_flight.acquire(start, nbytes, True, handle)
+        oplog.record(plan.what, handle.raw_origin)
+        pending[handle] = True
+
+        over = False
+
+        def done(error: BaseException | None) -> None:
+            nonlocal over
+            if over:  # a call may tell, and then raise
+                return
+            over = True
+            in_flight.release(start, nbytes, True)
+            if error is not None:
+                self.freed(handle)
+                self.fell_out(handle, error)
+                return
+            pending.pop(handle, None)
+            if not handle.done():
+                handle.resolve(t)
+
+        if isinstance(plan, QueuePlan):
+            self._queue(plan, t, handle, done)
+        elif nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
+            then = progress.counted(done) if nbytes < plan.inline_bytes else done
+            progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
+        else:
+            progress.start(self._quickly(plan, t, handle.seq, done, large=False))
+        return handle
+
+    def _quickly(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done, *, large: bool) -> Callable[[], None]:
+        """Return the call that takes the operation to the gate."""
+        assert self.gate is not None
+        start: Callable[[], None] = partial(_begin, plan.start, t, seq, done)
+        if (failure := self.disputes.refuse(seq)) is not None:
+            start = partial(done, failure)
+        return partial(self.gate.quick, seq, plan.what.word ^ seq, start, done, large)
+
+    def _queue(self, plan: QueuePlan, t: Tensor, handle: Handle[Tensor], done: Done) -> None:
+        """Have the device's queue take it now; how it ends counts when the ranks are known to agree."""
+        gate, then = self.gate, done
+        if gate is not None:
+            entry = Entry(handle.seq, plan.what.word ^ handle.seq, When.NOW)
+            then = partial(through_gate, self, entry, lambda _, error: done(error), None)
+        try:
+            handle.fence, call = plan.queue(t, then)
+        except RuntimeError as raised:
+            call = partial(then, failed(raised))
+        self.progress.start(call)
+        if gate is not None:
+            self.progress.start(partial(gate.enter, entry))
+
+    def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
+        """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
+        return self.collective(Fingerprint(kind), nothing(), timeout=timeout, when=When.ALL)
+
+    def message(
+        self,
+        op: str,
+        nbytes: int,
+        claims: Sequence[Claim],
+        timeout: float | None,
+        peer: Peer,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> tuple[Handle[Any], Completion]:
+        """Return the handle of a point-to-point operation with `peer`, and what to call when it is over."""
+        handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, peer)
+        self._watchdog.messages = True
+        return handle, Completion(self, handle, claims, convert)
+
+    def start(self, call: Callable[[], None], nbytes: int) -> None:
+        """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
+        if nbytes >= self.large_bytes:
+            self.progress.start_in_thread(call)
+        else:
+            self.progress.start(call)
+
+    def _handle(
+        self,
+        op: str,
+        nbytes: int,
+        claims: Sequence[Claim],
+        timeout: float | None,
+        peer: Peer | None = None,
+    ) -> Handle[Any]:
+        self.check_usable()
+        handle: Handle[Any] = Handle(self.progress, op, self.oplog.seq, nbytes, whence(4), self.account)
+        if timeout is not None or self.timeout is not None:
+            self._set_deadline(handle, timeout)
+        in_flight.acquire_all(claims, handle)
+        self._pending[handle] = peer or True
+        self._watch.keep_watch()
+        return handle
+
+    def _set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
+        seconds = self.timeout if timeout is None else timeout
+        assert seconds is not None
+        handle.set_deadline(seconds)
+        self._watchdog.expect(seconds)
+
+    # --- completion: with the transport lock held --------------------------------------------------------------
+
+    def over(self, handle: Handle[Any], result: object, error: BaseException | None) -> None:
+        """See `Owner`."""
+        if self._pending.pop(handle, None) is True and self._rejected:
+            error = self._rejected.pop(handle.seq, error)  # it ended with zeros, which others sent in place of theirs
+        if error is not None:
+            self._freed.discard(handle.seq)
+            self._failed(handle, error)
+        elif not handle.done():
+            if isinstance(result, Arrived):
+                handle.source, handle.tag, handle.nbytes = result.source, result.tag, result.nbytes
+                result = result.data
+            handle.resolve(result)
+
+    def _failed(self, handle: Handle[Any], error: BaseException) -> None:
+        if handle.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            handle.withdraw()
+            return
+        if isinstance(error, AiodistError):
+            error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
+        handle.reject(error)
+
+    # --- what goes wrong in a collective ---------------------------------------------------------------------
+
+    def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
+        """See `Owner`. The other ranks, which may wait for this one, are told why.
+
+        Where ranks differ on it, `Disputes` concludes. What a library says may follow from what is heard of only then:
+        that ranks differ, or that one of them is gone.
+        """
+        collective = self._pending.get(handle) is True
+        if isinstance(error, _KNOWN):
+            self.over(handle, None, error)
+            if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
+                self.later(partial(self.disputes.tell_failed, handle.seq, error))
+            return
+        if isinstance(error, Differ):
+            return
+        if not collective:
+            over = partial(self.over, handle, None, error)
+            if isinstance(error, BackendError):
+                self.later(partial(self.progress.exclusively, over))
+            else:
+                over()
+            return
+
+        def conclude() -> None:
+            self._failing.pop(handle.seq, None)
+            if handle in self._pending and not handle.done():
+                self.reject(handle.seq, error)
+                self.disputes.tell_failed(handle.seq, error)
+
+        self._failing[handle.seq] = error
+        if isinstance(error, BackendError):
+            self.later(conclude)
+        else:
+            self.progress.post(conclude)
+
+    def reject(self, seq: int, error: BaseException) -> None:
+        """See `Judge`."""
+        self.progress.exclusively(partial(self._reject, seq, error))
+
+    def _reject(self, seq: int, error: BaseException) -> None:
+        """As soon as its memory is free, for who is told may use it again, or when it is not free soon."""
+        if (handle := self._collective_of(seq)) is None:
+            return
+        self._rejected.setdefault(seq, error)
+        if seq in self._freed:
+            self._reject_now(handle)
+        else:
+            self.later(partial(self.progress.exclusively, partial(self._reject_now, handle)))
+
+    def _reject_now(self, handle: Handle[Any]) -> None:
+        error = self._rejected.pop(handle.seq, None)
+        self._freed.discard(handle.seq)
+        if error is not None and self._pending.pop(handle, None) is not None:
+            self._failed(handle, error)
+
+    def freed(self, handle: Handle[Any]) -> None:
+        """See `Owner`."""
+        if self._pending.get(handle) is True:
+            self._freed.add(handle.seq)
+            if handle.seq in self._rejected:
+                self._reject_now(handle)
+
+    def _collective_of(self, seq: int) -> Handle[Any] | None:
+        """Return the handle of collective `seq` while it is pending."""
+        pending = list(self._pending.items())
+        return next((handle for handle, what in pending if what is True and handle.seq == seq), None)
+
+    def doubt(self, seq: int) -> None:
+        """See `Judge`."""
+        if self.gate is not None:
+            self.progress.exclusively(partial(self.gate.doubt, seq))
+
+    def stop(self, seq: int, error: AiodistError | None) -> Traffic | None:
+        """See `Judge`."""
+        traffic = self._recent.get(seq)
+        if traffic is not None:
+            self.progress.exclusively(partial(traffic.refuse, error or Differ(seq)))
+        if error is not None:
+            if traffic is None or traffic.native:
+                # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
+                self.later(partial(self._abort_unless_over, seq, error))
+            else:
+                self.reject(seq, self._failing.get(seq, error))
+        return traffic
+
+    def _broken(self, error: BaseException) -> None:
+        """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""
+
+        def conclude() -> None:
+            if self._refusal is None:
+                wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
+                wrapped.__cause__ = error
+                self.abort(wrapped)
+                self.disputes.tell_abort(f"rank {self.transport.rank}: {wrapped}")
+
+        self.later(conclude)
+
+    def _abort_unless_over(self, seq: int, error: AiodistError) -> None:
+        if self._collective_of(seq) is not None:
+            self.reject(seq, error)
+            self.abort(CommunicatorAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name))
+            self.disputes.tell_abort(f"communicator {self.name!r} was aborted: {error}")
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts of what was issued and what is pending."""
+        return {"collectives": self.oplog.seq, "pending": len(self.pending())}
+
+    def pending(self) -> list[Handle[Any]]:
+        """Return what is not over, in order of issue."""
+        return [handle for handle in list(self._pending) if handle.is_pending]
+
+    def pending_collectives(self) -> list[Handle[Any]]:
+        """Return those of them that all ranks take part in."""
+        return [handle for handle, what in list(self._pending.items()) if what is True and handle.is_pending]
+
+    def withdraw_receives(self) -> None:
+        """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
+        for handle in self.pending():
+            forgotten = not handle.consumed
+            if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
+                message = f"{handle} was never matched{' nor awaited' * forgotten}, and withdrawn at close"
+                kind = RuntimeWarning if forgotten else ResourceWarning
+                warnings.warn_explicit(message, kind, where.filename, where.lineno)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until nothing is pending; raise `OperationTimeout` naming what still is after `seconds`."""
+        pending = self.pending()
+        if pending and self._refusal is None:
+            await asyncio.wait([all_over(pending, self.progress.loop)], timeout=seconds)
+            left = [handle for handle in pending if not handle.done()]
+            if left:
+                known, late = plight(left)
+                text = f"still pending after {round(seconds, 1):g} s: {listed(left)}{known}"
+                raise OperationTimeout(text, late=late, comm=self.name)
+
+    async def part(self, seconds: float) -> None:
+        """Hear what was sent to this rank and never received; once all ranks have issued what they will."""
+        rank, size = self.transport.rank, self.transport.size
+        if size > 1 and self._refusal is None:
+            handle, finish = self.message("aclose", 0, (), seconds, Peer((rank - 1) % size, None, 0))
+            self.start(partial(self.mailbox.part, partial(finish, None)), 0)
+            await handle
+
+    def _warn_of(self, came: list[str]) -> None:
+        """Warn of messages that nobody received."""
+        more = f" and {len(came) - 8} more" if len(came) > 8 else ""
+        what = f"{len(came)} message{'s' * (len(came) > 1)}: {', '.join(came[:8])}{more}"
+        where = f"communicator {self.name!r} is closed, and rank {self.transport.rank} never received"
+        line = Origin.here()
+        warnings.warn_explicit(f"{where} {what}", RuntimeWarning, line.filename, line.lineno)
+
+    def peer_lost(self, exit: Exit) -> None:
+        """A rank of this communicator is gone: what is pending and every later call raise that."""
+        error = exit.error()
+        self.abort(error)
+        for tell in list(self.on_lost):
+            tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
+
+    def abort(self, error: AiodistError) -> None:
+        """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
+        if self._refusal is not None:
+            return
+        self._refusal = self._aborted(error)
+        self._watchdog.close()
+        self.progress.exclusively(partial(self._fail_all, error))
+        for tell in list(self.on_abort):
+            tell(error)
+
+    def _fail_all(self, error: AiodistError) -> None:
+        for handle in self.pending():
+            own = self._rejected.get(handle.seq) if self._pending.get(handle) is True else None
+            again = copy(error)
+            again.__cause__ = error.__cause__
+            self._failed(handle, own or again)
+        self._pending.clear()
+        self._freed.clear()
+        self._rejected.clear()
+        if self.gate is not None:
+            self.gate.close(error)
+
+    def _aborted(self, error: AiodistError) -> AiodistError:
+        if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):
+            return error
+        aborted = MismatchAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name)
+        aborted.__cause__ = error
+        return aborted
+
+    def close(self) -> None:
+        """Refuse every later call; warn of messages that nobody received."""
+        self._watchdog.close()
+        self.disputes.close()
+        orderly = self._refusal is None
+        if orderly:
+            self._refusal = CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name)
+        self.account.judge()
+        if orderly and (came := self.mailbox.unmatched()):
+            self._warn_of(came)
+
+    @property
+    def refusal(self) -> AiodistError | RuntimeError | None:
+        """Why calls are refused, None while they are not."""
+        return self._refusal
+
+    def forked(self) -> None:
+        """This is a child of the process that opened it."""
+        self._refusal = RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it")
+
+
+def _begin(start: Begin, t: Tensor, seq: int, done: Done) -> None:
+    """Make a native call; what it raises goes to `done`."""
+    try:
+        start(t, seq, done)
+    except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+        done(ours(error))
+
+
+def _after_fork() -> None:
+    _held_over_fork.clear()
+    for dispatcher in list(Dispatcher._alive):
+        dispatcher.forked()
+
+
+_held_over_fork: list[bool] = []
+
+
+def _before_fork() -> None:
+    """Fork while no other thread is in native calls: a lock that one holds there stays taken in the child for ever."""
+    _held_over_fork.append(transport_lock.acquire(timeout=_FORK_SECONDS))
+
+
+def _after_fork_in_parent() -> None:
+    if _held_over_fork.pop():
+        transport_lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

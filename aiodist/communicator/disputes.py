@@ -1,0 +1,242 @@
+"""What ranks tell each other about an operation that they disagree on, or that failed on one of them.
+
+A gate finds that ranks differ, and every rank finds it; here they show each other what they called, so that each can
+raise an error with all sides. Both sides keep the number, what was sent for it is taken off the wire, and the
+communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives the communicator up by itself.
+
+Everything here runs on the loop's thread, but `begin`, which runs where the gate does, and `_heard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from aiodist.backends.base import Transport
+from aiodist.collectives.traffic import Traffic
+from aiodist.communicator.gate import Entry, When
+from aiodist.communicator.oplog import OpLog
+from aiodist.control import Channel
+from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
+from aiodist.handles import Progress
+
+__all__ = ["Disputes", "Judge"]
+
+_SIDES_SECONDS = 0.5  # how long the other ranks have to show what they issued
+_MOST_IN_A_ROW = 3
+_KEPT = 4096
+
+
+class Judge(Protocol):
+    """Answers for the operations of a communicator; all of it on the loop's thread."""
+
+    def reject(self, seq: int, error: AiodistError) -> None:
+        """Operation `seq` failed, if it is still pending."""
+
+    def doubt(self, seq: int) -> None:
+        """Ranks differ on operation `seq`, as one of them found: do not wait until this one finds it too."""
+
+    def stop(self, seq: int, error: AiodistError | None) -> Traffic | None:
+        """Have operation `seq` send and ask for nothing more; return what it has, None where none left this host.
+
+        With `error` it failed on another rank: reject it, or where it cannot be stopped give the communicator up.
+        """
+
+    def abort(self, error: AiodistError) -> None:
+        """The communicator is given up."""
+
+
+@dataclass
+class _Dispute:
+    """An operation that ranks differ on, as this rank knows it."""
+
+    entry: Entry
+    last: bool
+    """After it the communicator is given up."""
+    sides: dict[int, str]
+    """What each rank issued."""
+    over: bool = False
+
+
+class Disputes:
+    """One rank's part in the disputes of one communicator."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        ranks: Sequence[int],
+        transport: Transport,
+        oplog: OpLog,
+        judge: Judge,
+        progress: Progress,
+    ) -> None:
+        """`ranks` are the world ranks of the communicator's, in order."""
+        self._to_fail: dict[int, AiodistError] = {}
+        """Operations that failed on another rank before this one issued them."""
+        self._stopped: dict[int, Traffic | None] = {}
+        """Those that failed on some rank, with what this one had on the wire."""
+        self._name = name
+        self._topic = f"disputes:{name}"
+        self._channel = channel
+        self._ranks = list(ranks)
+        self._rank = self._ranks.index(channel.rank)
+        self._transport = transport
+        self._oplog = oplog
+        self._judge = judge
+        self._progress = progress
+        self._open: dict[int, _Dispute] = {}
+        self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        """What others showed of operations that this rank does not know to be disputed yet."""
+        self._early_stops: dict[int, list[tuple[int, list[Any]]]] = {}
+        """The same of operations that failed there."""
+        self._first: int | None = None
+        self._in_a_row: list[int] = []
+        channel.subscribe(self._topic, self._heard)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._channel.unsubscribe(self._topic)
+
+    # --- what this rank finds -----------------------------------------------------------------------------------
+
+    def begin(self, entry: Entry) -> None:
+        """The gate found that ranks differ on `entry`: show the others this rank's side, though its loop be busy."""
+        seq, mine = entry.seq, self._oplog.text(entry.seq)
+        for rank in self._others():
+            self._send(rank, "side", seq, [mine, *_lists(entry.traffic, rank)])
+        self._progress.post(partial(self._opened, entry, mine))
+
+    def _opened(self, entry: Entry, mine: str) -> None:
+        seq = entry.seq
+        self._in_a_row = [*self._in_a_row, seq] if self._in_a_row[-1:] == [seq - 1] else [seq]
+        last = len(self._in_a_row) >= _MOST_IN_A_ROW
+        self._open[seq] = _Dispute(entry, last, {self._rank: mine})
+        self._progress.loop.call_later(_SIDES_SECONDS, self._conclude, seq)
+        self._forget_before(seq - _KEPT)
+        for src, payload in self._early.pop(seq, []):
+            self._take_side(src, seq, payload)
+
+    def _forget_before(self, seq: int) -> None:
+        """Late news of older operations are not expected."""
+        for kept in (self._open, self._stopped, self._early, self._early_stops, self._to_fail):
+            for old in [one for one in kept if one < seq]:
+                del kept[old]
+
+    def tell_failed(self, seq: int, error: BaseException) -> None:
+        """Operation `seq` failed on this rank, and only here as far as it knows: have the others stop it."""
+        self._stop(seq, f"rank {self._rank}'s part failed: {type(error).__name__}: {error}", None)
+
+    def refuse(self, seq: int) -> AiodistError | None:
+        """Return why operation `seq`, which is about to enter, failed on another rank already; None if it did not."""
+        if not self._to_fail:
+            return None
+        error = self._to_fail.pop(seq, None)
+        if error is not None:
+            self._progress.post(partial(self._stop, seq, str(error.args[0]), None))
+        return error
+
+    def _stop(self, seq: int, text: str, error: AiodistError | None) -> None:
+        """Tell every other rank what this one has sent for `seq`, and asked for, and take the rest off the wire."""
+        if seq in self._stopped:
+            return
+        traffic = self._stopped[seq] = self._judge.stop(seq, error)
+        for rank in self._others():
+            self._send(rank, "stop", seq, [text, *_lists(traffic, rank)])
+        for src, (_, sent, asked) in self._early_stops.pop(seq, []):
+            self._clear(traffic, src, sent, asked)
+        self._forget_before(seq - _KEPT)
+
+    def tell_abort(self, text: str, *, differ: bool = False) -> None:
+        """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
+        for rank in self._others():
+            self._send(rank, "abort", 0, [text, differ])
+
+    # --- what it hears --------------------------------------------------------------------------------------------
+
+    def _heard(self, world_rank: int, message: list[Any]) -> None:
+        """On the listener thread."""
+        self._progress.post(partial(self._take, self._ranks.index(world_rank), *message))
+
+    def _take(self, src: int, what: str, seq: int, payload: list[Any]) -> None:
+        if what == "abort":
+            text, differ = payload
+            self._judge.abort(MismatchError(text) if differ else CommunicatorAborted(text))
+        elif what == "stop":
+            self._take_stop(src, seq, payload)
+        elif seq in self._open:
+            self._take_side(src, seq, payload)
+        else:
+            self._early.setdefault(seq, []).append((src, payload))
+            if seq < self._oplog.seq:
+                self._judge.doubt(seq)
+
+    def _take_side(self, src: int, seq: int, payload: list[Any]) -> None:
+        dispute = self._open[seq]
+        text, sent, asked = payload
+        if not dispute.over:
+            dispute.sides[src] = text
+        self._clear(dispute.entry.traffic, src, sent, asked)
+        if len(dispute.sides) == len(self._ranks):
+            self._conclude(seq)
+
+    def _take_stop(self, src: int, seq: int, payload: list[Any]) -> None:
+        text, sent, asked = payload
+        if seq in self._stopped:
+            self._clear(self._stopped[seq], src, sent, asked)
+            return
+        self._early_stops.setdefault(seq, []).append((src, payload))
+        error = RemoteError(f"operation #{seq}: {text}", raised_by=src, comm=self._name)
+        if seq < self._oplog.seq:
+            self._stop(seq, text, error)
+        else:
+            self._to_fail.setdefault(seq, error)
+
+    def _clear(self, traffic: Traffic | None, src: int, sent: list[Any], asked: list[Any]) -> None:
+        if sent or asked:
+            met = traffic or Traffic()  # what went by a library sends nothing before all agree
+            self._progress.start(partial(met.clear, self._transport, src, dict(sent), dict(asked)))
+
+    # --- verdicts -------------------------------------------------------------------------------------------------
+
+    def _conclude(self, seq: int) -> None:
+        dispute = self._open.get(seq)
+        if dispute is None or dispute.over:
+            return
+        dispute.over = True
+        since = "" if self._first is None else f" (out of step since #{self._first})"
+        self._first = seq if self._first is None else min(self._first, seq)
+        unspecified = dispute.entry.traffic is not None and not dispute.entry.refused
+        data = "; what the operation was to fill is unspecified" if unspecified else ""
+        error = MismatchError(f"ranks disagree on operation #{seq}{since}: {_sides(dispute.sides)}{data}")
+        if dispute.entry.when is When.NOW or dispute.last:
+            self._judge.abort(error)
+            if not dispute.last:  # else each rank finds that by itself
+                self.tell_abort(str(error), differ=True)
+        else:
+            self._judge.reject(seq, error)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._ranks)) if rank != self._rank]
+
+    def _send(self, rank: int, what: str, seq: int, payload: list[Any]) -> None:
+        self._channel.send(self._ranks[rank], self._topic, [what, seq, payload])
+
+
+def _lists(traffic: Traffic | None, rank: int) -> list[list[tuple[int, list[int]]]]:
+    """Return what `traffic` has sent to `rank` and asked of it, as it travels."""
+    return [[], []] if traffic is None else [list(lists.items()) for lists in traffic.with_rank(rank)]
+
+
+def _sides(texts: dict[int, str]) -> str:
+    """Return what each rank issued; ranks that issued the same at the same line are named together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in by_text.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,151 @@
+"""Where are you? Ranks ask one another over the control channel, which answers though the main thread is stuck.
+
+A rank answers twice: at once from the listener thread, and from its loop as soon as that runs. So the asking rank
+can tell a rank that is busy (only the first came) from one that is stopped or holds the GIL (none came).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+from aiodist.communicator.whereabouts import Whereabouts
+from aiodist.control import Channel
+from aiodist.handles import Progress
+
+__all__ = ["Inquiry"]
+
+_TOPIC = "whereabouts"
+_ANSWER_SECONDS = 0.3  # who has not answered after this is told to be one that does not
+_LOOP_SECONDS = 0.2  # and so the loop of one that did
+_NEWS_SECONDS = 2.0  # an answer that is older is told with its age
+
+
+class _RankEntry:
+    """What is known of one rank."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the last question."""
+        self.asked = -inf
+        self.answered = -inf
+        self.answer = Whereabouts("", [], [])
+        self.answer_to = 0
+        """The number of the question that it answers; -1 where it came unasked."""
+        self.loop_answer_to = 0
+
+    def loop_answers(self, now: float) -> bool | None:
+        """Return whether its loop runs, None where that is not known."""
+        if self.answer_to < 0:
+            return None
+        if self.answer_to <= self.loop_answer_to:
+            return True
+        return False if now - self.asked >= _LOOP_SECONDS else None
+
+
+class Inquiry:
+    """One rank's questions to the others, and its answers. Times are those of the loop's clock.
+
+    What arrives does so on the control channel's listener thread, which replaces one reference at a time.
+    """
+
+    def __init__(self, channel: Channel, progress: Progress, here: Callable[[str, bool], Whereabouts]) -> None:
+        """`here(comm, on_loop)` says where this rank is; it is called on the loop's thread or on the listener's."""
+        self.channel = channel
+        self.reported = -inf
+        """When a rank last told everybody that it reports who waits for whom."""
+        self._progress = progress
+        self._here = here
+        self._entries: dict[int, _RankEntry] = {}
+        channel.subscribe(_TOPIC, self._heard)
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(RuntimeError):  # the channel is closed
+            self.channel.unsubscribe(_TOPIC)
+
+    def now(self) -> float:
+        """Return the loop's time, on any thread."""
+        return self._progress.loop.time()
+
+    # --- asking --------------------------------------------------------------------------------------------
+
+    def ask(self, ranks: Iterable[int], comm: str) -> None:
+        """Ask `ranks` of the world where they are, and what they did last on the communicator `comm`."""
+        now = self.now()
+        for rank in ranks:
+            entry = self._entries.setdefault(rank, _RankEntry())
+            if now - entry.asked < _ANSWER_SECONDS and entry.answer_to != entry.number:
+                continue  # that answer is still awaited
+            entry.number += 1
+            entry.asked = now
+            self.channel.send(rank, _TOPIC, ["ask", comm, entry.number])
+
+    def hint(self, rank: int, last: str) -> None:
+        """Take note of what `rank` told by the way."""
+        entry = self._entries.setdefault(rank, _RankEntry())
+        now = self.now()
+        if entry.answer_to < 0 or now - entry.answered > _NEWS_SECONDS:
+            entry.answer, entry.answer_to, entry.answered = Whereabouts(last, [], []), -1, now
+
+    def tell_report(self) -> None:
+        """Tell the others that this rank reports."""
+        self.reported = self.now()
+        self.channel.broadcast(_TOPIC, ["report", "", 0])
+
+    def answer(self, rank: int, since: float) -> Whereabouts | None:
+        """Return what `rank` has answered since then."""
+        entry = self._entries.get(rank)
+        return entry.answer if entry is not None and entry.answered >= since else None
+
+    def is_silent(self, rank: int) -> bool:
+        """Return True when `rank` has left its last question without an answer for too long."""
+        entry = self._entries.get(rank)
+        return entry is not None and entry.answered < entry.asked <= self.now() - _ANSWER_SECONDS
+
+    def text(self, rank: int, since: float) -> str | None:
+        """Return where `rank` is as words, as far as it is known since then; None when nothing is."""
+        left = self.channel.exits().get(rank)
+        if left is not None:
+            return f"has left: {left.cause}"
+        entry = self._entries.get(rank)
+        if entry is None or max(entry.asked, entry.answered) < since:
+            return None
+        now = self.now()
+        words = []
+        if self.is_silent(rank):
+            words.append("does not answer")
+        elif entry.answered < since:
+            words.append(f"has not answered within {now - entry.asked:.1f} s")
+        if entry.answered >= since:
+            old = f"{now - entry.answered:.0f} s ago: " if now - entry.answered > _NEWS_SECONDS else ""
+            words.append(old + entry.answer.text(loop_answers=entry.loop_answers(now)))
+        return "; ".join(words)
+
+    # --- answering -----------------------------------------------------------------------------------------
+
+    def _heard(self, src: int, message: list[Any]) -> None:
+        kind, comm, content = message
+        if kind == "ask":
+            self._answer(src, comm, content)
+        elif kind == "report":
+            self.reported = self.now()
+        else:
+            number, answer = content
+            entry = self._entries.setdefault(src, _RankEntry())
+            if number == entry.number:
+                entry.answer, entry.answer_to = Whereabouts.read(answer), number
+                entry.answered = self.now()
+                if kind == "loop":
+                    entry.loop_answer_to = number
+
+    def _answer(self, src: int, comm: str, number: int) -> None:
+        def reply(kind: str, *, on_loop: bool) -> None:
+            with suppress(RuntimeError):  # the channel was closed
+                self.channel.send(src, _TOPIC, [kind, comm, [number, self._here(comm, on_loop)]])
+
+        if not self._progress.owns_thread():
+            reply("here", on_loop=False)
+        self._progress.post(lambda: reply("loop", on_loop=True))

@@ -1,0 +1,184 @@
+"""Which ranks form a group, level by level: what every rank knows of a hierarchy without asking again.
+
+Level 0 is all ranks, one group; each level splits every group of the level above by a key. The idea, with its trees
+and cartesian links, is TorchMPI's (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+__all__ = ["FORMS", "Form", "Group", "Key", "Levels", "Split"]
+
+Form = Literal["cartesian", "tree"]
+FORMS: Final[tuple[str, ...]] = get_args(Form)
+
+Group = tuple[int, ...]
+"""Ranks, in order."""
+
+Key = tuple[str, ...]
+"""One string, or several where a span made one level of many."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one level splits the groups of the level above."""
+
+    keys: tuple[Key, ...]
+    """By rank: equal keys form a group."""
+    asked: Form | None = None
+    """The form that was asked for; None: cartesian where it can be."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of `size` ranks, as `rank` sees them; `print` shows all.
+
+    The groups of a level come in the order of the groups they lie in, then of their keys as strings; the ranks in a
+    group in their own order. Levels are counted from 0, all ranks, to `depth`; negative numbers count from the last.
+
+    >>> levels = Levels(5, rank=3).below(["b", "a", "b", "a", "b"])
+    >>> levels.groups(1), levels.group(1), levels.form(1)
+    (((1, 3), (0, 2, 4)), (1, 3), 'tree')
+    >>> print(levels)
+    5 ranks in 2 groups, tree
+      a: ranks 1, 3
+      b: ranks 0, 2, 4
+    """
+
+    size: int
+    rank: int
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """How many levels there are below level 0."""
+        return len(self.splits)
+
+    # --- what they say ---------------------------------------------------------------------------------------
+
+    def number(self, level: int) -> int:
+        """Return the level counted from 0; raise ValueError if there is none, TypeError if it is no int."""
+        if isinstance(level, bool) or not isinstance(level, int):
+            raise TypeError(f"level is {type(level).__name__}: expected an int")
+        if not -1 - self.depth <= level <= self.depth:
+            raise ValueError(f"level {level}: expected 0, all ranks, to {self.depth}, or from -1, the last, down")
+        return level % (self.depth + 1)
+
+    def key(self, level: int) -> str:
+        """Return the key that this rank gave at `level`; "" at level 0."""
+        number = self.number(level)
+        return "/".join(self.splits[number - 1].keys[self.rank]) if number else ""
+
+    def groups(self, level: int) -> tuple[Group, ...]:
+        """Return all groups of `level`."""
+        return tuple(group for part in self.parts(level) for group in part)
+
+    def group(self, level: int) -> Group:
+        """Return this rank's group at `level`."""
+        return next(group for group in self.groups(level) if self.rank in group)
+
+    def parts(self, level: int) -> tuple[tuple[Group, ...], ...]:
+        """Return the groups of `level`, those together that lie in one group of the level above."""
+        number = self.number(level)
+        if number == 0:
+            return ((tuple(range(self.size)),),)
+        return tuple(self._inside(group, number) for group in self.groups(number - 1))
+
+    def form(self, level: int) -> Form:
+        """Return how this rank's group is linked with those beside it, which lie in the same group of the level above.
+
+        "cartesian": the k-th rank of each with the k-th of the others, where all are equal in size; else, or when that
+        was asked for, "tree": their first ranks.
+        """
+        number = self.number(level)
+        return self._form(number, next(part for part in self.parts(number) if any(self.rank in g for g in part)))
+
+    def links(self, level: int) -> tuple[Group, ...]:
+        """Return the ranks that are linked across the groups of `level`, each in the order of the groups."""
+        number = self.number(level)
+        found: list[Group] = []
+        for part in self.parts(number):
+            linked = list(zip(*part, strict=False))  # as many as the shortest has ranks
+            found += linked if self._form(number, part) == "cartesian" else linked[:1]
+        return tuple(found)
+
+    def link(self, level: int) -> Group:
+        """Return the ranks that this one is linked with, itself among them; none in a tree, unless it is a first."""
+        return next((linked for linked in self.links(level) if self.rank in linked), ())
+
+    def fallen(self, since: int = 1) -> list[str]:
+        """Return, in words, the groups from level `since` on that are a tree though cartesian was asked for."""
+        return [
+            f"level {number}: groups of {', '.join(str(len(group)) for group in part)} ranks"
+            for number in range(since, self.depth + 1)
+            for part in self.parts(number)
+            if self.splits[number - 1].asked == "cartesian" and self._form(number, part) == "tree"
+        ]
+
+    def _inside(self, group: Group, level: int) -> tuple[Group, ...]:
+        """Return the groups of `level` that lie in `group` of the level above."""
+        keys = self.splits[level - 1].keys
+        found: dict[Key, list[int]] = {}
+        for rank in group:
+            found.setdefault(keys[rank], []).append(rank)
+        return tuple(tuple(found[key]) for key in sorted(found))
+
+    def _form(self, level: int, part: Sequence[Group]) -> Form:
+        wants_tree = level > 0 and self.splits[level - 1].asked == "tree"
+        return "tree" if wants_tree or len({len(group) for group in part}) > 1 else "cartesian"
+
+    # --- others made of them ---------------------------------------------------------------------------------
+
+    def below(self, keys: Sequence[str], asked: Form | None = None) -> Levels:
+        """Return them with one level more, by the key that each rank gave."""
+        if len(keys) != self.size:
+            raise ValueError(f"{len(keys)} keys: expected {self.size}, one for each rank")
+        return replace(self, splits=(*self.splits, Split(tuple((key,) for key in keys), asked)))
+
+    def among(self, ranks: Sequence[int]) -> Levels:
+        """Return the levels of `ranks`, of which this rank is one, numbered in that order."""
+        splits = tuple(Split(tuple(split.keys[rank] for rank in ranks), split.asked) for split in self.splits)
+        return Levels(len(ranks), list(ranks).index(self.rank), splits)
+
+    def span(self, outer: int, inner: int) -> Levels:
+        """Return the two levels between which collectives run: this rank's group at `outer`, and one level below.
+
+        The ranks are those of that group, numbered anew; level 1 has the groups that they form at `inner`, linked with
+        one another across any levels between. Raises ValueError unless `inner` lies below `outer`.
+        """
+        low, high = self.number(outer), self.number(inner)
+        if low >= high:
+            raise ValueError(f"a span from level {low} to level {high}: expected the second to lie below the first")
+        mine = self.among(self.group(low))
+        spanned = mine.splits[low:high]
+        keys = tuple(tuple(text for split in spanned for text in split.keys[rank]) for rank in range(mine.size))
+        return replace(mine, splits=(Split(keys, spanned[-1].asked),))
+
+    # --- text ------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(0, tuple(range(self.size))))
+
+    def _lines(self, level: int, group: Group) -> list[str]:
+        """Return the text of a group and, further in, of those that lie in it."""
+        if level == self.depth:
+            return [("rank " if len(group) == 1 else "ranks ") + ", ".join(map(str, group))]
+        part = self._inside(group, level + 1)
+        form = f", {self._form(level + 1, part)}" if len(part) > 1 else ""
+        lines = [f"{_count(len(group), 'rank')} in {_count(len(part), 'group')}{form}"]
+        for inner in part:
+            first, *rest = self._lines(level + 1, inner)
+            lines += [f"  {_shown(self.splits[level].keys[inner[0]])}: {first}", *(f"  {line}" for line in rest)]
+        return lines
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _shown(key: Key) -> str:
+    text = "/".join(key)
+    return text if text and text.isprintable() else repr(text)

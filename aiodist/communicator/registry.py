@@ -1,0 +1,486 @@
+"""The communicators of one `init`: made from one another, told of lost ranks, closed in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from aiodist.backends.base import Capabilities, Done, Native, Transport, ours
+from aiodist.backends.shm import Group, Groups, Marks, Neighbourhood, ShmNative
+from aiodist.collectives.between import Between
+from aiodist.collectives.choice.table import Edit, Table
+from aiodist.collectives.cuda.accelerator import Accelerator
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.gate import Entry, Gate, Gates
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    CommunicatorError,
+    MismatchAborted,
+    MismatchError,
+    OperationTimeout,
+)
+from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles.combinators import all_over
+from aiodist.handles.progress import transport_lock
+
+if TYPE_CHECKING:
+    from aiodist.communicator import Communicator
+    from aiodist.communicator.base import Base
+    from aiodist.communicator.levels import Levels
+    from aiodist.control import Channel, Exit
+    from aiodist.topology import Topology
+
+__all__ = ["DRAIN_SECONDS", "Guest", "Registry"]
+
+T = TypeVar("T")
+
+DRAIN_SECONDS = 30.0
+"""How long closing waits for what is in flight."""
+
+
+class Guest(Protocol):
+    """What lives on a communicator and must end before it: a training net, a parameter server."""
+
+    async def release(self) -> None:
+        """End in order; all ranks do so at the same time."""
+
+    def give_up(self) -> None:
+        """The program failed, or this rank was told so: end without waiting for anything."""
+
+
+class OpenBlock(Protocol):
+    """What `open()` keeps in place of the `async with` block that the world would be in."""
+
+    async def aclose(self) -> None:
+        """Leave it, in order."""
+
+    async def was_forgotten(self) -> bool:
+        """Return True where nobody has closed it, and the loop or the process ends."""
+
+
+class _Making(Handle[T]):
+    """Of what is being made; it keeps the operation in which all ranks say what they want, and knows who is late."""
+
+    __slots__ = ()
+
+    def late(self) -> dict[int, str]:
+        return {} if self.done() else self.keep.late()
+
+
+class Registry:
+    """Knows every open communicator of one rank."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        make: Callable[[Dispatcher, Topology | None, Registry], Communicator],
+        *,
+        timeout: float | None,
+        drain_seconds: float = DRAIN_SECONDS,
+        near: Neighbourhood | None = None,
+        alone: str = "",
+        sharing: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`near` are the ranks of this host that share memory with this one; `alone` says why there are none.
+
+        `sharing` are all groups of ranks that share memory; a rank that is in none shares it with nobody.
+        """
+        self._channel = channel
+        self._make = make
+        self.near = near
+        """The ranks of this host, and this rank's memory that they can map."""
+        self._groups = Groups(Progress.current()) if near is not None else None
+        self._gates = Gates(Progress.current())
+        self._alone = alone
+        self._sharing = sharing
+        self.accelerator: Accelerator | None = None
+        """What this rank has of CUDA, where any rank has something."""
+        self._edits: dict[str, list[Edit]] = {}
+        self._edits_before: dict[str, int] = {}
+        self._timeout = timeout
+        self._drain_seconds = drain_seconds
+        self._open: list[Communicator] = []
+        self._closing: list[Communicator] = []
+        self.kept: OpenBlock | None = None
+        """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
+        self._shared: dict[tuple[str, tuple[int, ...], Levels | None], Communicator] = {}
+        self._children: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._guests: dict[Communicator, list[Guest]] = {}
+        self._progress = Progress.current()
+        self._progress.on_broken.append(self._broken)
+
+    def fail(self, why: str) -> None:
+        """Tell the other ranks that this one fails."""
+        self._channel.fail(why)
+
+    def world(self, transport: Transport, topology: Topology) -> Communicator:
+        """Return the first communicator, over all ranks."""
+        if topology.devices:
+            self.accelerator = Accelerator(
+                Progress.current(),
+                self._channel,
+                self._device_failed,
+                direct="cuda" in transport.capabilities().devices,
+            )
+        world = self._communicator("world", transport, range(transport.size), topology)
+        self._channel.on_lost(lambda exit: world.parts.dispatcher.progress.post(lambda: self._lost(exit)))
+        return world
+
+    def _communicator(
+        self,
+        name: str,
+        transport: Transport,
+        ranks: Sequence[int],
+        topology: Topology | None,
+        table: Table | None = None,
+    ) -> Communicator:
+        repertoire = self._repertoire(name, transport, ranks, topology, table)
+        gate = partial(self._gate, name, transport, ranks) if transport.size > 1 else None
+        dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate)
+        dispatcher.timeout = self._timeout
+        if self.accelerator is not None:
+            dispatcher.on_abort.append(partial(self.accelerator.abort, name))
+            dispatcher.mailbox.device_messages = self.accelerator.device_messages
+        made = self._make(dispatcher, topology, self)
+        self._open.append(made)
+        return made
+
+    def _repertoire(
+        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None
+    ) -> Repertoire:
+        """Return what a new communicator can run its collectives with."""
+        hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
+        mine = self.accelerator
+        cuda = "there is no CUDA device here" if mine is None else mine.kit(name, ranks, topology)
+        within = self._shared_memory(name, ranks)
+        return Repertoire(transport, table, hosts=hosts, within=within, alone=self._alone, cuda=cuda)
+
+    def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
+        """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
+        if self.near is None or self._groups is None:
+            return None
+        here = [rank for rank in ranks if rank in self.near.members]
+        if len(here) == 1:
+            return None
+        with transport_lock:  # else the progress thread, which looks after other groups, may tell a neighbour too
+            return ShmNative(Group(self.near, self._groups, name, here, here.index(self.near.rank)))
+
+    def _gate(
+        self,
+        name: str,
+        transport: Transport,
+        ranks: Sequence[int],
+        on_differ: Callable[[Entry], None],
+        broken: Callable[[BaseException], None],
+    ) -> Gate:
+        """Return the gate of a communicator of these world ranks."""
+        here = [rank for rank in ranks if self.near is not None and rank in self.near.members]
+        marks = None
+        if len(here) > 1 and self.near is not None:
+            with transport_lock:  # as for a group
+                marks = Marks(self.near, name, here, here.index(self.near.rank))
+        leaders = self._leaders(ranks)
+        between = Between(transport, leaders, broken) if len(leaders) > 1 and transport.rank in leaders else None
+        return Gate(self._gates, marks, between, several=len(leaders) > 1, on_differ=on_differ)
+
+    def _leaders(self, ranks: Sequence[int]) -> list[int]:
+        """Return the first rank of each group of `ranks` that share memory, in the numbers of their communicator."""
+        group_of = {rank: group[0] for group in self._sharing for rank in group}
+        first: dict[int, int] = {}
+        for number, rank in enumerate(ranks):
+            first.setdefault(group_of.get(rank, rank), number)
+        return list(first.values())
+
+    def _let_go(self, communicator: Communicator) -> None:
+        """Touch no shared memory for it any more; what still had to is over."""
+        dispatcher = communicator.parts.dispatcher
+        why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
+        with transport_lock:
+            if dispatcher.gate is not None:
+                dispatcher.gate.close(why)
+            if (within := dispatcher.repertoire.within) is not None:
+                within.group.give_up(why)
+
+    async def close_memory(self) -> None:
+        """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""
+        with suppress(ValueError):
+            self._progress.on_broken.remove(self._broken)
+        if self.accelerator is not None:
+            await self.accelerator.aclose()
+        if self.near is not None and self._groups is not None:
+            with transport_lock:  # no poll is on its way
+                self._gates.close()
+                self._groups.close()
+                self.near.close()
+
+    def _device_failed(self, name: str, error: AiodistError) -> None:
+        """Give the communicator up on all ranks: the others may wait for this one on the device."""
+        for communicator in (*self._open, *self._closing):
+            if communicator.name == name:
+                self._give_up(communicator, error)
+
+    def _broken(self, error: Exception) -> None:
+        """Nothing drives what this rank has in flight: give everything up, on all ranks."""
+        for communicator in (*self._open, *self._closing):
+            self._give_up(communicator, ours(error))
+
+    @staticmethod
+    def _give_up(communicator: Communicator, error: AiodistError) -> None:
+        dispatcher = communicator.parts.dispatcher
+        if dispatcher.refusal is None:
+            dispatcher.abort(error)
+            dispatcher.disputes.tell_abort(f"rank {communicator.rank}: {error}")
+
+    def _lost(self, exit: Exit) -> None:
+        for communicator in (*self._open, *self._closing):
+            if exit.rank < 0 or exit.rank in communicator.parts.dispatcher.ranks:
+                communicator.parts.dispatcher.peer_lost(exit)
+
+    # --- guests ----------------------------------------------------------------------------------------------
+
+    def admit(self, communicator: Communicator, guest: Guest) -> None:
+        """Release `guest` before `communicator` is closed, or have it give up when that is given up."""
+        communicator.parts.dispatcher.check_usable()
+        self._guests.setdefault(communicator, []).append(guest)
+
+    # --- the selector ----------------------------------------------------------------------------------------
+
+    def edit(self, communicator: Base, edit: Edit) -> Handle[None]:
+        """Edit the tables of `communicator` and of what was made of it; return the handle of its comparison."""
+        handle = communicator.upkeep.compare_edit(edit)
+        communicator.upkeep.apply_edits([edit])
+        self._edits.setdefault(communicator.name, []).append(edit)
+        for member in [c for c in self._open if c.name.startswith(f"{communicator.name}/")]:
+            self._edits.setdefault(member.name, []).append(edit)
+            with suppress(AiodistError):  # it was given up
+                member.upkeep.compare_edit(edit)
+            member.upkeep.apply_edits([edit])
+        return handle
+
+    # --- making ----------------------------------------------------------------------------------------------
+
+    def derive(self, parent: Communicator, kind: str, ranks: Sequence[int]) -> Handle[Communicator]:
+        """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
+        agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
+        name = self.next_name(parent, kind)
+
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+            wanted = {rank: row.tolist() for rank, row in enumerate(table)}
+            other = next((rank for rank, row in wanted.items() if row != wanted[0]), 0)
+            if other:
+                kinds = {r: "dup" if wanted[r][0] else "group" for r in (0, other)}
+                sides = "; ".join(f"rank {r}: {kind} of {wanted[r][1:]}" for r, kind in kinds.items())
+                raise MismatchError(f"ranks disagree on {name!r}: {sides}")
+            return self.join(parent, name, tuple(ranks), kind != "dup")
+
+        return self.later(parent, kind, agreed, join)
+
+    def split(self, parent: Communicator, color: int | None, key: int) -> Handle[Communicator]:
+        """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""
+        agreed = parent.allgather(torch.tensor([color is None, color or 0, key]))
+        name = self.next_name(parent, "split")
+
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+            rows = [row.tolist() for row in table]
+            group = sorted((row[2], rank) for rank, row in enumerate(rows) if row[:2] == rows[parent.rank][:2])
+            ranks = () if color is None else tuple(rank for _, rank in group)
+            return self.join(parent, name, ranks, shared=True)
+
+        return self.later(parent, "split", agreed, join)
+
+    def later(
+        self,
+        parent: Communicator,
+        kind: str,
+        agreed: Handle[Any],
+        join: Callable[[Any], Coroutine[Any, Any, T]],
+    ) -> Handle[T]:
+        """Return a handle that a task of the loop settles: the native calls that make communicators block."""
+        dispatcher = parent.parts.dispatcher
+        handle: Handle[T] = _Making(
+            dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account
+        )
+        handle.polled, handle.keep = False, agreed
+        # No messages: who is to send or receive one may do so only when it has made this.
+        earlier = [pending for pending in dispatcher.pending_collectives() if not pending.detached]
+
+        async def make() -> None:
+            try:
+                table = await agreed
+                if earlier:
+                    await all_over(earlier, dispatcher.progress.loop)
+                handle.resolve(await join(table))
+            except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+                handle.reject(error)
+
+        task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    def next_name(self, parent: Communicator, kind: str) -> str:
+        """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
+        number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
+        name = f"{parent.name}/{kind}{number}"
+        self._edits_before[name] = len(self._edits.get(parent.name, ()))
+        return name
+
+    async def join(
+        self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None
+    ) -> Communicator:
+        """Return the communicator among `ranks` of `parent`, made once where it is `shared`; see `Base.levels`."""
+        if parent.rank not in ranks:
+            return self._outside(name, len(ranks))
+        key = (parent.name, ranks, levels)
+        if shared and key in self._shared:
+            return self._shared[key]
+        before = self._edits_before[_issued_as(name)]
+        name = f"{name}.{ranks[0]}"
+        transport = await parent.parts.transport.split(ranks, name)
+        world_ranks = [parent.parts.dispatcher.ranks[rank] for rank in ranks]
+        table = parent.parts.repertoire.table
+        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table)
+        made.parts.dispatcher.large_bytes = table.limits["large_bytes"]
+        # Edits that came since the call that makes it: elsewhere it may have been there when they came.
+        for edit in self._edits.get(parent.name, [])[before:]:
+            self._edits.setdefault(made.name, []).append(edit)
+            made.upkeep.compare_edit(edit)
+        made.upkeep.set_levels(levels, made_of=(parent, ranks))
+        if shared:
+            self._shared[key] = made
+        return made
+
+    def _outside(self, name: str, size: int) -> Communicator:
+        error = CommunicatorError(f"this rank is outside communicator {name!r}")
+        return self._make(Dispatcher.refusing(name, _Outside(size), self._channel, error), None, self)
+
+    # --- closing -----------------------------------------------------------------------------------------------
+
+    async def close(self, communicator: Communicator) -> None:
+        """Close `communicator` and, before it, what was made from it, within `drain_seconds` in all.
+
+        Raises `OperationTimeout` naming what is still pending then, and gives that communicator up.
+        """
+        if isinstance(communicator.parts.dispatcher.refusal, RuntimeError):  # a forked child, to which nothing belongs
+            raise communicator.parts.dispatcher.refusal
+        until = asyncio.get_running_loop().time() + self._drain_seconds
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain_seconds)
+        # By name, since tasks may make communicators in another order on each rank. "a/b" sorts behind "a".
+        below = [c for c in self._open if c is communicator or c.name.startswith(f"{communicator.name}/")]
+        for member in sorted(below, key=lambda c: c.name, reverse=True):
+            await self._close(member, until)
+
+    async def _close(self, communicator: Communicator, until: float) -> None:
+        if communicator not in self._open:
+            return
+        self._open.remove(communicator)
+        self._closing.append(communicator)  # it still hears of ranks that are lost
+        self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
+        dispatcher = communicator.parts.dispatcher
+        drained = False
+        try:
+            for guest in reversed(self._guests.pop(communicator, [])):
+                await self._release(guest, communicator, until)
+            dispatcher.withdraw_receives()
+            if dispatcher.refusal is None:
+                await dispatcher.drain(self._left(until))
+                mismatch = await self._meet(communicator, until)
+                await dispatcher.part(self._left(until))
+                drained = True
+                if mismatch is not None:
+                    raise mismatch
+        except BaseException as error:
+            failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
+            dispatcher.abort(error if isinstance(error, AiodistError) else failure)
+            raise
+        finally:
+            try:
+                dispatcher.close()
+            finally:  # a warning that is an error
+                self._closing.remove(communicator)
+                self._let_go(communicator)
+                if self.accelerator is not None:
+                    await self.accelerator.release(communicator.name, drained=drained)
+                await communicator.parts.transport.aclose(drained=drained)
+
+    async def _meet(self, communicator: Communicator, until: float) -> MismatchError | None:
+        """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
+        try:
+            await communicator.parts.dispatcher.barrier(self._left(until), "close")
+        except MismatchAborted:
+            raise
+        except MismatchError as error:
+            await self._meet(communicator, until)  # at the third in a row the communicator is given up
+            return error
+        return None
+
+    async def _release(self, guest: Guest, communicator: Communicator, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await guest.release()
+        except TimeoutError:
+            guest.give_up()
+            raise OperationTimeout(f"{guest} was not over in time", comm=communicator.name, op="aclose") from None
+
+    def _left(self, until: float) -> float:
+        return max(0.0, until - asyncio.get_running_loop().time())
+
+    async def abandon(self, error: AiodistError) -> None:
+        """The program failed: give everything up at once."""
+        for task in self._tasks:
+            task.cancel()
+        given_up, self._open = self._open[::-1], []
+        for communicator in given_up:
+            communicator.parts.dispatcher.abort(error)
+            communicator.parts.dispatcher.disputes.close()
+            for guest in reversed(self._guests.pop(communicator, [])):
+                guest.give_up()
+        for communicator in given_up:
+            self._let_go(communicator)
+            with suppress(OSError):
+                await communicator.parts.transport.aclose(drained=False)
+
+
+def _issued_as(name: str) -> str:
+    """Return the name of the call that makes the communicator: a hierarchy makes several.
+
+    >>> _issued_as("world/dup1.0/hierarchy1.intra2")
+    'world/dup1.0/hierarchy1'
+    """
+    path, _, last = name.rpartition("/")
+    return f"{path}/{last.partition('.')[0]}"
+
+
+class _Outside:
+    """The transport of a rank that is not in the group: there is none."""
+
+    name = "none"
+    rank = -1
+    native: Native | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(short_receives=True)
+
+    def isend(self, t: torch.Tensor, dst: int, tag: int, done: Done) -> None:
+        done(CommunicatorError("this rank is outside the communicator"))
+
+    irecv = isend
+
+    async def split(self, ranks: Sequence[int], name: str) -> Transport:
+        raise CommunicatorError("this rank is outside the communicator")
+
+    async def aclose(self, *, drained: bool) -> None:
+        return None

@@ -1,0 +1,380 @@
+"""Operations that take long: ranks ask one another where they are, so that late ranks are named (H8).
+
+An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
+so. A rank that still waits after a second, or at half of the nearest deadline, asks where they are, again and again
+with growing pauses. In a healthy program nothing of it is ever said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+from aiodist.communicator.inquiry import Inquiry
+from aiodist.communicator.oplog import OpLog
+from aiodist.communicator.report import StallReporter
+from aiodist.communicator.whereabouts import Wait, Whereabouts, line_of_thread, lines_of_tasks
+from aiodist.control import Channel
+from aiodist.handles import Handle, Progress
+from aiodist.handles.deadline import SHORT_SECONDS, Scopes
+from aiodist.types import ANY
+
+__all__ = ["Peer", "Watch", "Watchdog"]
+
+_LOOK_SECONDS = 0.1  # an operation that is pending at two looks in a row is published
+_ASK_SECONDS = 1.0
+_LATEST_SECONDS = 0.8  # before a deadline: the answers that its error tells are not older
+_LONGEST_SECONDS = 10.0  # between two questions
+_POLLED_SECONDS = 2.0  # who asked so long ago whether a message is over still waits for it
+_SHOWN = 3
+
+
+class Peer(NamedTuple):
+    """The other ends of a message, as the caller gave them; None where there is none."""
+
+    src: int | None
+    dst: int | None
+    tag: int
+
+    def __str__(self) -> str:
+        ends = []
+        if self.dst is not None:
+            ends.append(f"to rank {self.dst}")
+        if self.src is not None:
+            ends.append(f"from {'any rank' if self.src == ANY else f'rank {self.src}'}")
+        return f"{', '.join(ends)} with {'any tag' if self.tag == ANY else f'tag {self.tag}'}"
+
+
+@dataclass
+class _Stalled:
+    """An operation that takes long, by the loop's clock."""
+
+    since: float
+    ends: float
+    """Its own deadline."""
+    waited: float = inf
+    """Since when somebody waits for it."""
+    published: bool = False
+    asked: float = -inf
+    polled: float = -inf
+    """When somebody last asked whether it was done."""
+
+    def is_due(self, now: float, scopes: Mapping[Any, tuple[float, float]]) -> bool:
+        """Return True when the others should be asked where they are."""
+        pause = _ASK_SECONDS
+        if self.asked > -inf:
+            pause = min(max(_ASK_SECONDS, self.asked - self.since), _LONGEST_SECONDS)
+        if now >= max(self.since, self.asked) + pause:
+            return True
+        for began, ends in (*scopes.values(), (self.since, self.ends)):
+            halfway = max(began, self.since) + (ends - max(began, self.since)) / 2
+            if now < ends and any(now >= moment > self.asked for moment in (halfway, ends - _LATEST_SECONDS)):
+                return True
+        return False
+
+
+class Watch:
+    """Looks ten times a second at what is pending on one rank, for as long as something is; on its loop's thread."""
+
+    def __init__(self, channel: Channel, progress: Progress) -> None:
+        self.watching = False
+        self.members: dict[str, Watchdog] = {}
+        """The communicators by name."""
+        self.progress = progress
+        self._thread_id = get_ident()
+        self.scopes = Scopes.of(progress)
+        self.scopes.watchers.add(self)
+        self.inquiry = Inquiry(channel, progress, self._here)
+        self.report = StallReporter(self.inquiry, self._ages, self._waits)
+        task = asyncio.current_task()
+        self._opener = None if task is None else ref(task)
+
+    @classmethod
+    def of(cls, progress: Progress, channel: Channel) -> Watch:
+        """Return the one of this rank, which lives as long as a communicator of it."""
+        of_loop: dict[Channel, Watch] = progress.belongings.setdefault(cls, {})
+        if channel not in of_loop:
+            of_loop[channel] = cls(channel, progress)
+        return of_loop[channel]
+
+    def leave(self, name: str) -> None:
+        """Look at a communicator no more."""
+        if self.members.pop(name, None) is not None and not self.members:
+            self.inquiry.close()
+            self.scopes.watchers.discard(self)
+            self.progress.belongings[Watch].pop(self.inquiry.channel, None)
+
+    def keep_watch(self) -> None:
+        """Go on looking, or begin."""
+        if not self.watching:
+            self.watching = True
+            self.progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def hurry(self) -> None:
+        """Publish and ask now: something that is pending will not be waited for much longer."""
+        for member in list(self.members.values()):
+            member.look(self.inquiry.now(), hurry=True)
+
+    def hurry_in(self, seconds: float) -> None:
+        """Do so in so many seconds."""
+        self.progress.loop.call_later(seconds, self.hurry)
+
+    def _look(self) -> None:
+        if not any(member.pending for member in self.members.values()):
+            self.watching = False
+            return
+        self.progress.loop.call_later(_LOOK_SECONDS, self._look)
+        now = self.inquiry.now()
+        for member in list(self.members.values()):
+            member.look(now)
+        self.report.look(now)
+
+    def _ages(self) -> list[float]:
+        return [age for member in list(self.members.values()) for age in member.ages()]
+
+    def _waits(self) -> list[Wait]:
+        return [wait for member in list(self.members.values()) for wait in member.waits(self.report.told)]
+
+    def _here(self, comm: str, on_loop: bool) -> Whereabouts:
+        """Answer another rank's question."""
+        lines = lines_of_tasks(self._tasks()) if on_loop else [line_of_thread(self._thread_id)]
+        return Whereabouts(self._last(comm), lines, self._waits())
+
+    def _last(self, comm: str) -> str:
+        """Return this rank's last operation on one communicator, or on each, as words."""
+        if (member := self.members.get(comm)) is not None:
+            return member.last()
+        parts = [f"communicator {comm!r} is not open there"] if comm else []
+        active = [(name, member) for name, member in list(self.members.items()) if member.has_issued]
+        parts += [f"{member.last()} on {name!r}" for name, member in active[:_SHOWN]]
+        return "; ".join(parts if active else [*parts, "has issued nothing yet"])
+
+    def _tasks(self) -> Iterator[asyncio.Task[Any]]:
+        """Yield the tasks of this rank: first the one that opened it, where it has the loop to itself then all."""
+        opener = None if self._opener is None else self._opener()
+        if opener is not None and not opener.done():
+            yield opener
+        if len(self.progress.belongings[Watch]) == 1:
+            yield from (task for task in asyncio.all_tasks(self.progress.loop) if task is not opener)
+
+
+class Watchdog:
+    """Watches the pending operations of one communicator, on the loop's thread, and knows why they are not over."""
+
+    def __init__(
+        self, name: str, pending: Mapping[Handle[Any], bool | Peer], oplog: OpLog, ranks: Sequence[int], watch: Watch
+    ) -> None:
+        """`pending` holds operations in order of issue: True for collectives, whom they meet for messages.
+
+        The dispatcher adds to it and removes. `ranks` are the world ranks of the communicator's.
+        """
+        self.pending = pending
+        self.watch = watch
+        self.messages = False
+        """Whether any message was issued."""
+        self.unmatched: Callable[[], list[str]] = list
+        """What arrived, and no receive has matched."""
+        self._name = name
+        self._topic = f"watchdog:{name}"
+        self._oplog = oplog
+        self._ranks = ranks
+        self._inquiry = watch.inquiry
+        self._rank = ranks.index(self._inquiry.channel.rank)
+        self._reached = dict.fromkeys((rank for rank in range(len(ranks)) if rank != self._rank), 0)
+        """How many collectives each other rank is known to have issued, at least."""
+        self._old: set[tuple[int, int]] = set()
+        """What was pending at the last look; handles would keep their tensors."""
+        self._stalled: WeakKeyDictionary[Handle[Any], _Stalled] = WeakKeyDictionary()
+        self._asked: dict[int, set[int]] = {}
+        """By number, who waits for this rank to issue an operation, with what it has issued itself."""
+        watch.members[name] = self
+        self._inquiry.channel.subscribe(self._topic, self._heard)
+
+    def close(self) -> None:
+        """Watch no more: the communicator is given up, or closed."""
+        if self.watch.members.get(self._name) is self:
+            self.watch.leave(self._name)
+            with suppress(RuntimeError):  # the channel is closed
+                self._inquiry.channel.unsubscribe(self._topic)
+
+    @property
+    def _closed(self) -> bool:
+        return self.watch.members.get(self._name) is not self
+
+    def expect(self, seconds: float) -> None:
+        """Have it known in good time who is late when the deadline of a new operation comes, in so many seconds."""
+        if seconds < SHORT_SECONDS:
+            self.watch.hurry_in(seconds / 2)
+
+    # --- looking -------------------------------------------------------------------------------------------
+
+    def look(self, now: float, *, hurry: bool = False) -> None:
+        """Publish what has become old, and ask about what waits for long; `hurry`: all that is pending has and does."""
+        pending = list(self.pending)
+        old = [handle for handle in pending if hurry or (id(handle), handle.seq) in self._old]
+        self._old = {(id(handle), handle.seq) for handle in pending}
+        told: dict[int, None] = {}
+        asked: dict[int, None] = {}
+        for handle in old:
+            if handle not in self._stalled and handle.is_pending:
+                left = handle.seconds_left()
+                self._stalled[handle] = _Stalled(now - _LOOK_SECONDS * (not hurry), inf if left is None else now + left)
+        for handle in self._watched(old):
+            stalled = self._stalled.get(handle)
+            if stalled is None:
+                continue
+            self._see_who_waits(handle, stalled, now)
+            if not stalled.published:
+                stalled.published = True
+                if self.pending.get(handle) is True:
+                    self._send(list(self._reached), "stalled", handle.seq, [])
+                else:
+                    told.update(dict.fromkeys(self._missing(handle)))
+            if hurry or stalled.is_due(now, self.watch.scopes.ends):
+                stalled.asked = now
+                asked.update(dict.fromkeys(self._missing(handle)))
+                if not asked and self.pending.get(handle) is True:
+                    asked.update(dict.fromkeys(self._reached))
+        self._send(list(told), "stalled", -1, [])
+        self._inquiry.ask([self._ranks[rank] for rank in asked], self._name)
+
+    def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
+        """Return the first of the collectives, behind which the others come, and all messages but what is detached."""
+        collective = next((handle for handle in handles if self.pending.get(handle) is True), None)
+        messages = [
+            h
+            for h in handles
+            if isinstance(self.pending.get(h), Peer) and not (h.detached and h.seconds_left() is None)
+        ]
+        return [*([] if collective is None else [collective]), *messages]
+
+    def _see_who_waits(self, handle: Handle[Any], stalled: _Stalled, now: float) -> None:
+        """Note since when somebody waits: not in a message that was posted ahead."""
+        if handle.was_looked_at():
+            stalled.polled = now
+        if self.pending.get(handle) is True:
+            stalled.waited = stalled.since
+        elif handle.detached or not (handle.awaited or now - stalled.polled < _POLLED_SECONDS):
+            stalled.waited = inf
+        elif stalled.waited == inf:
+            stalled.waited = max(stalled.since, now - _LOOK_SECONDS)
+
+    def _missing(self, handle: Handle[Any]) -> list[int]:
+        """Return the ranks that have to do something yet: issue the collective too, or their end of the message."""
+        what = self.pending.get(handle)
+        if isinstance(what, Peer):
+            ends = [end for end in (what.src, what.dst) if end is not None]
+            return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
+        return [rank for rank, reached in self._reached.items() if what and reached <= handle.seq]
+
+    # --- what is known -------------------------------------------------------------------------------------
+
+    def late(self, handle: Handle[Any]) -> dict[int, str]:
+        """See `Witness`."""
+        if self._closed or (since := self._since(handle)) is None:
+            return {}
+        missing = self._missing(handle)
+        if not missing and self.pending.get(handle) is True:  # all have come: one may do nothing any more
+            missing = [rank for rank in self._reached if self._inquiry.is_silent(self._ranks[rank])]
+        told = {rank: self._inquiry.text(self._ranks[rank], since) for rank in missing}
+        return {rank: text for rank, text in told.items() if text is not None}
+
+    def details(self, handle: Handle[Any]) -> str:
+        """See `Witness`."""
+        what = self.pending.get(handle)
+        if not isinstance(what, Peer):
+            return ""
+        if what.src is None:
+            return f"the message goes {what}"
+        came = self.unmatched()
+        more = f" and {len(came) - 8} more" if len(came) > 8 else ""
+        arrived = f"; arrived unmatched: {', '.join(came[:8])}{more}" if came else ""
+        return f"it waits for a message {Peer(what.src, None, what.tag)}{arrived}"
+
+    @property
+    def has_issued(self) -> bool:
+        """Whether this rank has issued anything here."""
+        return self.messages or self._oplog.seq > 0
+
+    def last(self) -> str:
+        """Return the last operation of this rank as words; from any thread."""
+        last = self._oplog.last()
+        if last is not None:
+            return f"after {last.text()}"
+        return "has issued no collective yet" if self.has_issued else "has issued nothing yet"
+
+    def ages(self) -> list[float]:
+        """Return for how long, in seconds, this rank waits in each of its operations that take long."""
+        now = self._inquiry.now()
+        stalled = (self._stalled.get(handle) for handle in list(self.pending))
+        return [now - each.waited for each in stalled if each is not None and each.waited < inf]
+
+    def waits(self, told: float) -> list[Wait]:
+        """Return what this rank waits in, what began soon after the time `told` first; from any thread."""
+        now = self._inquiry.now()
+        found = []
+        for handle in self._watched([handle for handle in list(self.pending) if handle.is_pending]):
+            stalled = self._stalled.get(handle)
+            if stalled is not None and stalled.waited < inf:
+                found.append((handle, stalled.waited))
+            elif self.pending.get(handle) is True or handle.awaited:
+                found.append((handle, now))
+        collectives = [each for each in found if self.pending.get(each[0]) is True]
+        messages = [each for each in found if each not in collectives]
+        messages.sort(key=lambda each: (each[1] <= told, abs(each[1] - told)))
+        return [self._wait(handle, now - since) for handle, since in (*collectives, *messages[:_SHOWN])]
+
+    def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
+        what = self.pending.get(handle)
+        to = f" {what}" if isinstance(what, Peer) else ""
+        whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
+        return Wait(f"{handle}{to} on {self._name!r}", round(seconds, 1), whom)
+
+    def _since(self, handle: Handle[Any]) -> float | None:
+        """Return when the others were first told: of a collective or of the one that it comes behind."""
+        stalled = self._stalled.get(handle)
+        if self.pending.get(handle) is True:
+            first = next((h for h in list(self.pending) if self.pending.get(h) is True), handle)
+            stalled = self._stalled.get(first, stalled)
+        return None if stalled is None else stalled.since
+
+    # --- the conversation ----------------------------------------------------------------------------------
+
+    def _send(self, ranks: Sequence[int], what: str, seq: int, content: list[Any]) -> None:
+        for rank in ranks:
+            self._inquiry.channel.send(self._ranks[rank], self._topic, [what, seq, content])
+
+    def _heard(self, world_rank: int, message: list[Any]) -> None:
+        """Hear another rank; on the listener thread."""
+        what, seq, content = message
+        src = self._ranks.index(world_rank)
+        if what == "behind":
+            self._reached[src] = max(self._reached[src], seq)
+            self._inquiry.hint(world_rank, content[0])
+            return
+        self._reached[src] = max(self._reached[src], seq + 1)
+        if what == "reached":
+            return
+        if seq < self._oplog.seq:
+            self._send([src], "reached", seq, [])
+        else:
+            self._send([src], "behind", self._oplog.seq, [self.last()])
+            self._tell_later(src, seq)
+
+    def _tell_later(self, src: int, seq: int) -> None:
+        """Tell rank `src` as soon as this rank has issued operation `seq`."""
+        self._asked.setdefault(seq, set()).add(src)
+        self._oplog.awaited[seq] = lambda: self._came(seq)
+        if seq < self._oplog.seq:  # just now, on the loop's thread
+            self._oplog.awaited.pop(seq, None)
+            self._came(seq)
+
+    def _came(self, seq: int) -> None:
+        """This rank has issued what others wait for."""
+        self._send(list(self._asked.pop(seq, ())), "reached", seq, [])

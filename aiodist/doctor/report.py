@@ -1,0 +1,156 @@
+"""What was found, how it is printed, and the verdict at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Answer", "Finding", "Report", "State", "show", "show_findings", "show_verdict"]
+
+
+class State(StrEnum):
+    """What a check found."""
+
+    AVAILABLE = "available"
+    LIMITED = "limited"
+    """It works, and may disappoint."""
+    MISSING = "not installed"
+    ABSENT = "none"
+    """There is none here, and nothing is to be done."""
+    UNUSABLE = "unusable"
+    """It is installed, or cannot be on this host, and does not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; `remedy` is a command, or what to do, where something is to be done."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process that was asked said: an object, or why there is none."""
+
+    said: Mapping[str, Any] | None
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one host."""
+
+    host: str
+    findings: Sequence[Finding]
+    backends: Sequence[Finding]
+    collectives: Answer = Answer(None, "they were not asked")
+    """What two ranks have to run their collectives with, and their selector's table, as text."""
+
+    library: str = "MPI"
+    """The name of the MPI that carries the data where "mpi" does."""
+    option: str = ""
+    """What `aiodist run` is to be given for that."""
+
+    @property
+    def usable(self) -> bool:
+        """Two ranks worked together here."""
+        return self.collectives.said is not None
+
+    @property
+    def verdict(self) -> str:
+        """What ranks on this host can do, in one line."""
+        if self.collectives.said is not None:
+            ready = f"ready with {self.option}" if self.option else "ready"
+            return f"{ready}: 2 ranks over {self._ways(self.collectives.said)}; {self._gpus()}"
+        local = self._of("local")
+        if local is not None and local.state is not State.AVAILABLE:
+            return f"not ready: {_why(local)}"
+        tried = [finding for finding in map(self._of, ("mpi", "gloo")) if finding is not None]
+        wrong = [_why(finding) for finding in tried if finding.state is not State.AVAILABLE]
+        if len(wrong) < len(tried):  # what seemed to be there was tried in vain
+            wrong.append(self.collectives.trouble)
+        return f"not ready: one rank works, several do not: {'; '.join(wrong)}"
+
+    def _ways(self, said: Mapping[str, Any]) -> str:
+        carrier = self.library if said["backend"] == "mpi" else said["backend"]
+        if said["apart"]:
+            return f"{carrier} alone, for they share no memory: {said['apart']}"
+        return f"shared memory and {carrier}"
+
+    def _gpus(self) -> str:
+        devices, nccl = self._of("GPUs"), self._of("nccl")
+        if devices is None or devices.state is not State.AVAILABLE:
+            return "no GPU"
+        count = devices.detail.partition(":")[0]
+        without = "" if nccl is None or nccl.state is State.AVAILABLE else f" without NCCL ({_why(nccl)})"
+        return f"{count} GPU{'' if count == '1' else 's'}{without}"
+
+    def _of(self, name: str) -> Finding | None:
+        return next((finding for finding in (*self.findings, *self.backends) if finding.name == name), None)
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps({**asdict(self), "usable": self.usable, "verdict": self.verdict}, indent=2)
+
+
+def _why(finding: Finding) -> str:
+    """Return what is wrong and what to do, as words."""
+    words = f"{finding.name}: {finding.detail or finding.state}"
+    return f"{words}, do: {finding.remedy}" if finding.remedy else words
+
+
+_COLOURS = {
+    State.AVAILABLE: "green",
+    State.LIMITED: "yellow",
+    State.MISSING: "yellow",
+    State.ABSENT: "default",
+    State.UNUSABLE: "red",
+}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report, its verdict last."""
+    show_findings(f"Found on {report.host}", report.findings, console)
+    show_findings("Backends", report.backends, console)
+    _show_tables(report.collectives, console)
+    show_verdict(report.verdict, console, good=report.usable)
+
+
+def show_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
+    """Print findings, each on a line that is never cut: paths and commands can be copied."""
+    from rich.text import Text
+
+    console.print(title, style="italic", highlight=False)
+    for row in findings:
+        state = Text(f"{row.state:<14}", style=_COLOURS[row.state])
+        line = Text.assemble(f"  {row.name:<14} ", state, " ", row.detail, overflow="ignore", no_wrap=True)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+        if row.remedy:
+            console.print(Text(f"{'':<32}do: {row.remedy}"), soft_wrap=True)
+
+
+def show_verdict(text: str, console: Console, *, good: bool) -> None:
+    """Print the last line."""
+    console.print(text, style="bold green" if good else "bold red", soft_wrap=True, highlight=False, markup=False)
+
+
+def _show_tables(answer: Answer, console: Console) -> None:
+    """Print what two ranks here can run their collectives with, and what runs which size."""
+    if answer.said is None:
+        console.print(
+            f"Two ranks did not work together: {answer.trouble}", style="yellow", soft_wrap=True, markup=False
+        )
+        return
+    for title, name in (("Implementations for two ranks over", "availability"), ("What runs them over", "selector")):
+        console.print(f"[italic]{title} {answer.said['backend']}")
+        console.print(answer.said[name], markup=False, highlight=False, soft_wrap=True)

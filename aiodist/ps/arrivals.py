@@ -1,0 +1,72 @@
+"""What clients send to one shard, in the order in which each has sent it, until it can be delivered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from aiodist.ps.requests import Mark, Request
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Holds what is not ready, and all that its client sent behind it; with the transport lock held."""
+
+    __slots__ = ("_deliver", "_lines", "_reached", "stopped")
+
+    def __init__(self, deliver: Callable[[Request], None], reached: Callable[[Mark], None]) -> None:
+        """`deliver` is given each request in its turn, `reached` each mark: all before it was delivered."""
+        self._deliver = deliver
+        self._reached = reached
+        self._lines: dict[int, deque[Request]] = {}
+        self.stopped = False
+        """The shard is no more, or of no use: no mark keeps anything back."""
+
+    def expect(self, request: Request) -> None:
+        """Take a request; what its client sends afterwards waits until it is ready."""
+        line = self._lines.get(request.client)
+        if line is not None:
+            line.append(request)
+        elif request.ready:
+            self._deliver(request)
+        else:
+            self._lines[request.client] = deque([request])
+
+    def mark(self, mark: Mark) -> None:
+        """Put a mark behind all that its client has sent; one that is not `ready` keeps back what comes after it."""
+        mark.behind.add(self)
+        self._lines.setdefault(mark.client, deque()).append(mark)
+        self.go_on(mark.client)
+
+    def go_on(self, client: int) -> None:
+        """Deliver what can be: something of the client's has become ready."""
+        line = self._lines.get(client)
+        while line:
+            first = line[0]
+            if isinstance(first, Mark):
+                self._reach(first)
+                if not (first.ready or self.stopped):
+                    return
+                line.popleft()
+            elif first.ready:
+                self._deliver(line.popleft())
+            else:
+                return
+        if line is not None:
+            self._lines.pop(client, None)
+
+    def _reach(self, mark: Mark) -> None:
+        if self in mark.behind:
+            mark.behind.remove(self)
+            self._reached(mark)
+
+    def stop(self) -> None:
+        """Keep nothing back any more but what is still to come."""
+        self.stopped = True
+        for client in list(self._lines):
+            self.go_on(client)
+
+    def forget(self, client: int) -> None:
+        """`client` died: what it sent is not delivered."""
+        self._lines.pop(client, None)

@@ -1,0 +1,282 @@
+"""Entries between ranks: put together into frames while earlier frames are on their way.
+
+A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather until it
+is full, or an answer comes. So a single small request is quick, and many cost little each. Entries between two ranks
+arrive in order. Every method runs with the transport lock held.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done, Transport
+from aiodist.types import ANY
+
+__all__ = ["Coalescer"]
+
+_FRAME = struct.Struct("<iIHBx4x")  # source, bytes in use, frames answered, flags
+_ENTRY = struct.Struct("<BxxxI")
+_REQUESTS, _LAST = 1, 2
+_FRAME_TAG = 1
+_DATA_TAGS = 1 << 20
+_CONTINUES = 0x80
+"""Of an entry's kind: the rest of it is in the next frame."""
+_WINDOW = 2
+_FULL_WINDOW = 16
+_SHORT_BYTES = range(3 << 10, 4 << 10)
+"""Full enough, and still what a library sends at once: longer messages wait for a sender that polls."""
+_LONG_BYTES = 16 << 10
+_ROOM_BYTES = 64 << 10
+_FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
+_PADDING = tuple(bytes(-n % 8) for n in range(8))
+
+Heard = Callable[[int, int, memoryview], None]
+"""(rank, kind, body) of an entry; the body may be kept, its memory is used for nothing else."""
+
+
+class _Outgoing:
+    """What goes to one rank."""
+
+    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered", "waiting")
+
+    def __init__(self) -> None:
+        self.frame = bytearray(_FRAME.size)
+        self.has_requests = False
+        self.full: deque[tuple[bytearray, bool]] = deque()
+        self.unanswered = 0
+        self.owed = 0
+        self.gone = False
+        self.waiting = False
+        """It is among those to flush."""
+
+    def close(self) -> None:
+        """Begin another frame."""
+        self.full.append((self.frame, self.has_requests))
+        self.frame = bytearray(_FRAME.size)
+        self.has_requests = False
+
+
+class Coalescer:
+    """Puts the entries of one rank together into frames, sends these, and hears those of the others."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        heard: Heard,
+        failed: Callable[[int | None, BaseException], None],
+        ring: Callable[[int], None],
+    ) -> None:
+        """`failed(rank, error)`: a message to `rank` could not be sent, or, with None, none can be received.
+
+        `ring(rank)` wakes who may sleep when something is on its way.
+        """
+        self._transport = transport
+        self.rank = transport.rank
+        self._heard = heard
+        self._failed = failed
+        self._ring = ring
+        short = transport.capabilities().short_receives
+        self._fixed_bytes = 0 if short else _FIXED_BYTES
+        self._room_bytes = _ROOM_BYTES if short else _FIXED_BYTES
+        self._full_bytes = min(_LONG_BYTES, self._room_bytes)
+        self.inline_bytes = self._room_bytes // 2 - 256
+        """The most data that an entry carries."""
+        self._longest = self._room_bytes - _FRAME.size - _ENTRY.size
+        assert self._longest % 8 == 0
+        self._outgoing = [_Outgoing() for _ in range(transport.size)]
+        self._to_flush: list[int] = []
+        self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
+        self._own: deque[tuple[int, bytes]] = deque()
+        self._handling = False
+        self._closed = False
+        self._failures = 0
+        self._ended: Callable[[], None] | None = None
+        self.congested = False
+        """Full frames wait for answers to earlier ones."""
+        self.sent_bytes = 0
+
+    def open(self) -> None:
+        """Listen from now on."""
+        if self._transport.size > 1:
+            self._listen()
+
+    # --- sending ---------------------------------------------------------------------------------------------
+
+    def put(self, dst: int, kind: int, head: bytes, data: bytes = b"", *, request: bool = False) -> None:
+        """Have an entry go to `dst` with the next `flush`; `request`: the other side answers."""
+        if dst == self.rank:
+            self._own.append((kind, head + data))
+            return
+        outgoing = self._outgoing[dst]
+        length = len(head) + len(data)
+        if length > self._longest:
+            self._put_long(dst, kind, head + data, request)
+            return
+        used = len(outgoing.frame)
+        if used > _FRAME.size and (used in _SHORT_BYTES or used + length + 2 * _ENTRY.size > self._full_bytes):
+            outgoing.close()
+        frame = outgoing.frame
+        frame += _ENTRY.pack(kind, length)
+        frame += head
+        frame += data
+        if length % 8:
+            frame += _PADDING[length % 8]
+        if request:
+            outgoing.has_requests = True
+        if not outgoing.waiting:
+            outgoing.waiting = True
+            self._to_flush.append(dst)
+
+    def _put_long(self, dst: int, kind: int, body: bytes, request: bool) -> None:
+        *others, last = [body[at : at + self._longest] for at in range(0, len(body), self._longest)]
+        for piece in others:
+            self.put(dst, kind | _CONTINUES, piece, request=request)
+        self.put(dst, kind, last, request=request)
+
+    def flush(self) -> None:
+        """Send what may go now."""
+        while self._to_flush:
+            dst = self._to_flush.pop()
+            outgoing = self._outgoing[dst]
+            outgoing.waiting = False
+            if outgoing.gone:
+                outgoing.full.clear()
+                outgoing.frame = bytearray(_FRAME.size)
+            else:
+                self._send_some(dst, outgoing)
+        if self._own and not self._handling:
+            self._handle_own()
+
+    def _send_some(self, dst: int, outgoing: _Outgoing) -> None:
+        while outgoing.full and outgoing.unanswered < _FULL_WINDOW:
+            self._send(dst, outgoing, *outgoing.full.popleft())
+        self.congested = bool(outgoing.full)
+        if outgoing.unanswered < _WINDOW and len(outgoing.frame) > _FRAME.size:
+            outgoing.close()
+            self._send(dst, outgoing, *outgoing.full.popleft())
+        if outgoing.owed:
+            # No answer has taken the word along that its frames were read.
+            self._send(dst, outgoing, bytearray(_FRAME.size), False)
+
+    def _send(self, dst: int, outgoing: _Outgoing, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
+        used = len(frame)
+        _FRAME.pack_into(frame, 0, self.rank, used, outgoing.owed, has_requests * _REQUESTS | flags)
+        outgoing.owed = 0
+        outgoing.unanswered += has_requests
+        if self._fixed_bytes:
+            frame.extend(bytes(self._fixed_bytes - used))
+        self.sent_bytes += used
+        t = torch.frombuffer(frame, dtype=torch.uint8)
+
+        def sent(error: BaseException | None, _frame: Tensor = t) -> None:
+            if error is not None and not outgoing.gone:
+                self._failed(dst, error)
+
+        self._transport.isend(t, dst, _FRAME_TAG, sent)
+        self._ring(dst)
+
+    def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
+        """Send flat uint8 `t` as the data of request `number`."""
+        self.sent_bytes += t.nbytes
+        self._transport.isend(t, dst, _DATA_TAGS + number % _DATA_TAGS, done)
+
+    def receive(self, t: Tensor, src: int, number: int, done: Done) -> None:
+        """Receive the data of request `number` into flat uint8 `t`."""
+        self._transport.irecv(t, src, _DATA_TAGS + number % _DATA_TAGS, done)
+
+    # --- receiving -------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        frame = torch.empty(self._room_bytes, dtype=torch.uint8)
+        self._transport.irecv(frame, ANY, _FRAME_TAG, lambda error: self._arrived(frame, error))
+
+    def _arrived(self, frame: Tensor, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        if error is not None:
+            # A backend says once of each rank that is lost that nothing more comes from it.
+            self._failures += 1
+            if self._failures < self._transport.size:
+                self._listen()
+            else:
+                self._failed(None, error)
+            return
+        body = frame.numpy().data
+        source, used, answered, flags = _FRAME.unpack_from(body)
+        outgoing = self._outgoing[source]
+        outgoing.unanswered -= answered
+        if flags & _REQUESTS:
+            outgoing.owed += 1
+        if not outgoing.waiting:
+            outgoing.waiting = True
+            self._to_flush.append(source)
+        at = _FRAME.size
+        while at < used:
+            kind, length = _ENTRY.unpack_from(body, at)
+            at += _ENTRY.size
+            self._take(source, kind, body[at : at + length])
+            at += length + -length % 8
+        self.flush()
+        if flags & _LAST:
+            self._closed = True
+            if self._ended is not None:
+                self._ended()
+        else:
+            self._listen()  # after the answers, for which somebody waits
+
+    def _take(self, source: int, kind: int, body: memoryview) -> None:
+        if kind & _CONTINUES:
+            self._begun.setdefault(source, bytearray()).extend(body)
+            return
+        if source in self._begun:
+            body = memoryview(self._begun.pop(source) + body)
+        self._heard(source, kind, body)
+
+    def _handle_own(self) -> None:
+        self._handling = True
+        try:
+            while self._own:
+                kind, body = self._own.popleft()
+                self._heard(self.rank, kind, memoryview(body))
+        finally:
+            self._handling = False
+        if self._to_flush:
+            self.flush()
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def forget(self, rank: int) -> None:
+        """`rank` is gone: say nothing to it any more."""
+        self._outgoing[rank].gone = True
+
+    def say_last(self, dst: int) -> None:
+        """Send `dst` all that is left, and that nobody will send it anything after this."""
+        outgoing = self._outgoing[dst]
+        if outgoing.gone:
+            return
+        if len(outgoing.frame) == _FRAME.size and not outgoing.full:
+            self._send(dst, outgoing, bytearray(_FRAME.size), False, _LAST)
+            return
+        if len(outgoing.frame) > _FRAME.size:
+            outgoing.close()
+        while outgoing.full:
+            frame, has_requests = outgoing.full.popleft()
+            self._send(dst, outgoing, frame, has_requests, 0 if outgoing.full else _LAST)
+
+    def when_last(self, ended: Callable[[], None]) -> None:
+        """Call `ended` once nothing is listened for any more: now, if that is so."""
+        if self._closed or self._transport.size == 1:
+            ended()
+        else:
+            self._ended = ended
+
+    def give_up(self) -> None:
+        """Hear nothing any more; what was sent is left to the transport."""
+        self._closed = True
+        for outgoing in self._outgoing:
+            outgoing.gone = True

@@ -1,0 +1,205 @@
+"""The tensors that this rank knows by name, and what a call means by `what`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aiodist.backends.base import dtype_name
+from aiodist.codecs import ObjectCodec
+from aiodist.communicator.arguments import check_tensor
+from aiodist.ps.rules import Rule
+from aiodist.ps.sharding import Placement
+
+__all__ = ["NameEntry", "Names", "Span", "named"]
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) on the server with this rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class NameEntry:
+    """A name as this rank sees it."""
+
+    __slots__ = ("base", "codec", "dtype", "key", "name", "open", "rule", "rule_number", "shape", "spans", "tensor")
+
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        rule: tuple[int, Rule],
+        placement: Placement,
+        servers: Sequence[int],
+        codec: ObjectCodec | None = None,
+    ) -> None:
+        """`tensor` is where it lies here, None for an object; `rule` with its number on the wire."""
+        self.name = name
+        self.tensor = tensor
+        self.codec = codec
+        self.dtype = torch.uint8 if tensor is None else tensor.dtype
+        self.shape = () if tensor is None else tuple(tensor.shape)
+        self.rule_number, self.rule = rule
+        self.spans = tuple(Span(servers[b.server], b.start, b.stop) for b in placement.blocks)
+        self.key = -1
+        self.base = 0
+        """The version that this rank last read."""
+        self.open: set[int] = set()
+        """The numbers of this rank's pushes and pulls of it that are not over."""
+
+    @property
+    def frozen(self) -> bool:
+        """It is a tensor that wants no gradient."""
+        return self.tensor is not None and not self.tensor.requires_grad
+
+    @staticmethod
+    def checked(name: str, value: object) -> Tensor:
+        """Return `value`, a tensor that `name` may stand for."""
+        return _plain(check_tensor(value, name), name)
+
+    def check(self, value: object, name: str = "values") -> Tensor:
+        """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
+        t = _plain(check_tensor(value, name), name)
+        if t.dtype is not self.dtype:
+            raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
+        if tuple(t.shape) != self.shape:
+            raise ValueError(
+                f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(self.shape)}, as it was init()ed"
+            )
+        return t
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)} {self.name!r}"
+
+
+class Names:
+    """What this rank has init()ed, in order."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, NameEntry] = {}
+        self._names: dict[int, list[str]] = {}  # one tensor may have several
+        self.first: tuple[str, ...] = ()
+        """What `what=None` means."""
+        self._places: dict[str, int] = {}
+        self._next_place = 0
+        self.changing: dict[str, str] = {}
+        """Names that become known, or are forgotten, and the call that is not over."""
+
+    def announce(self, names: Sequence[str]) -> None:
+        """They become known, in this order."""
+        self.changing.update(dict.fromkeys(names, "init"))
+        self._places.update({name: self._next_place + i for i, name in enumerate(names)})
+        self._next_place += len(names)
+
+    def settle(self, name: str, entry: NameEntry | None) -> None:
+        """The call that changes `name` is over: it is `entry` from now on, or not at all."""
+        if entry is not None:
+            self.add(entry)
+        elif name not in self._entries:
+            self._places.pop(name, None)
+        self.changing.pop(name, None)
+
+    def add(self, entry: NameEntry) -> None:
+        """Know it from now on."""
+        self._entries[entry.name] = entry
+        if entry.tensor is not None:
+            self._names.setdefault(id(entry.tensor), []).append(entry.name)
+
+    def remove(self, entry: NameEntry) -> None:
+        """Know it no more."""
+        if self._entries.pop(entry.name, None) is None or entry.tensor is None:
+            return
+        names = self._names[id(entry.tensor)]
+        names.remove(entry.name)
+        if not names:
+            del self._names[id(entry.tensor)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In order."""
+        return tuple(sorted(self._entries, key=self._places.__getitem__))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> NameEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise KeyError(f"unknown name {name!r}: expected one that this rank has init()ed, {self._listed()}")
+        return entry
+
+    def resolve(self, what: object) -> tuple[list[NameEntry], bool]:
+        """Return what a call means, and whether it is a single one.
+
+        Raises KeyError for a name, ValueError for a tensor that was not init()ed here, TypeError for anything else.
+        """
+        if isinstance(what, str):
+            return [self[what]], True
+        if isinstance(what, Tensor):
+            return [self._of(what)], True
+        if what is None:
+            return [self[name] for name in self.first], False
+        if isinstance(what, nn.Module):
+            return [self._of(p) for p in what.parameters()], False
+        if isinstance(what, Iterable):
+            return [self._one(one) for one in what], False
+        raise TypeError(
+            f"what is {type(what).__name__}: expected None, a name, a tensor or parameter, a list of these, or a module"
+        )
+
+    def _one(self, one: object) -> NameEntry:
+        if isinstance(one, str):
+            return self[one]
+        if isinstance(one, Tensor):
+            return self._of(one)
+        raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
+
+    def _of(self, t: Tensor) -> NameEntry:
+        names = self._names.get(id(t))
+        if names is None:
+            shape = f"{t.dtype}{list(t.shape)}"
+            raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
+        return self._entries[names[0]]
+
+    def _listed(self) -> str:
+        names = ", ".join(map(repr, list(self._entries)[:8]))
+        return f"which are {names}{', ...' if len(self._entries) > 8 else ''}" if names else "of which there are none"
+
+
+def named(tensors: object) -> dict[str, Tensor]:
+    """Return tensors by name: of a module its parameters, of a mapping its own, of an iterable "0", "1" and so on."""
+    found: Mapping[Any, Any]
+    if tensors is None:
+        return {}
+    if isinstance(tensors, nn.Module):
+        found = dict(tensors.named_parameters())
+    elif isinstance(tensors, Mapping):
+        found = tensors
+    elif isinstance(tensors, Tensor):
+        raise TypeError("tensors is a Tensor: expected a module, a list of tensors, or a dict of them by name")
+    elif isinstance(tensors, Iterable):
+        found = {str(i): t for i, t in enumerate(tensors)}
+    else:
+        raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
+    return {_name(name): _plain(check_tensor(t, str(name)), str(name)) for name, t in found.items()}
+
+
+def _plain(t: Tensor, name: str) -> Tensor:
+    """Return `t`; raise ValueError for one on a device, or whose memory is not what it means."""
+    if not t.is_cpu:
+        raise ValueError(f"{name} lives on {t.device}: the parameter server takes tensors on the CPU, see .cpu()")
+    if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
+        raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
+    return t
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name {name!r}: expected a str that is not empty")
+    return name

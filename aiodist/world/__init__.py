@@ -1,0 +1,1 @@
+"""A rank's life: `init`, `run` and `open`, and how it ends."""

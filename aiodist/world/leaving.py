@@ -1,0 +1,173 @@
+"""What a rank does when the block of `init` raised: it tells the others, gives everything up, and leaves in time."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, suppress
+from os import _exit as exit_at_once
+from time import monotonic
+from typing import NamedTuple
+
+from aiodist.communicator.registry import Registry
+from aiodist.control import Channel
+from aiodist.errors import AiodistError, CommunicatorAborted
+from aiodist.handles import Origin
+from aiodist.world.tracebacks import folded
+
+__all__ = ["End", "Kept", "give_up", "leave_in_time", "the_end"]
+
+_LOOK_SECONDS = 0.05
+
+
+class End(NamedTuple):
+    """Why the block ended, as the other ranks are told."""
+
+    cause: str
+    traceback: str
+    exitcode: int
+
+
+async def the_end(error: BaseException) -> End:
+    """Return how this rank ends with `error`; what cancelled it tells more than the cancellation."""
+    trace = folded(error, programs=True)
+    if isinstance(error, asyncio.CancelledError):
+        reason = await _what_ends_the_loop()
+        error = reason if isinstance(reason, (SystemExit, KeyboardInterrupt)) else error
+    elif isinstance(error, GeneratorExit):
+        error = await _what_ends_the_loop() or error
+        trace = folded(error, programs=True)
+    cause = error
+    while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+        cause = cause.exceptions[0]
+    return End(f"{type(cause).__name__}: {cause}".removesuffix(": "), trace, _exit_code(error))
+
+
+async def _what_ends_the_loop() -> BaseException | None:
+    """Return the exception that ends the loop, if one does: `sys.exit` in one task cancels the others.
+
+    `asyncio.run` cancels them, and ends the loop's generators, while it is left with that exception, so a callback of
+    the loop sees it being handled; a task does not, since each has handled exceptions of its own.
+    """
+    loop = asyncio.get_running_loop()
+    seen: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def look() -> None:
+        if not seen.done():
+            seen.set_result(sys.exception())
+
+    loop.call_soon(look)
+    return await seen
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code that Python will give this process for `error`."""
+    if isinstance(error, BaseExceptionGroup):
+        exits = error.subgroup((SystemExit, KeyboardInterrupt))
+        return 1 if exits is None else _exit_code(exits.exceptions[0])
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    # Ctrl-C cancels the main task, and is raised by `asyncio.run` only after that has ended.
+    return 130 if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else 1
+
+
+class Kept:
+    """The block of a world that `aiodist.open` keeps open, until the world is closed or the program ends."""
+
+    def __init__(self, registry: Registry, block: AbstractAsyncContextManager[object], seconds: float) -> None:
+        """A rank that forgets to close it leaves the others `seconds` to close theirs."""
+        self._registry = registry
+        self._block = block
+        self._seconds = seconds
+        self._origin = Origin.here(3)
+        self._loop = asyncio.get_running_loop()
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    async def aclose(self) -> None:
+        """Leave the block."""
+        self._let_go()
+        await self._block.__aexit__(None, None, None)
+
+    async def was_forgotten(self) -> bool:
+        """The loop is closed: return True, and warn, where the program came to its end, and no exception ended it."""
+        self._let_go()
+        if await _what_ends_the_loop() is not None:
+            return False
+        self._warn()
+        return True
+
+    def _let_go(self) -> None:
+        self._registry.kept = None
+        atexit.unregister(self._at_exit)
+
+    def _warn(self) -> None:
+        text = "the world that aiodist.open() opened here was never closed: expected `await coll.aclose()`"
+        warnings.warn_explicit(text, RuntimeWarning, self._origin.filename, self._origin.lineno)
+
+    def _at_exit(self) -> None:
+        """The process ends, and its loop was never closed: a prompt, or a notebook."""
+        if os.getpid() != self._process:
+            return
+        self._warn()
+        if self._loop.is_running() or self._loop.is_closed():
+            self._registry.fail("its program ended, and had not closed what aiodist.open() opened")
+            return
+        with suppress(Exception):  # the others are told, and the process has its exit code already
+            self._loop.run_until_complete(asyncio.wait_for(self.aclose(), self._seconds))
+
+
+async def give_up(registry: Registry, channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
+    """Tell the others and close what is open, in `seconds` at most; no trouble of it hides the error that led here.
+
+    With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.
+    """
+    channel.fail(end.cause, end.traceback, end.exitcode)
+    with suppress(TimeoutError, AiodistError, RuntimeError, OSError):
+        async with asyncio.timeout(seconds):
+            await registry.abandon(CommunicatorAborted(f"this rank failed: {end.cause}"))
+            while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
+                await asyncio.sleep(0.02)
+            await channel.aclose()
+
+
+async def leave_in_time(code: int, seconds: float) -> None:
+    """Other threads, in native code or of the user's, may keep the process from ending: then end it, with `code`.
+
+    The time runs while asyncio closes the loop, where it waits for the threads of its executor, and from the end of
+    the main thread, where Python waits for all others; not before: the program may catch the error and go on.
+    """
+    closing = threading.Event()
+    sign = _sign_of_closing(closing)
+    await anext(sign)
+    loop = asyncio.get_running_loop()
+
+    def watch(sign: object) -> None:
+        main = threading.main_thread()
+        left = seconds
+        while left > 0:
+            started = monotonic()
+            closing.wait(_LOOK_SECONDS)
+            main.join(_LOOK_SECONDS)
+            if not main.is_alive() or (closing.is_set() and not loop.is_closed()):
+                left -= monotonic() - started
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        exit_at_once(code)
+
+    # It holds `sign`, which the loop knows only weakly.
+    threading.Thread(target=watch, name="aiodist-leave", daemon=True, kwargs={"sign": sign}).start()
+
+
+async def _sign_of_closing(closing: threading.Event) -> AsyncIterator[None]:
+    """Set `closing` when the loop is closed: it ends the asynchronous generators that nobody has ended."""
+    try:
+        yield
+    finally:
+        closing.set()

@@ -1,0 +1,259 @@
+"""How a rank finds its place: the transport that carries its data, the channel to the others, who is near."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+from collections.abc import Coroutine
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from aiodist.backends.local import LocalHub, LocalTransport
+from aiodist.backends.shm import Met, ShmTransport, meet
+from aiodist.backends.shm import open_world as open_shared_memory
+from aiodist.collectives.cuda.accelerator import means_here, visible_devices
+from aiodist.collectives.metadata import as_bytes, as_tensor
+from aiodist.collectives.operations import broadcast_bytes
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Endpoint
+from aiodist.collectives.program import run as run_program
+from aiodist.collectives.repertoire import Repertoire
+from aiodist.communicator.registry import DRAIN_SECONDS
+from aiodist.control import Channel, Exit, connect, host, in_process
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
+from aiodist.handles import Handle, Progress
+from aiodist.topology import Means, Topology, bound
+from aiodist.world.leaving import the_end
+
+if TYPE_CHECKING:
+    from aiodist.backends.base import Transport
+    from aiodist.backends.mpi import MpiTransport
+
+__all__ = [
+    "Limits",
+    "RankPlace",
+    "current_place",
+    "find_neighbours",
+    "find_place",
+    "find_topology",
+    "unless_lost",
+]
+
+T = TypeVar("T")
+
+_BACKENDS = ("mpi", "gloo", "shm", "local")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How patient `init` is, in seconds."""
+
+    rendezvous: float = 60.0
+    """Until every rank has come."""
+    drain: float = DRAIN_SECONDS
+    """Until what is in flight at the end of the block is over."""
+    abort: float = 1.5
+    """For giving everything up after the block raised."""
+    forgotten: float = 5.0
+    """For closing what `open` opened and nobody closed, when the program ends."""
+    leave: float = 2.5
+    """For the process to end after that, even if its other threads still run."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank finds itself: who carries its data, who its news."""
+
+    transport: Transport
+    channel: Channel
+
+
+current_place: ContextVar[RankPlace | None] = ContextVar("aiodist_place", default=None)
+"""Set around each rank by `aiodist.testing.run_ranks`; None in a process of its own."""
+
+
+async def find_place(environment: Environment, asked: str | None, limits: Limits) -> RankPlace:
+    """Return this process's place among all ranks of its job. What fails half-way is closed again.
+
+    `asked` is the backend that carries the data; None takes the one that fits how the job was started.
+    """
+    backend = _backend(asked, environment)
+    if backend == "local":
+        return RankPlace(LocalTransport(LocalHub(), 0, 1), in_process(1)[0])
+    mpi = None
+    if environment.rendezvous is None and (backend == "mpi" or environment.mpi):
+        mpi = await _start_mpi(environment, limits)
+    try:
+        channel = await _meet(environment, mpi, limits)
+    except BaseException:
+        if mpi is not None:
+            await mpi.aclose(drained=False)
+        raise
+    try:
+        transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, limits))
+    except BaseException as error:
+        end = await the_end(error)
+        channel.fail(end.cause, end.traceback, end.exitcode)
+        await channel.aclose()
+        raise
+    return RankPlace(transport, channel)
+
+
+def _backend(asked: str | None, environment: Environment) -> str:
+    name = asked or environment.backend
+    if name is None:
+        name = "mpi" if environment.mpi else "local" if environment.size == 1 else "gloo"
+    if name not in _BACKENDS:
+        raise ConfigError(f"backend {name!r} is unknown: expected one of {', '.join(_BACKENDS)}")
+    if name == "local" and environment.size > 1:
+        raise ConfigError(f"backend 'local' has one process: this is one of {environment.size}; use mpi, gloo or shm")
+    return name
+
+
+async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limits) -> Channel:
+    """Return the control channel to the other ranks, once all of them have come."""
+    if (environment.size if mpi is None else mpi.size) == 1:
+        return in_process(1)[0]
+    if mpi is not None:
+        return await _meet_over_mpi(environment, mpi, limits)
+    if environment.rendezvous is None:
+        how = "start them with aiodist run, torchrun or mpirun"
+        raise ConfigError(f"{environment.size} ranks and no rendezvous: {how}")
+    return await connect(
+        environment.rendezvous,
+        rank=environment.rank,
+        size=environment.size,
+        token=environment.token,
+        timeout=limits.rendezvous,
+        environ=environment.variables,
+    )
+
+
+async def _transport(
+    environment: Environment, backend: str, mpi: MpiTransport | None, channel: Channel, limits: Limits
+) -> Transport:
+    if backend == "mpi":
+        return mpi or await _start_mpi(environment, limits)
+    if mpi is not None:  # it was needed only for the ranks to meet
+        await mpi.aclose(drained=True)
+    if backend == "shm":
+        return await _open_shared_memory(environment, channel, limits)
+    from aiodist.backends.gloo import open_world
+
+    return await open_world(channel)
+
+
+async def _open_shared_memory(environment: Environment, channel: Channel, limits: Limits) -> ShmTransport:
+    """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
+    if channel.size == 1:
+        return open_shared_memory(None)
+    near, reason, _ = await meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    if near is not None and len(near.members) == channel.size:
+        return open_shared_memory(near)
+    if near is not None:
+        near.close()
+        reason = f"of {channel.size} ranks only {len(near.members)} are on this host"
+    raise BackendUnavailable(f"backend 'shm' is for ranks of one host that share memory: {reason}")
+
+
+async def _start_mpi(environment: Environment, limits: Limits) -> MpiTransport:
+    from aiodist.backends.mpi import library_version, open_world
+
+    try:
+        async with asyncio.timeout(limits.rendezvous):
+            world = await open_world()
+    except TimeoutError:
+        who = f"not all of the {environment.size} ranks came"
+        raise OperationTimeout(f"MPI could not start within {limits.rendezvous:g} s: {who}", op="init") from None
+    if environment.mpi and world.size != environment.size:
+        await world.aclose(drained=False)
+        raise ConfigError(
+            f"mpirun started {environment.size} ranks, but {library_version()}, which mpi4py loaded, sees "
+            f"{world.size}: the two are of different MPIs"
+        )
+    return world
+
+
+async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; raise as soon as it is known that another rank has left."""
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[Exit] = loop.create_future()
+
+    def note(exit: Exit) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(_settle, lost, exit)
+
+    channel.on_lost(note)
+    task = loop.create_task(work)
+    try:
+        await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done() and not task.done():
+            raise lost.result().error()
+        return await task
+    finally:
+        lost.cancel()
+        if task.cancel():
+            await asyncio.wait((task,))
+
+
+def _settle(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Limits) -> Channel:
+    """Plain mpirun: rank 0 runs the hub and tells the others over MPI where it is."""
+    hub = None
+    told = None
+    if mpi.rank == 0:
+        token = secrets.token_hex(16)
+        one_host = environment.local_size == mpi.size
+        hub = await host(mpi.size, host="127.0.0.1" if one_host else "", token=token)
+        told = as_tensor(f"{hub.address} {token}".encode())
+    progress = Progress.current()
+    handle: Handle[torch.Tensor] = Handle(progress, "rendezvous")
+
+    def finish(result: torch.Tensor | None, error: BaseException | None) -> None:
+        if result is not None:
+            handle.resolve(result)
+        elif error is not None:
+            handle.reject(error)
+
+    program = broadcast_bytes(Primitives(Endpoint(mpi, 0), Repertoire(mpi)), told, 0)
+    progress.start(partial(run_program, program, finish))
+    address, token = as_bytes(await handle).decode().split()
+    return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
+
+
+async def find_topology(channel: Channel, environment: Environment, limits: Limits) -> Topology:
+    """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
+    devices = visible_devices(environment)
+    mine = [socket.gethostname(), devices, means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()]
+    places: list[Any] = [mine]
+    if channel.size > 1:
+        await channel.set(f"host/{channel.rank}", json.dumps(mine).encode())
+        told = [await channel.get(f"host/{rank}", timeout=limits.rendezvous) for rank in range(channel.size)]
+        places = [json.loads(one) for one in told]
+    hosts = Topology(tuple([host for host, _, _ in places]), channel.rank)
+    bindings = [
+        bound(hosts.ranks_on(host).index(rank), physical, Means(*means))
+        for rank, (host, physical, means) in enumerate(places)
+    ]
+    return replace(hosts, devices=tuple(bindings) if any(bindings) else ())
+
+
+async def find_neighbours(channel: Channel, transport: Transport, environment: Environment, limits: Limits) -> Met:
+    """Return the ranks of this host that share memory with this one, or why there are none."""
+    if transport.name == "local" or channel.size == 1:
+        return Met(None, "all ranks are in one process")
+    if isinstance(transport, ShmTransport):
+        return Met(transport.near, "", () if transport.near is None else (transport.near.members,))
+    return await unless_lost(channel, meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous))

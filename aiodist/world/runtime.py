@@ -1,0 +1,237 @@
+"""`init` and `run`: opens what is below in order, and closes it in reverse, also when things go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import os
+import selectors
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from aiodist.collectives.choice.agreement import rank_zeros
+from aiodist.communicator import Communicator
+from aiodist.communicator.hierarchy import Hierarchy, root_levels
+from aiodist.communicator.registry import Registry
+from aiodist.communicator.report import REPORT_SECONDS, check_report
+from aiodist.communicator.tuned import edits_at_start
+from aiodist.communicator.watchdog import Watch
+from aiodist.control.forks import guard_polling
+from aiodist.env import Environment, Starter
+from aiodist.handles import Handle, Progress, from_future
+from aiodist.streams import CudaStream, event_handle
+from aiodist.world.isolation import isolate
+from aiodist.world.leaving import Kept, give_up, leave_in_time, the_end
+from aiodist.world.opening import Limits, current_place, find_neighbours, find_place, find_topology, unless_lost
+from aiodist.world.pinning import pinned
+from aiodist.world.tracebacks import fold_tracebacks
+
+__all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: float | None = None,
+    report: float | None = REPORT_SECONDS,
+    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
+    selector: str | os.PathLike[str] | None = None,
+) -> AbstractAsyncContextManager[Communicator]:
+    """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
+
+    The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
+    rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local", chosen to fit
+    where None. `timeout` is the default of every operation, in seconds. Where a rank waits in an operation for
+    `report` seconds, and then every minute, one of those that wait tells who waits for whom, and at which lines, by a
+    warning of `logging.getLogger("aiodist")`; None is never. `levels` is called with the world before the block is
+    entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those
+    of a host under the last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it
+    (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
+    "none" is neither.
+
+    Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
+    raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
+    when the process then ends, threads that never do hold it up for a few seconds at most. Raises `ConfigError`,
+    `BackendUnavailable`, `PeerLost`, or `OperationTimeout` naming the ranks that never came.
+    Nothing global is set while all goes well; when the block raises, the interpreter is told to print the exception
+    with the program's frames alone, unless somebody has set `sys.excepthook`. It can be opened again after it was
+    closed. Before that a process whose job meets at an address (`aiodist run`, torchrun, Slurm, a file) gets a
+    `ConfigError`; the only rank, and one of a plain `mpirun`, gets one more world. See `open` for one without a block.
+    """
+    return opened(Limits(), backend=backend, timeout=timeout, report=report, levels=levels, selector=selector)
+
+
+@asynccontextmanager
+async def opened(
+    limits: Limits,
+    *,
+    backend: str | None = None,
+    timeout: float | None = None,
+    report: float | None = REPORT_SECONDS,
+    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
+    selector: str | os.PathLike[str] | None = None,
+) -> AsyncIterator[Communicator]:
+    """Open the world as `init` does, with the patience that `limits` says."""
+    check_report(report)
+    given = current_place.get()
+    environment = Environment.read()
+    place = given or await find_place(environment, backend, limits)
+    transport, channel = place.transport, place.channel
+    near, alone, sharing = await find_neighbours(channel, transport, environment, limits)
+    registry = Registry(
+        channel,
+        Communicator,
+        near=near,
+        alone=alone,
+        sharing=sharing,
+        timeout=timeout,
+        drain_seconds=limits.drain,
+    )
+    process, patience = os.getpid(), None
+    try:
+        topology = await unless_lost(channel, find_topology(channel, environment, limits))
+        world = registry.world(transport, topology)
+        Watch.of(Progress.current(), channel).report.after = report
+        _limit_spinning(world)
+        asked = selector or environment.selector
+        edits = rank_zeros(channel, lambda: edits_at_start(world, asked), limits.rendezvous)
+        world.upkeep.apply_edits(await unless_lost(channel, edits))
+        # Ranks that are tasks of one process share its cores as they are.
+        cores = nullcontext() if given else await unless_lost(channel, pinned(channel, world.topology, environment))
+        with cores, guard_polling(_epoll_of(asyncio.get_running_loop())):
+            if levels is not None:
+                await root_levels(world, levels)
+            try:
+                yield world
+            except GeneratorExit:  # the loop is closed
+                if registry.kept is None or not await registry.kept.was_forgotten():
+                    raise
+                patience = limits.forgotten
+        if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
+            async with asyncio.timeout(patience):
+                await registry.close(world)
+    except BaseException as error:
+        if os.getpid() == process:
+            end = await the_end(error)
+            if given is None:
+                fold_tracebacks()
+            if given is None and transport.size > 1:
+                await leave_in_time(end.exitcode, limits.leave)
+            await give_up(registry, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
+            await registry.close_memory()
+        raise
+    if os.getpid() == process:
+        await registry.close_memory()
+        await channel.aclose()
+
+
+def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return what gives a function the keywords of another, for editors and type checkers too."""
+
+    def same(function: Callable[..., T]) -> Callable[P, T]:
+        signature = inspect.signature(other).replace(return_annotation=function.__annotations__["return"])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return same
+
+
+@_called_as(init)
+async def open(*args: Any, **options: Any) -> Communicator:  # noqa: ANN401  - as `init`
+    """Open the world without a block, for notebooks and `python -m asyncio`: `coll = await aiodist.open()`.
+
+    Takes the keywords of `init`, and raises what it raises. `await coll.aclose()` does all that the end of its block
+    does, on all ranks; it may be opened again then. An exception does not close it. Where the program ends and nobody
+    has closed it, that is a RuntimeWarning, and it is closed then if the others close theirs within 5 s; when an
+    exception ended the program, the other ranks are told as by `init`.
+    """
+    block = init(*args, **options)
+    world = await block.__aenter__()
+    world.parts.registry.kept = Kept(world.parts.registry, block, Limits().forgotten)
+    return world
+
+
+def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
+    """Return the file descriptor that the loop waits at, None where it does not tell."""
+    if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop
+        fd: int = backend()
+        return fd
+    selector: object = getattr(loop, "_selector", None)
+    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else None
+
+
+def _limit_spinning(world: Communicator) -> None:
+    """A rank that spins where another waits for the core only keeps it waiting."""
+    if world.local_size > len(os.sched_getaffinity(0)):
+        Progress.current().crowded = True
+
+
+# --- running -------------------------------------------------------------------------------------------------
+
+
+def run(
+    main: Callable[..., Coroutine[Any, Any, T]] | Coroutine[Any, Any, T],
+    *args: object,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    debug: bool | None = None,
+) -> T:
+    """Run a coroutine function with `args`, or a coroutine, to its end on a new event loop; return its result.
+
+    uvloop is used where it is installed, and torch's modes are kept apart per task (see `isolate`). A convenience:
+    `asyncio.run(main())` works too.
+    """
+    coroutine = main if isinstance(main, Coroutine) else main(*args)
+    with asyncio.Runner(loop_factory=loop_factory or _best_loop(), debug=debug) as runner:
+        isolate(runner.get_loop())
+        try:
+            return runner.run(coroutine)
+        except BaseException:
+            fold_tracebacks()
+            raise
+
+
+def _best_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def as_handle(x: Any) -> Handle[Any]:  # noqa: ANN401
+    """Return a handle that is done when `x` is, on the running loop.
+
+    `x` is an mpi4py Request, a `concurrent.futures.Future`, a torch Work, a `torch.cuda.Event` as it was recorded last,
+    a `torch.cuda.Stream` or `CudaStream` with what it has queued by now, or a handle already. Raises TypeError for
+    anything else: coroutines and asyncio futures are awaited as they are.
+    """
+    if isinstance(x, Handle):
+        return x
+    if isinstance(x, CudaStream):
+        return x.record()
+    if isinstance(x, torch.cuda.Stream):
+        return CudaStream(x).record()
+    if isinstance(x, torch.cuda.Event):
+        return event_handle(x)
+    if isinstance(x, concurrent.futures.Future):
+        return from_future(x)
+    if "mpi4py.MPI" in sys.modules and isinstance(x, sys.modules["mpi4py.MPI"].Request):
+        from aiodist.backends.mpi import request_handle
+
+        return request_handle(x)
+    if torch.distributed.is_available() and isinstance(x, torch.distributed.Work):
+        from aiodist.backends.gloo import work_handle
+
+        return work_handle(x)
+    raise TypeError(
+        f"{type(x).__name__} is nothing that completes: expected a Request, a Future, a torch Work, a "
+        "CUDA event or stream"
+    )

@@ -1,0 +1,100 @@
+"""Tracebacks that show the program: runs of frames of aiodist and asyncio are one line each.
+
+AIODIST_TRACEBACK=full shows them all. Causes, notes and the parts of exception groups stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from itertools import groupby
+from types import TracebackType
+from typing import Any
+
+from aiodist.env import wants_full_tracebacks
+from aiodist.errors import AiodistError
+from aiodist.handles.origin import is_ours
+
+__all__ = ["fold_tracebacks", "folded"]
+
+_OTHERS = (f"{os.path.dirname(concurrent.futures.__file__)}/", "uvloop/", "<frozen runpy>")
+_EXPLAINED = (AiodistError, asyncio.CancelledError, TimeoutError, BaseExceptionGroup)
+"""Errors whose text says it all: nobody asks which line of ours raised them."""
+
+
+def fold_tracebacks() -> None:
+    """Have the interpreter print the exception that ends the program folded, unless somebody else prints those."""
+    if sys.excepthook is sys.__excepthook__ and not wants_full_tracebacks():
+        sys.excepthook = _print_folded
+
+
+def folded(error: BaseException, *, programs: bool = False) -> str:
+    """Return the traceback of `error` as text, with its causes and its parts; `programs`: it is known to be one's."""
+    text = traceback.TracebackException.from_exception(error)
+    if not wants_full_tracebacks():
+        _fold(text, error, programs)
+    return "".join(text.format())
+
+
+def _print_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    try:
+        text = folded(error.with_traceback(trace))
+    except Exception:  # noqa: BLE001  - it must be shown in any case
+        sys.__excepthook__(kind, error, trace)
+        return
+    hint = "(AIODIST_TRACEBACK=full shows these frames too)\n" if _MARK in text else ""
+    print(text + hint, end="", file=sys.stderr)  # noqa: T201
+
+
+def _fold(text: traceback.TracebackException, error: BaseException, programs: bool) -> None:
+    every = list(_every(text, error))
+    # Where there is no program to show, as in our own tools, nothing is folded.
+    if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
+        for part, told in every:
+            part.stack = _Folded(part.stack)
+            part.stack.explained = isinstance(told, _EXPLAINED)
+
+
+def _every(
+    text: traceback.TracebackException, error: BaseException
+) -> Iterator[tuple[traceback.TracebackException, BaseException]]:
+    """Return a traceback and those of all that it tells of, each with its exception."""
+    yield text, error
+    parts = zip(text.exceptions or (), getattr(error, "exceptions", ()), strict=False)
+    for other, told in ((text.__cause__, error.__cause__), (text.__context__, error.__context__), *parts):
+        if other is not None and told is not None:
+            yield from _every(other, told)
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return is_ours(frame.filename) or frame.filename.startswith(_OTHERS)
+
+
+_MARK = "  … "
+
+
+class _Folded(traceback.StackSummary):
+    """Frames, of which those that are not the program's are counted when they are printed."""
+
+    explained = False
+
+    def format(self, **options: Any) -> list[str]:  # noqa: ANN401  - grew in Python 3.13
+        """Return the lines of the program's frames, and one for each run of others."""
+        lines: list[str] = []
+        for plumbing, run in groupby(self, _is_ours):
+            frames = list(run)
+            if plumbing:
+                end = "" if self.explained or frames[-1] is not self[-1] else f", {_place(frames[-1])}"
+                lines.append(f"{_MARK}{len(frames)} frame{'s' * (len(frames) > 1)} of aiodist and asyncio{end}\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    folder, name = os.path.split(frame.filename)
+    return f"to {os.path.basename(folder)}/{name}:{frame.lineno} in {frame.name}"

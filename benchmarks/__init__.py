@@ -1,0 +1,19 @@
+"""Our proofs: training, jobs and a parameter server against torch's DDP and RPC, a GPU, and simulated machines.
+
+`python -m benchmarks NAME`, in the root of the repository; `aiodist bench` measures single operations.
+
+suite        what takes the options of `aiodist bench`, by name
+targets      the speeds to reach
+training     a step beside DDP and beside no communication; models: what is trained
+prefetching  an epoch whose loader is as slow as its step
+endtoend     a whole job beside the same with DDP: jobs, jobs_aiodist, jobs_ddp
+ps           pushes and pulls, small pushes a second
+ps_ways      our parameter server, torch's RPC, plain Send and Recv, with the same calls
+ps_serving   what it costs a training step that its rank also serves
+ps_convergence  what training clients find when they talk to the server seldom
+gpu          jobs of ranks on a CUDA device, and what becomes of them
+gpu_cases    what they measure and the speeds to reach; gpu_worker, what each rank runs; gpu_notes, what it has to say
+gpu_turns    what the cases share; gpu_waits, gpu_reductions, gpu_training: the cases; gpu_report: table and JSON
+scale        collectives on machines that are not here: scale_model, loggp, scale_bound, scale_presets, scale_report
+scale_check  that model beside real runs
+"""

@@ -1,0 +1,66 @@
+"""`python -m benchmarks NAME`: checks what is asked and starts the ranks; loads no torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated
+
+import typer
+
+from aiodist.bench import cli
+from benchmarks.suite import BENCHMARKS
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_OWN_OPTIONS = {"scale": "scale", "ps-convergence": "ps_convergence", "gpu": "gpu"}
+_NAME_HELP = (
+    f"What to measure: {', '.join(BENCHMARKS)}; scale simulates, ps-convergence trains, gpu measures all that is to be "
+    "reached on a CUDA device: each has options of its own (python -m benchmarks scale --help)."
+)
+_TRAIN = BENCHMARKS["train"]
+
+
+def main(args: list[str]) -> int:
+    """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
+    if args[:1] and args[0] in _OWN_OPTIONS:
+        module = importlib.import_module(f"benchmarks.{_OWN_OPTIONS[args[0]]}")
+        return cli.called(module.app, args[1:], f"python -m benchmarks {args[0]}")
+    return cli.called(app, args, "python -m benchmarks")
+
+
+@app.command()
+def measure(  # noqa: PLR0913 - one for each option
+    name: Annotated[str, typer.Argument(metavar="NAME", help=_NAME_HELP)],
+    ranks: cli.Ranks = None,
+    sizes: cli.Sizes = None,
+    model: Annotated[str | None, typer.Option(metavar="mlp,conv", help="What is trained (all).")] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="32,256", help="Samples of one rank in a step (as each model's targets).")
+    ] = None,
+    impl: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Ours; train: some of {','.join(_TRAIN.impls)} (all).")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Beside; train: some of {','.join(_TRAIN.peers)} (all).")
+    ] = None,
+    json: cli.Json = None,
+    plot: cli.Plot = None,
+    servers: Annotated[int | None, typer.Option(metavar="S", min=1, help="ps: how many ranks serve (1).")] = None,
+    dtype: cli.Dtype = "float32",
+    repeat: cli.Repeat = None,
+    loop: cli.Loop = "auto",
+    mpi: cli.Mpi = "auto",
+) -> None:
+    """Measure on N ranks of this host, beside other libraries in the same run.
+
+    Started by mpirun, srun or torchrun it measures on the ranks of that job.
+    """
+    options = cli.Options(
+        ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, model=model, batch=batch, servers=servers
+    )
+    raise typer.Exit(cli.run(name, BENCHMARKS, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""What is simulated for a collective on so many ranks: which schedules, of which ranks, among whom.
+
+Simulating 65,536 ranks message by message takes seconds for a tree and days for a ring. Two shortcuts give the same
+times; the tests hold both against the simulation of every rank.
+
+*Alike*: in a ring, a recursive doubling and so on, every host does the same at the same time, only with other peers.
+One host is simulated, and a message to any other arrives at it. The buffer is cut in equal parts for that, be they
+fractions of an element.
+
+*Followed*: once a ring or a chain is longer than what fills it, one more host takes as much longer as the one before
+(the recurrences are linear in max and plus, hence periodic in the end: Baccelli, Cohen, Olsder, Quadrat,
+"Synchronization and linearity", 1992, chapter 3); a tree, twice the hosts. So three lengths are simulated with
+parts of the length that the asked one has; when they lie on a line, it is followed, else longer ones are tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import isclose, isqrt, log2
+from typing import NamedTuple
+
+from aiodist.schedules import SCHEDULES, Blocks, Cost, Schedule, algorithm
+from benchmarks.loggp import Machine, Phase, Program, simulate
+
+__all__ = ["HIERARCHICAL", "OPS", "Case", "Estimate", "Stage", "chunks", "estimate", "flat", "hierarchical", "names"]
+
+HIERARCHICAL = "hierarchical"
+OPS = ("allreduce", "broadcast", "reduce_scatter", "allgather")
+
+# By operation and name: every rank does the same, with other peers.
+_ALIKE = {
+    *product(("allreduce", "reduce_scatter", "allgather"), ("ring", "doubling", "halving")),
+    *product(("reduce_scatter", "allgather"), ("direct", "bruck")),
+}
+_POWERS = ("doubling", "halving")  # alike only for a power of two of ranks: else some help others
+_FOLLOWED = {"ring", "chain", "direct", "tree"}
+_FEW_MESSAGES = 20_000  # simulated one by one though there is a shortcut
+_MOST_MESSAGES = 1_000_000  # simulated one by one at all: some 8 s
+_LENGTHS = (16, 32, 64, 128, 256)  # in hosts: where a line may begin
+_APART = 16  # hosts between two lengths; what a schedule repeats, it repeats after so many at the latest
+_MOST_CHUNKS = 64
+
+
+class Stage(NamedTuple):
+    """One schedule of a collective."""
+
+    where: str
+    """Among whom: all ranks ("flat"), those of a host ("inside"), those of equal place on all hosts ("between"), or
+    the first of each host ("leaders")."""
+    op: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.op} {self.name}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question: how long does it take there."""
+
+    op: str
+    ranks: int
+    nbytes: int
+    """One rank's input; allgather's result is `ranks` times as long."""
+    machine: Machine
+    itemsize: int = 4
+    chunks: int = 1
+    """Of schedules that can cut the buffer; a chain cuts as suits it best."""
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are; all have `machine.local` ranks, or there is only one."""
+        return self.machine.hosts(self.ranks)
+
+    @property
+    def local(self) -> int:
+        """Ranks of a host."""
+        return min(self.ranks, self.machine.local)
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of the longest buffer of a rank."""
+        return self.nbytes * (self.ranks if self.op == "allgather" else 1)
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return self.buffer // self.itemsize
+
+
+class Estimate(NamedTuple):
+    """The answer; messages and bytes are those that the busiest rank sends, the sum over stages at most."""
+
+    seconds: float | None
+    """None: too many messages to simulate, and no shortcut."""
+    messages: int
+    nbytes: int
+    stages: tuple[Stage, ...]
+
+
+def names(op: str) -> tuple[str, ...]:
+    """Return what there is for an operation: its schedules and the hierarchical form."""
+    return (*SCHEDULES[op], HIERARCHICAL)
+
+
+def flat(op: str, name: str) -> tuple[Stage, ...]:
+    """Return one schedule among all ranks."""
+    return (Stage("flat", op, name),)
+
+
+def hierarchical(op: str, inside: str, between: str) -> tuple[Stage, ...]:
+    """Return the form in levels, with the schedules of these names.
+
+    allreduce: reduce_scatter within each host, allreduce between the hosts among ranks of equal place, allgather
+    within. reduce_scatter and allgather: the first two and the last two of such stages. broadcast: to one rank of
+    each host, then within.
+    """
+    match op:
+        case "allreduce":
+            scatter = "halving" if inside == "doubling" else inside
+            return (
+                Stage("inside", "reduce_scatter", scatter),
+                Stage("between", "allreduce", between),
+                Stage("inside", "allgather", inside),
+            )
+        case "allgather":
+            return Stage("between", op, between), Stage("inside", op, inside)
+        case "reduce_scatter":
+            return Stage("inside", op, inside), Stage("between", op, between)
+        case _:
+            return Stage("leaders", op, between), Stage("inside", op, inside)
+
+
+def _forms(op: str) -> list[tuple[Stage, ...]]:
+    """Return the forms in levels that are worth a try: without roots where every rank has its share."""
+    if op == "broadcast":
+        return [hierarchical(op, "tree", between) for between in ("tree", "chain")]
+    insides = [name for name in ("ring", *_POWERS) if name in SCHEDULES["allgather" if op == "allreduce" else op]]
+    betweens = [name for name in ("ring", *_POWERS) if name in SCHEDULES[op]]
+    return [hierarchical(op, inside, between) for inside, between in product(insides, betweens)]
+
+
+def estimate(case: Case, name: str) -> Estimate:
+    """Return what `name` takes; of the hierarchical forms, which differ in their schedules, the quickest."""
+    if name != HIERARCHICAL:
+        return _estimate(case, flat(case.op, name))
+    found = [_estimate(case, stages) for stages in _forms(case.op)]
+    return min(found, key=lambda one: float("inf") if one.seconds is None else one.seconds)
+
+
+def _estimate(case: Case, stages: tuple[Stage, ...]) -> Estimate:
+    costs = [_cost(case, stage, case.numel) for stage in stages]
+    messages, elements = sum(cost.messages for cost in costs), sum(cost.elements for cost in costs)
+    return Estimate(_seconds(case, stages), messages, elements * case.itemsize, stages)
+
+
+# --- which ranks to simulate -----------------------------------------------------------------------------------------
+
+
+def _seconds(case: Case, stages: tuple[Stage, ...]) -> float | None:
+    alike = case.hosts > 1 and all(_is_alike(case, stage) for stage in stages)
+    layout = _Layout(case, stages, alike)
+    each = sum(_mean_messages(case, stage, layout.numel) for stage in stages)
+    messages = each * (case.local if alike else case.ranks)
+    if messages > _FEW_MESSAGES and (found := _follow(layout)) is not None:
+        return found
+    return layout.seconds(case.hosts) if messages <= _MOST_MESSAGES else None
+
+
+def _mean_messages(case: Case, stage: Stage, numel: int) -> int:
+    """Return how many messages a rank sends, about: where there is a root, only few send more than two in all."""
+    if stage.name == "tree" or (stage.name == "direct" and (stage.op, stage.name) not in _ALIKE):
+        return 2 * chunks(case, stage).get("chunks", 1)
+    return _cost(case, stage, numel).messages
+
+
+def _is_alike(case: Case, stage: Stage) -> bool:
+    """Return True where this stage does not tell hosts apart."""
+    if stage.where == "inside":
+        return True
+    size = _size(case, stage)
+    is_power = size & (size - 1) == 0
+    return stage.where != "leaders" and (stage.op, stage.name) in _ALIKE and (is_power or stage.name not in _POWERS)
+
+
+def _follow(layout: _Layout) -> float | None:
+    """Return the seconds on a line through shorter ones, None where there is none."""
+    hosts = layout.case.hosts
+    across = {stage.name for stage in layout.stages if stage.where != "inside"}
+    for shortest in _LENGTHS:
+        if across <= {"tree"}:
+            start, lengths = shortest, [shortest, 2 * shortest, 4 * shortest]
+            steps = log2(hosts / start)
+        else:
+            start = shortest + hosts % _APART
+            lengths = [start, start + _APART, start + 2 * _APART]
+            steps = (hosts - start) / _APART
+        if lengths[-1] >= hosts or not steps.is_integer() or not across <= _FOLLOWED:
+            return None
+        first, second, third = map(layout.seconds, lengths)
+        if isclose(third - second, second - first, rel_tol=1e-6):
+            return first + (third - second) * steps
+    return None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The programs of a case on as many hosts as one likes."""
+
+    case: Case
+    stages: tuple[Stage, ...]
+    alike: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer; where hosts are alike, as many as make equal parts."""
+        return self.case.ranks * self.case.chunks if self.alike else self.case.numel
+
+    def seconds(self, hosts: int) -> float:
+        """Simulate it on `hosts`: parts of the buffer are as long as on the case's own number."""
+        case = self.case
+        local = case.local
+        ranks = case.ranks if hosts == case.hosts else hosts * local
+        itemsize = case.buffer / self.numel
+        if not self.alike:
+            programs = [self.program(rank, hosts, ranks) for rank in range(ranks)]
+            return simulate(programs, case.machine, itemsize=itemsize).seconds
+        # Rank 0 may copy more than others, or less: the host that stands for all is with it, or without.
+        runs = []
+        for first in (0, local) if any(stage.name == "direct" for stage in self.stages) else (local,):
+            programs = [self.program(rank, hosts, ranks) for rank in range(first, first + local)]
+            runs.append(simulate(programs, case.machine, ranks=ranks, first=first, itemsize=itemsize).seconds)
+        return max(runs)
+
+    def program(self, rank: int, hosts: int, ranks: int) -> Program:
+        """Return what `rank` does there."""
+        host, place = divmod(rank, self.case.local)
+        phases = []
+        for stage in self.stages:
+            if stage.where == "leaders" and place:
+                phases.append(Phase(Schedule(0, ()), ()))
+                continue
+            among = {
+                "flat": range(ranks),
+                "inside": range(host * self.case.local, (host + 1) * self.case.local),
+            }.get(stage.where, range(place, ranks, self.case.local))
+            phases.append(Phase(self._schedule(stage, among, rank, place, hosts), among))
+        return phases
+
+    def _schedule(self, stage: Stage, among: range, rank: int, place: int, hosts: int) -> Schedule:
+        numel = self.numel
+        if stage.where == "between":
+            numel = Blocks.even(numel, self.case.local).count(place)
+        if self.alike and stage.where != "inside" and stage.name in _FOLLOWED:
+            numel = numel // self.case.hosts * hosts
+        found = algorithm(stage.op, stage.name)
+        if stage.op in ("reduce_scatter", "allgather"):
+            return found.plan(among.index(rank), len(among), Blocks.even(numel, len(among)), **chunks(self.case, stage))
+        root = (0,) if stage.op == "broadcast" else ()
+        return found.plan(among.index(rank), len(among), numel, *root, **chunks(self.case, stage))
+
+
+def _size(case: Case, stage: Stage) -> int:
+    """Return among how many ranks a stage runs."""
+    return {"flat": case.ranks, "inside": case.local}.get(stage.where, case.hosts)
+
+
+def _cost(case: Case, stage: Stage, numel: int) -> Cost:
+    """Return what the stage says that it sends, for a buffer of `numel`."""
+    if stage.where == "between":
+        numel = Blocks.even(numel, case.local).largest
+    size = _size(case, stage)
+    found = algorithm(stage.op, stage.name)
+    blocks = Blocks.even(numel, size) if stage.op in ("reduce_scatter", "allgather") else numel
+    return found.cost(size, blocks, **chunks(case, stage))
+
+
+def chunks(case: Case, stage: Stage) -> dict[str, int]:
+    """Return the keyword for a schedule that can cut its buffer.
+
+    A chain cuts so that filling it takes as long as what comes after: the square root of the buffer's time at a port
+    over a short message's, times the links but one.
+    """
+    if not algorithm(stage.op, stage.name).chunked:
+        return {}
+    if stage.name != "chain":
+        return {"chunks": case.chunks}
+    network = case.machine.between if case.hosts > 1 else case.machine.inside
+    links = max(_size(case, stage) - 2, 0)
+    best = isqrt(int(links * network.stretch(case.buffer) / max(network.message(1), 1e-12)))
+    return {"chunks": max(1, min(best, _MOST_CHUNKS))}

@@ -1,0 +1,116 @@
+"""The speeds that training, jobs and a parameter server are to reach on 2 ranks, and whether records reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from aiodist.bench.records import Record
+from aiodist.bench.targets import Verdict, ratio
+
+__all__ = ["verdicts"]
+
+_TINY_PARAMETERS = 1000
+
+
+def verdicts(records: Iterable[Record]) -> list[Verdict]:
+    """Return what the records have figures for, ours against the peer measured in the same run."""
+    found = list(records)
+    return [*_steps(found), *_lags(found), *_epochs(found), *_jobs(found), *_served(found)]
+
+
+def _steps(records: Sequence[Record]) -> list[Verdict]:
+    """Training steps, ours against others of the same model, batch and run."""
+    lines = []
+    for mine in records:
+        if not mine.op.startswith("train:") or mine.impl not in ("aiodist:datapar", "aiodist:pipelined"):
+            continue
+        kind = mine.op.removeprefix("train:")
+        others = {r.impl: r.seconds for r in records if (r.op, r.batch) == (mine.op, mine.batch)}
+        what = f"{kind} {mine.batch} {mine.impl}"
+        if kind == "tiny1000":
+            if mine.impl == "aiodist:datapar" and mine.seconds and others.get("none"):
+                each = (mine.seconds - (others["none"] or 0.0)) / _TINY_PARAMETERS * 1e6
+                lines.append(Verdict(f"{what} - none, a parameter", each, "us", 3.0))
+        elif mine.impl == "aiodist:pipelined":
+            if (kind, mine.batch) == ("mlp", 32) and "aiodist:datapar" in others:
+                lines.append(Verdict(f"{what} / datapar", ratio(mine.seconds, others["aiodist:datapar"]), "x", 1.0))
+        else:
+            heavy = (kind, mine.batch) == ("mlp", 32)
+            for other, target in (("none", 1.35 if heavy else 1.06), ("ddp", 1.0)):
+                if other in others:
+                    lines.append(Verdict(f"{what} / {other}", ratio(mine.seconds, others[other]), "x", target))
+    return lines
+
+
+def _lags(records: Sequence[Record]) -> list[Verdict]:
+    """The ticker beside `net.step`."""
+    return [
+        Verdict(f"{record.op.removeprefix('train:')} {record.batch} {record.impl}, loop lag", lag * 1e3, "ms", 5.0)
+        for record in records
+        if record.impl in ("aiodist:datapar", "aiodist:pipelined") and (lag := record.loop_lag) is not None
+    ]
+
+
+def _epochs(records: Sequence[Record]) -> list[Verdict]:
+    """An epoch of ours against the slower of what loading alone and computing alone take.
+
+    Where both compute, that is only to be had where each rank has two cores.
+    """
+    lines = []
+    for op in ("prefetch", "prefetch:cpu"):
+        here = [r for r in records if r.op == op and (op == "prefetch" or len(r.affinity or ()) >= 2 * r.ranks)]
+        seconds = {r.impl: r.seconds for r in here if r.seconds}
+        if {"aiodist:prefetch", "loader", "step"} <= set(seconds):
+            slower = max(seconds["loader"] or 0.0, seconds["step"] or 0.0)
+            what = f"{op} / the slower of loader and step"
+            lines.append(Verdict(what, ratio(seconds["aiodist:prefetch"], slower), "x", 1.1))
+    return lines
+
+
+def _jobs(records: Sequence[Record]) -> list[Verdict]:
+    """Samples per second, accuracy, and lines of user code, against the job written with DDP.
+
+    With loader processes or without, whichever is the better.
+    """
+    lines = []
+    for mine in records:
+        values = [r.value for r in records if r.op == mine.op and r.impl in ("ddp", "ddp:0") and r.value is not None]
+        theirs = max(values, default=None)
+        if mine.impl != "aiodist:datapar" or mine.value is None or theirs is None:
+            continue
+        if mine.op == "end2end:lines":
+            lines.append(Verdict("end2end: lines of code / ddp", mine.value / theirs, "x", 1.0))
+        elif mine.op.endswith(":accuracy"):
+            lines.append(Verdict(f"{mine.op} - ddp", mine.value - theirs, "", -0.01, at_least=True))
+        elif mine.op.startswith("end2end:"):
+            lines.append(Verdict(f"{mine.op}, samples/s / ddp", mine.value / theirs, "x", 1.1, at_least=True))
+    return lines
+
+
+def _served(records: Sequence[Record]) -> list[Verdict]:
+    """A parameter server's large pushes and pulls against others', its small pushes, and the step beside it."""
+    lines = []
+    for mine in records:
+        for size, ours, theirs, target in _PUSHES_AND_PULLS:
+            if (mine.nbytes, mine.impl) == (size, ours) and mine.op in ("push", "pull") and mine.rule in (None, "copy"):
+                here = [r for r in records if (r.op, r.nbytes, r.rule) == (mine.op, size, mine.rule)]
+                what = f"{mine.op} {size >> 20} MiB {ours} against {theirs}"
+                lines += [
+                    Verdict(what, ratio(r.seconds, mine.seconds), "x faster", target, at_least=True)
+                    for r in here
+                    if r.impl == theirs
+                ]
+        if (mine.op, mine.nbytes, mine.rule, mine.impl) == ("push", 4 << 10, "copy", "aiodist:ps") and mine.seconds:
+            lines.append(Verdict("push 4 KiB aiodist:ps", mine.seconds * 1e6, "us", 40.0))
+        if (mine.op, mine.nbytes, mine.impl) == ("ps_ops", 64, "aiodist:ps") and mine.value is not None:
+            lines.append(Verdict("pushes of 64 B, a second", mine.value, "", 50_000, at_least=True))
+        if mine.op == "serving" and mine.value is not None:
+            lines.append(Verdict(f"step beside 10 pulls/s of {mine.impl}", mine.value, "x", 1.05))
+    return lines
+
+
+_PUSHES_AND_PULLS = (
+    (64 << 20, "aiodist:ps", "rpc", 2.0),
+    (64 << 20, "aiodist:ps", "mpi", 0.9),
+    (64 << 20, "aiodist:ps-arena", "rpc", 4.0),
+)

@@ -1,0 +1,286 @@
+"""Training steps: ours beside a loop that does not communicate and beside torch's DDP, on copies of one model."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aiodist.bench.timing import percentile, ticker
+from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
+from benchmarks import models
+from benchmarks.suite import MODELS
+
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
+    from aiodist.communicator import Communicator
+
+__all__ = ["TRAINERS", "Setting", "Trainer", "measure", "torch_threads"]
+
+_RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
+_SECONDS = 20.0
+"""How long one model with one batch is measured, all contenders together."""
+_WARMUPS = 2
+_STEPS = 3
+"""Timed steps in a turn; one more comes before them, in which the caches forget the contender before."""
+_LAG_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders train, on this rank."""
+
+    model: str
+    x: Tensor
+    y: Tensor
+    coll: Communicator
+
+    @classmethod
+    def make(cls, model: str, samples: int, coll: Communicator) -> Setting:
+        """Return `model` with a batch of so many samples."""
+        x, y = models.batch(model, models.build(model), samples, coll.rank)
+        return cls(model, x, y, coll)
+
+    def loss(self, module: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the loss of the batch."""
+        return F.mse_loss(module(self.x), self.y)
+
+
+async def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One contender: `step` is one training step, `drain` waits for what a step left behind."""
+
+    name: str
+    step: Callable[[], Awaitable[None]]
+    drain: Callable[[], Awaitable[None]] = _nothing
+    net: DataParallel | None = None
+    """Of ours."""
+
+
+class _Extras(NamedTuple):
+    """What one rank knows of a contender beside its times."""
+
+    overlap: float | None
+    loop_lag: float | None
+
+
+# --- contenders -----------------------------------------------------------------------------------------------------
+
+
+def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=_RATE)
+
+
+@asynccontextmanager
+async def _datapar(setting: Setting) -> AsyncIterator[Trainer]:
+    net = await DataParallel.create(models.build(setting.model), setting.coll)
+    optimizer = _optimizer(list(net.parameters()))
+
+    async def step() -> None:
+        await net.step(lambda: setting.loss(net), optimizer)
+
+    try:
+        yield Trainer("aiodist:datapar", step, net=net)
+    finally:
+        await net.aclose()
+
+
+@asynccontextmanager
+async def _pipelined(setting: Setting) -> AsyncIterator[Trainer]:
+    net = await DataParallel.create(models.build(setting.model), setting.coll)
+    optimizer = PipelinedOptimizer(net, _optimizer)
+
+    async def step() -> None:
+        await net.step(lambda: setting.loss(net), optimizer)
+
+    async def drain() -> None:
+        await optimizer.flush()
+
+    try:
+        yield Trainer("aiodist:pipelined", step, drain, net)
+    finally:
+        await net.aclose()
+
+
+@asynccontextmanager
+async def _sync(setting: Setting) -> AsyncIterator[Trainer]:
+    """All of backward, then one reduction of everything: what others must beat to have hidden anything."""
+    net = await DataParallel.create(models.build(setting.model), setting.coll)
+    optimizer = _optimizer(list(net.parameters()))
+
+    async def step() -> None:
+        await net.run(optimizer.zero_grad)
+        loss = await net.run(setting.loss, net)
+        with net.no_sync():
+            await net.backward(loss)
+        await synchronize_gradients(net.module, setting.coll, op="mean")
+        await net.run(optimizer.step)
+
+    try:
+        yield Trainer("aiodist:sync", step, net=net)
+    finally:
+        await net.aclose()
+
+
+def _blocking(name: str, setting: Setting, module: nn.Module) -> Trainer:
+    """Return a plain torch loop, on the thread that calls it."""
+    optimizer = _optimizer(list(module.parameters()))
+
+    async def step() -> None:
+        optimizer.zero_grad()
+        setting.loss(module).backward()
+        optimizer.step()
+
+    return Trainer(name, step)
+
+
+@asynccontextmanager
+async def _none(setting: Setting) -> AsyncIterator[Trainer]:
+    yield _blocking("none", setting, models.build(setting.model))
+
+
+@asynccontextmanager
+async def _ddp(setting: Setting) -> AsyncIterator[Trainer]:
+    module = models.build(setting.model)
+    yield _blocking("ddp", setting, nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True))
+
+
+TRAINERS = {"datapar": _datapar, "pipelined": _pipelined, "sync": _sync, "none": _none, "ddp": _ddp}
+"""The contenders by name: all ranks open the same in the same order."""
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+async def measure(session: Session) -> list[Record]:
+    """Measure steps of every model with every batch of the plan."""
+    plan = session.plan
+    records = []
+    with torch_threads(session.coll):
+        for model in plan.models or MODELS:
+            for samples in plan.batches or MODELS[model]:
+                records += await _measure(session, model, samples)
+    return records
+
+
+@contextmanager
+def torch_threads(coll: Communicator) -> Iterator[int]:
+    """Give each rank of this host its share of the cores while the block runs, one at least."""
+    before = torch.get_num_threads()
+    count = max(1, (os.cpu_count() or 1) // coll.local_size)
+    torch.set_num_threads(count)
+    try:
+        yield count
+    finally:
+        if before != count:  # else another rank of this process has set them, and sets them back
+            torch.set_num_threads(before)
+
+
+async def _measure(session: Session, model: str, samples: int) -> list[Record]:
+    setting = Setting.make(model, samples, session.coll)
+    names = [*session.impls, *session.plan.peers]
+    async with AsyncExitStack() as stack:
+        trainers = [await stack.enter_async_context(TRAINERS[name](setting)) for name in names]
+        times, overlaps = await _rounds(session, trainers)
+        lags = {
+            ours.name: await _lag(session, ours, session.median(times[ours.name]))
+            for ours in trainers
+            if ours.net is not None
+        }
+        nbytes = sum(p.nbytes for p in models.build(model).parameters())
+    extras = {t.name: _Extras(overlaps.get(t.name), lags.get(t.name)) for t in trainers}
+    return _completed(
+        await session.timed(f"train:{model}", None, times),
+        await session.coll.gather_object(extras),
+        batch=samples,
+        nbytes=nbytes,
+    )
+
+
+def _completed(
+    records: list[Record], extras: list[dict[str, _Extras]] | None, *, batch: int, nbytes: int
+) -> list[Record]:
+    """Return records with what all ranks know beside the times."""
+    found = []
+    for record in records:
+        here = [_Extras(*extra[record.impl]) for extra in extras or []]
+        overlaps = [extra.overlap for extra in here if extra.overlap is not None]
+        lags = [extra.loop_lag for extra in here if extra.loop_lag is not None]
+        found.append(
+            replace(
+                record,
+                nbytes=nbytes,
+                batch=batch,
+                overlap=min(overlaps, default=None),
+                loop_lag=max(lags, default=None),
+            )
+        )
+    return found
+
+
+async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of each step, and the share of communication that was hidden in all of them."""
+    times: dict[str, list[float]] = {t.name: [] for t in trainers}
+    for _ in range(_WARMUPS):
+        await _turns(session, trainers)
+    before = {t.name: replace(t.net.statistics()) for t in trainers if t.net is not None}
+    began = perf_counter()
+    rounds = 1
+    turn = 0
+    while turn < rounds:
+        for name, found in (await _turns(session, trainers if turn % 2 else trainers[::-1])).items():
+            times[name] += found
+        turn += 1
+        if turn == 1:
+            fitting = min(40, max(4, round(_SECONDS / (perf_counter() - began))))
+            rounds = await session.coll.broadcast(session.plan.repeat or fitting)
+    overlaps = {}
+    for t in trainers:
+        if t.net is not None:
+            now, then = t.net.statistics(), before[t.name]
+            if now.seconds > then.seconds:
+                overlaps[t.name] = 1 - (now.exposed - then.exposed) / (now.seconds - then.seconds)
+    return times, overlaps
+
+
+async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
+    """Have each make its steps; a step is timed from the end of the one before, in which part of it may lie."""
+    times = {}
+    for one in trainers:
+        await session.fence()
+        await one.step()
+        marks = [perf_counter()]
+        for _ in range(_STEPS):
+            await one.step()
+            marks.append(perf_counter())
+        await one.drain()
+        times[one.name] = [after - before for before, after in pairwise(marks)]
+    return times
+
+
+async def _lag(session: Session, ours: Trainer, seconds: float) -> float:
+    """Return how late a ticker on the loop is beside steps of about `seconds`; what it costs is in no other figure."""
+    steps = await session.coll.broadcast(min(100, max(3, round(_LAG_SECONDS / seconds))))
+    await session.fence()
+    gc.collect()
+    gc.freeze()  # a pass over all that the contenders and torch have made stops the process for 100 ms, and is not ours
+    async with ticker() as lateness:
+        for _ in range(steps):
+            await ours.step()
+        await ours.drain()
+    gc.unfreeze()
+    return percentile(lateness, 99)

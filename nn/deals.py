@@ -1,0 +1,166 @@
+"""Deals: which parameters are trained, in which buckets these travel, and which of them tell that a bucket is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aiodist.nn.buckets import Bucket, Slot, deal
+
+__all__ = ["Deal", "Dealer", "Sizes"]
+
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large buckets are, in bytes."""
+
+    bucket: int
+    first: int
+
+    def __post_init__(self) -> None:
+        for name in ("bucket", "first"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} bucket: {getattr(self, name)} bytes: expected at least 1")
+
+
+class Deal:
+    """Buckets of the parameters that are trained, the same on every rank, and what is known of when they fill.
+
+    Its first pass watches every parameter, and sends everything at its end. From that it is known in which order
+    gradients come; from then on only the parameter of each bucket whose gradient came last is watched, and those that
+    get several in one backward.
+    """
+
+    def __init__(self, trained: Sequence[bool], buckets: Sequence[Bucket]) -> None:
+        self.trained = list(trained)
+        """By parameter. One that is not may be in a bucket all the same, with a gradient of before."""
+        self.buckets = list(buckets)
+        self.members = frozenset(slot.index for bucket in buckets for slot in bucket.slots)
+        self.columns = [float(index in self.members) for index in range(len(trained))]
+        """The same as numbers, one for each parameter."""
+        self.outside = [index for index in range(len(trained)) if index not in self.members]
+        self.learning = True
+        """This pass watches every parameter, and sends everything at its end."""
+        self.order: list[int] = []
+        """In which gradients came on this rank, when every parameter was watched last."""
+        self.often: dict[int, int] = {}
+        """The parameters that get several gradients in one backward, with how many."""
+        self.sentinels: dict[int, int] = {}
+        """By the parameter whose hook tells: the number of the bucket that is probably full then."""
+        self.learnt: list[int] | None = None
+        """The order in which rank 0's gradients came, told to all."""
+        self.new_order: list[int] | None = None
+        """The same until the buckets are dealt in it."""
+        self._missed = 0
+        self._patience = 1
+
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Deal the same parameters anew."""
+        self.buckets = list(buckets)
+        self._set_sentinels()
+
+    def watched(self) -> set[int]:
+        """Return the parameters whose gradients are to be told."""
+        if self.learning:
+            return {index for index in self.members if self.trained[index]}
+        return {*self.sentinels, *self.often}
+
+    def study(self, fired: dict[int, int], *, missed: bool) -> None:
+        """Learn from a pass that watched every parameter; else see whether the few that are watched still do.
+
+        `fired` says by parameter how often its gradient came, in the order of the first times.
+        """
+        if self.learning:
+            self.order = list(fired)
+            self.often = {index: times for index, times in fired.items() if times > 1}
+            self.learning = not self.order
+            self._set_sentinels()
+            return
+        self._missed = self._missed + 1 if missed else 0
+        if self._missed > self._patience:
+            self._missed = 0
+            self._patience *= 2
+            self.learning = True
+
+    def _set_sentinels(self) -> None:
+        if self.learning:
+            return
+        when = {index: place for place, index in enumerate(self.order)}
+        self.sentinels = {}
+        for number, bucket in enumerate(self.buckets):
+            last = max(bucket.slots, key=lambda slot: when.get(slot.index, -1))
+            self.sentinels[last.index] = number
+
+    def complete(self, bucket: Bucket, fired: dict[int, int]) -> bool:
+        """Return whether every gradient of `bucket` has come, as often as it does."""
+        if not bucket.came():
+            return False
+        if not self.often:
+            return True
+        return all(fired.get(slot.index, 0) >= self.often.get(slot.index, 0) for slot in bucket.slots)
+
+
+class Dealer:
+    """Deals the parameters of a module to buckets, as all ranks do."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        trained: Sequence[bool],
+        sizes: Sizes,
+        allocate: Callable[[int, torch.dtype], Tensor],
+    ) -> None:
+        """`slots` are of all parameters; `allocate` returns memory for a bucket."""
+        self._slots = slots
+        self._sizes = sizes
+        self._allocate = allocate
+        self._groups: list[list[int]] | None = None
+        """What `keep` keeps together; frozen parameters are left out."""
+        self._kept: dict[tuple[bool, ...], Deal] = {}
+        """The newest deals, by their members: where two take turns (GANs) nothing is learnt anew."""
+        self.change(trained, trained)
+
+    def change(self, trained: Sequence[bool], members: Sequence[bool]) -> None:
+        """Have `deal` be of `members`; a deal of them that is still kept comes back with what it has learnt."""
+        deal = self._kept.pop(tuple(members), None)
+        if deal is None or deal.trained != trained:
+            order = [index for index in range(len(members) - 1, -1, -1) if members[index]]
+            deal = Deal(trained, self._buckets(order))
+        self.deal = self._kept[tuple(members)] = deal
+        for old in list(self._kept)[:-_KEPT]:
+            del self._kept[old]
+
+    def reorder(self) -> bool:
+        """Deal anew in the order that was learnt; return whether there is one that is new."""
+        order, self.deal.new_order = self.deal.new_order, None
+        if order is not None:
+            self.deal.set_buckets(self._buckets(order))
+        return order is not None
+
+    def keep(self) -> list[list[Slot]]:
+        """Deal as now from now on, and return which parameters share a bucket; those outside get buckets too."""
+        if self._groups is None:
+            self._groups = [[slot.index for slot in bucket.slots] for bucket in self.deal.buckets]
+            self._groups += self._dealt(reversed(self.deal.outside))
+            self._kept = {key: made for key, made in self._kept.items() if made is self.deal}
+        return [[self._slots[index] for index in group] for group in self._groups]
+
+    def _buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """Return buckets of the parameters in `order`, those first that are full first."""
+        if self._groups is None:
+            dealt = self._dealt(order)
+        else:
+            when = {index: place for place, index in enumerate(order)}
+            kept = [[index for index in group if index in when] for group in self._groups]
+            dealt = sorted(filter(None, kept), key=lambda group: max(when[index] for index in group))
+        return [Bucket([self._slots[i] for i in bucket], self._allocate) for bucket in dealt]
+
+    def _dealt(self, order: Iterable[int]) -> list[list[int]]:
+        nbytes = [slot.nbytes for slot in self._slots]
+        kinds = [(slot.dtype, slot.parameter.device) for slot in self._slots]
+        return deal(nbytes, kinds, order, first=self._sizes.first, most=self._sizes.bucket)

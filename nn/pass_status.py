@@ -1,0 +1,109 @@
+"""Pass status: what ranks tell each other of a pass beside its gradients, as one small sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["LEFT_OVER", "PassStatus", "StatusKind"]
+
+LEFT_OVER = float(1 << 20)
+"""In the column of a frozen parameter that has a gradient all the same: of before, when it was trained."""
+
+
+class StatusKind(IntEnum):
+    """What a rank means by its status. All have the same shape, so that ranks that mean different things meet."""
+
+    END = 0
+    """Backward is over."""
+    ASK = 1
+    """Before backward: this rank trains other parameters than before. Do the others?"""
+    JOIN = 2
+    """The same in a `join` block, where every pass begins so: ranks that have ended cannot know by themselves."""
+    CLOSE = 3
+    """This rank makes no more steps."""
+
+
+@dataclass(frozen=True)
+class PassStatus:
+    """What the status of all ranks says of a pass."""
+
+    columns: Sequence[float]
+    """By parameter: at the end of a pass, how many ranks had a gradient; before it, how many train it."""
+    failures: tuple[int, ...]
+    """The ranks that failed."""
+    active: int
+    """How many ranks brought data."""
+    issued: int
+    """How many buckets the rank that is farthest has issued."""
+    steps: tuple[int | None, ...]
+    """By rank: how many steps its optimizer has made; None where the rank brings nothing."""
+    kinds: tuple[StatusKind, ...]
+    """By rank."""
+
+    @staticmethod
+    def pack(
+        columns: Iterable[float],
+        ranks: int,
+        rank: int,
+        *,
+        kind: StatusKind = StatusKind.END,
+        failed: bool = False,
+        steps: int | None = None,
+        issued: int = 0,
+    ) -> Tensor:
+        """Return the status of one rank, to be added to the others'; `steps` is None where it brings nothing."""
+        by_rank = [0.0] * (4 * ranks)
+        by_rank[rank::ranks] = float(issued), float(failed), 0.0 if steps is None else steps + 1.0, float(kind)
+        return torch.tensor([*columns, float(steps is not None), *by_rank], dtype=torch.float64, device="cpu")
+
+    @classmethod
+    def unpack(cls, status: Tensor, ranks: int) -> Self:
+        """Return what the sum over all ranks says.
+
+        >>> PassStatus.unpack(PassStatus.pack([1.0, 0.0], 1, 0, issued=3, steps=7), 1)
+        PassStatus(columns=[1.0, 0.0], failures=(), active=1, issued=3, steps=(7,), kinds=(<StatusKind.END: 0>,))
+        """
+        values = status.tolist()
+        by_rank = values[-4 * ranks :]
+        issued, failed, steps, kinds = (by_rank[i * ranks : (i + 1) * ranks] for i in range(4))
+        return cls(
+            columns=values[: -4 * ranks - 1],
+            failures=tuple([r for r, told in enumerate(failed) if told]),
+            active=round(values[-4 * ranks - 1]),
+            issued=round(max(issued)),
+            steps=tuple([round(count) - 1 if count else None for count in steps]),
+            kinds=tuple([StatusKind(round(kind)) for kind in kinds]),
+        )
+
+    def all_are(self, kind: StatusKind) -> bool:
+        """Return whether all ranks mean the same."""
+        return all(k is kind for k in self.kinds)
+
+    @property
+    def sound(self) -> bool:
+        """No rank failed, all are at the end of the pass, and all parameters are those after as many steps."""
+        return (
+            not self.failures
+            and self.all_are(StatusKind.END)
+            and len({count for count in self.steps if count is not None}) < 2
+        )
+
+    def wanted(self) -> tuple[list[bool], list[bool]] | None:
+        """Return which parameters are trained, and which are to be reduced; None where ranks disagree.
+
+        A frozen one is reduced too where a rank has a gradient of it.
+
+        >>> asked = PassStatus([2.0, 0.0, LEFT_OVER], (), 2, 0, (0, 0), (StatusKind.ASK, StatusKind.ASK))
+        >>> asked.wanted()
+        ([True, False, False], [True, False, True])
+        """
+        counts = [divmod(value, LEFT_OVER) for value in self.columns]
+        if any(trained not in (0.0, self.active) for _, trained in counts):
+            return None
+        return [bool(trained) for _, trained in counts], [bool(left or trained) for left, trained in counts]

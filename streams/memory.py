@@ -1,0 +1,36 @@
+"""Contiguous tensors as the memory that they are: what is read there is theirs, and what is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["bytes_of", "flat", "numbers_of"]
+
+
+def flat(t: Tensor) -> Tensor:
+    """Return contiguous `t` as one dimension of the same memory, without a history.
+
+    Torch calls what has one element or none contiguous with any strides, and then refuses many a view of it:
+    the column of a batch of one may have stride 5, an expanded scalar 0.
+
+    >>> column = torch.ones(1, 5)[:, 0]
+    >>> column.is_contiguous(), column.stride(), flat(column).stride()
+    (True, (5,), (1,))
+    """
+    if t.requires_grad:
+        t = t.detach()
+    count = t.numel()
+    if count <= 1:
+        return t.as_strided((count,), (1,))
+    return t if t.dim() == 1 else t.view(-1)
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """Return the memory of contiguous `t` as flat bytes."""
+    return flat(t).view(torch.uint8)
+
+
+def numbers_of(t: Tensor) -> Tensor:
+    """Return contiguous `t` as `flat` does, bool as bytes: as it is computed with, and as NumPy takes it."""
+    return bytes_of(t) if t.dtype is torch.bool else flat(t)

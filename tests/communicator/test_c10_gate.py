@@ -1,0 +1,155 @@
+"""C10: operations wait at the gate of their communicator, in order, whoever looks; what fails there fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import aiodist
+from aiodist import Communicator
+from aiodist.backends.words import merged, word_of
+from aiodist.handles import in_flight
+
+pytestmark = pytest.mark.drawn(3)
+
+on_processes = pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
+
+
+@pytest.mark.drawn(1)
+@on_processes
+async def test_c10_more_are_in_flight_than_a_ring_holds(coll: Communicator) -> None:
+    """A rank far ahead waits for room in the rings, and goes on by itself."""
+    await coll.barrier()
+    if coll.rank == 0:
+        await asyncio.sleep(0.3)  # the others are through with all their calls
+    ts = [torch.full((3,), float(i + coll.rank)) for i in range(2500)]
+    results = await aiodist.gather(*[coll.allreduce(t) for t in ts])
+    base = sum(range(coll.size))
+    assert [t[0].item() for t in results] == [float(coll.size * i + base) for i in range(2500)]
+
+
+@pytest.mark.drawn(1)
+@on_processes
+@pytest.mark.parametrize("numel", [1, 1 << 20, 1 << 22])
+async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, numel: int) -> None:
+    """The loop of rank 0 stands still from its call until long after the others came."""
+    await coll.allreduce(torch.ones(numel))
+    await coll.barrier()
+    began = time.monotonic()
+    if coll.rank == 0:
+        handle = coll.allreduce(torch.ones(numel))
+        time.sleep(1.5)  # noqa: ASYNC251
+        await handle
+    else:
+        await asyncio.sleep(0.2)
+        assert (await coll.allreduce(torch.ones(numel)))[0] == coll.size
+        assert time.monotonic() - began < 1.2
+
+
+@on_processes
+async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator) -> None:
+    """Whichever thread let the last one through."""
+    for numel in (1, 1 << 20):
+        for turn in range(20):
+            if turn % coll.size == coll.rank:
+                time.sleep(0.002)  # noqa: ASYNC251  - the progress thread drives the others meanwhile
+            await aiodist.gather(*[coll.allreduce(torch.ones(numel)) for _ in range(3)])
+    async with asyncio.timeout(10):
+        while len(coll._registry._gates):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks take themselves to be on a processor whose stores may be seen in another order."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+
+
+@pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
+async def test_c10_words_travel_as_messages_where_stores_are_not_ordered(unordered: None, coll: Communicator) -> None:
+    assert not coll._registry.near.ordered  # type: ignore[union-attr]
+    for turn in range(20):
+        t = torch.full((3,), float(coll.rank + turn))
+        assert (await coll.allreduce(t))[0] == sum(range(coll.size)) + coll.size * turn
+    with pytest.raises(aiodist.MismatchError, match="max"):
+        await coll.allreduce(t.fill_(coll.rank), op="max" if coll.rank else "sum")
+    assert t.eq(coll.rank).all()
+    ts = await aiodist.gather(*[coll.allreduce(torch.ones(3)) for _ in range(100)])
+    assert torch.stack(ts).eq(coll.size).all()
+
+
+@pytest.mark.ranks(2, 3)
+async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator) -> None:
+    for _ in range(1100):
+        await coll.barrier()
+    assert len(coll._dispatcher._recent) <= 1024
+    assert not coll._dispatcher._failing
+
+
+@on_processes
+async def test_c10_several_communicators_wait_for_themselves_alone(coll: Communicator) -> None:
+    one, two = await coll.dup(), await coll.dup()
+    first, second = (one, two) if coll.rank == 0 else (two, one)
+    a = first.allreduce(torch.ones(3))
+    await asyncio.sleep(0.05)
+    b = second.allreduce(torch.ones(3))
+    assert (await a)[0] == (await b)[0] == coll.size
+
+
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.ranks(2, 3, backend="openmpi")
+async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communicator) -> None:
+    """Of messages: the others are told, what was sent is taken off the wire, and the communicator goes on."""
+    into: Any = torch.empty(3)[1:]  # a view, which cannot grow
+    of_others = len(in_flight)  # tests that gave a communicator up
+    for _ in range(2):
+        with pytest.raises((ValueError, aiodist.RemoteError), match="cannot grow"):
+            await coll.allgather(torch.ones(4), out=into if coll.rank == 0 else None)
+        assert await coll.allreduce(coll.rank) == sum(range(coll.size))
+        got = await coll.allgather(torch.full((2,), coll.rank))
+        assert [t[0].item() for t in got] == list(range(coll.size))
+    async with asyncio.timeout(20):
+        while len(in_flight) > of_others:  # noqa: ASYNC110  - what was on its way is taken off the wire
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
+async def test_c10_what_fails_within_a_host_is_told_to_all(coll: Communicator) -> None:
+    """What others have begun in shared memory cannot be taken back: then the communicator is given up, and says why."""
+    other = await coll.dup()
+    into: Any = torch.empty(3)[1:]
+    with pytest.raises((ValueError, aiodist.RemoteError, aiodist.CommunicatorAborted), match="cannot grow"):
+        await other.allgather(other.empty(1 << 18), out=into if coll.rank == 0 else None)
+    await asyncio.sleep(1.5)
+    if other._dispatcher.refusal is None:
+        assert await other.allreduce(1) == coll.size
+    else:
+        with pytest.raises(aiodist.CommunicatorAborted, match=r"was aborted: .*cannot grow"):
+            other.allreduce(1)
+    assert await coll.allreduce(coll.rank) == sum(range(coll.size))
+
+
+@pytest.mark.ranks(2, 3)
+async def test_c10_what_the_root_alone_finds_is_told_to_those_who_wait_for_it(coll: Communicator) -> None:
+    """Its parts cannot be put together, so it receives none of them."""
+    other = await coll.dup()
+    t = torch.ones(2, 200_000 + coll.rank)
+    with pytest.raises((aiodist.MismatchError, aiodist.RemoteError), match="beyond dim 0"):
+        await other.gather(t, out=torch.empty(0) if coll.rank == 0 else None, timeout=20)
+    assert await other.allreduce(1) == coll.size
+
+
+def test_c10_words_agree_where_all_that_know_say_the_same() -> None:
+    plain, other = word_of(("scatter",)), word_of(("gather",))
+    ints, floats = word_of(("scatter",), "int64"), word_of(("scatter",), "float32")
+    assert len({plain, other, ints, floats}) == 4
+    assert merged(plain, plain) == plain
+    assert merged(plain, ints) == merged(ints, plain) == ints
+    assert merged(ints, floats) is merged(plain, other) is merged(other, ints) is None
+    assert merged(ints ^ 7, plain ^ 7) == ints ^ 7  # mixed with a number
+    assert merged(ints ^ 7, ints ^ 8) is None

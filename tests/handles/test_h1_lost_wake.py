@@ -1,0 +1,109 @@
+"""H1: an operation that is pending is driven, whoever began its last step, and however soundly the thread slept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiodist.handles import Handle, Progress
+from aiodist.handles import progress as module
+from aiodist.handles.bell import LockBell
+from aiodist.handles.progress import transport_lock
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def _soon(true: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Block until it is true, for so many seconds at most; return whether it is."""
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(1e-4)
+    return bool(true())
+
+
+class TwoSteps:
+    """An operation of two steps: the loop's thread ends the first, and takes long to begin the second."""
+
+    rings = False
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        self.progress = Progress.current()
+        self.handle: Handle[str] = Handle(self.progress, "gather")
+        self._loop_thread = threading.get_ident()
+        self._between = between
+        self._requests: list[int] = []
+        self.progress.add_poller(self)
+        self.progress.start_in_thread(lambda: self._requests.append(1))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def poll(self, until: float = 0.0) -> bool:
+        on_loop = threading.get_ident() == self._loop_thread
+        if self._requests == [1] and on_loop:
+            self._requests.clear()
+            self._between()
+            self.progress.add_large(1)
+            self._requests.append(2)
+        elif self._requests == [2] and not on_loop:
+            self._requests.clear()
+            self.progress.add_large(-1)
+            self.handle.resolve("both")
+        return True
+
+
+@pytest.fixture
+def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that goes to sleep as soon as it finds nothing to do; it knows of no other test's loop."""
+    monkeypatch.setattr(module, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_thread", module._ProgressThread())
+
+
+@pytest.mark.usefixtures("sleepy")
+async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven() -> None:
+    for _ in range(20):
+        # It may be waiting for the lock instead.
+        operation = TwoSteps(lambda: _soon(lambda: module._thread.asleep, 0.05))
+        progress = operation.progress
+        assert _soon(lambda: not progress.large)  # noqa: B023  - called at once
+        async with asyncio.timeout(5):
+            assert await operation.handle == "both"
+        operation.progress.remove_poller(operation)
+
+
+async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any) -> None:
+    """Neither by `start`, nor from what was pending: a receive that is posted while something is opened or closed."""
+    handle: Handle[int] = Handle(transport.progress, "recv")
+    await asyncio.sleep(0.01)  # nothing is armed any more
+    assert _soon(lambda: module._thread.asleep)
+    with transport_lock:
+        transport.requests.append(_Ended(handle))
+    async with asyncio.timeout(5):
+        await asyncio.to_thread(handle.wait, 5)
+
+
+class _Ended:
+    def __init__(self, handle: Handle[int]) -> None:
+        self.handle = handle
+        self.outcome = 1
+
+    def over(self) -> bool:
+        return True
+
+
+async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
+    """Whoever rings looks which bell it is, and may be held up there while the thread goes to sleep at another."""
+    thread = module._ProgressThread()
+    before, after = LockBell(), LockBell()
+    thread.sleep_at(before)
+    before.wait(1)
+    thread.sleep_at(after)
+    before.ring()  # by one who saw it a while ago
+    began = time.monotonic()
+    thread._bell.wait(5)
+    assert time.monotonic() - began < 1

@@ -1,0 +1,141 @@
+"""`aiodist.open()` where there is no block to leave: `python -m asyncio`, and the cells of a notebook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.drawn(1)
+
+ROOT = Path(__file__).resolve().parents[2]
+WARNING = "the world that aiodist.open() opened here was never closed"
+RANKS = pytest.mark.parametrize("size", [1, 2])
+
+TYPED = """\
+import torch, aiodist
+coll = await aiodist.open()
+print("sum", await coll.allreduce(1))
+handle = coll.allreduce(torch.ones(1 << 20), op="mean")
+print("mean", (await handle).sum().item())
+"""
+CLOSED = """\
+await coll.aclose()
+again = await aiodist.open()
+print("again", await again.allreduce(1))
+await again.aclose()
+"""
+
+
+def environ(folder: Path, rank: int, size: int) -> dict[str, str]:
+    """Return the variables of one of `size` processes that nobody starts together."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    base = {"PYTHONPATH": path, "IPYTHONDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    if size == 1:
+        return base
+    place = {"AIODIST_RANK": str(rank), "AIODIST_SIZE": str(size), "AIODIST_TOKEN": "it"}
+    return {**base, **place, "AIODIST_RENDEZVOUS": f"file://{folder}/meet"}
+
+
+def prompts(folder: Path, size: int, text: str) -> list[subprocess.CompletedProcess[str]]:
+    """Type `text` at a prompt of each rank."""
+    command = [sys.executable, "-m", "asyncio"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [
+        subprocess.Popen(command, text=True, env={**os.environ, **environ(folder, rank, size)}, cwd=folder, **pipes)
+        for rank in range(size)
+    ]
+    try:
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write(text)
+            process.stdin.close()
+            process.stdin = None
+        ended = [process.communicate(timeout=50) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(command, process.returncode, *texts)
+        for process, texts in zip(started, ended, strict=True)
+    ]
+
+
+@RANKS
+@pytest.mark.timeout(60)
+def test_l10_at_a_prompt(tmp_path: Path, size: int) -> None:
+    for done in prompts(tmp_path, size, TYPED + CLOSED):
+        assert done.returncode == 0, done
+        assert f"sum {size}\n" in done.stdout, done
+        assert "mean 1048576.0\n" in done.stdout
+        assert f"again {size}\n" in done.stdout
+        assert "Error" not in done.stderr, done
+        assert "Warning" not in done.stderr, done
+
+
+@RANKS
+@pytest.mark.timeout(60)
+def test_l10_a_prompt_that_is_left_without_aclose(tmp_path: Path, size: int) -> None:
+    for done in prompts(tmp_path, size, TYPED):
+        assert done.returncode == 0, done
+        assert f"sum {size}\n" in done.stdout
+        assert done.stderr.count(WARNING) == 1, done
+        assert "Error" not in done.stderr, done
+
+
+@pytest.mark.timeout(60)
+def test_l10_a_prompt_where_something_raises_goes_on(tmp_path: Path) -> None:
+    wrong = "await coll.allreduce('text')\nprint('then', await coll.allreduce(3))\n"
+    (done,) = prompts(tmp_path, 1, TYPED + wrong + CLOSED)
+    assert "TypeError" in done.stderr
+    assert "then 3\n" in done.stdout
+    assert "again 1\n" in done.stdout
+    assert WARNING not in done.stderr
+
+
+@RANKS
+@pytest.mark.timeout(90)
+def test_l10_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
+    cells = [*TYPED.splitlines(keepends=True), *CLOSED.splitlines(keepends=True)]
+    program = tmp_path / "notebook.py"
+    program.write_text(NOTEBOOK)
+    command = [sys.executable, str(program), *cells]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **environ(tmp_path, rank, size)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in started:
+            text, errors = process.communicate(timeout=80)
+            assert process.returncode == 0, errors
+            assert text.splitlines() == [f"sum {size}", "mean 1048576.0", f"again {size}"], errors
+    finally:
+        for process in started:
+            process.kill()
+
+
+NOTEBOOK = """
+import sys
+import nbclient, nbformat
+
+cells = [
+    {"cell_type": "code", "id": str(i), "source": text, "metadata": {}, "outputs": [], "execution_count": None}
+    for i, text in enumerate(sys.argv[1:])
+]
+notebook = nbformat.from_dict({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
+nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell.outputs:
+        print(output.get("text") or output.get("data", {}).get("text/plain"), end="")
+"""

@@ -1,0 +1,36 @@
+"""What drives a rank's operations raises from some moment on: `broken.py`, on two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+
+import aiodist
+from aiodist.communicator.gate import Gates
+from aiodist.handles import Progress
+
+
+def fail(*_: object) -> bool:
+    raise RuntimeError("nothing moves")
+
+
+async def main() -> None:
+    async with aiodist.init() as coll:
+        await coll.allreduce(torch.ones(100_000))  # from then on all is there that polls
+        if coll.rank == 0:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            for kind in {Gates, *(type(poller) for poller in Progress.current()._pollers)}:
+                kind.poll = fail  # type: ignore[attr-defined]
+        try:
+            async with asyncio.timeout(20):
+                for _ in range(1000):  # on some way or other it has to be polled for
+                    await coll.allreduce(torch.ones(100_000))
+        except aiodist.AiodistError as error:
+            sys.stdout.write(f"raised: {type(error).__name__} {'nothing moves' in str(error)}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

@@ -1,0 +1,35 @@
+"""A rank that disagrees with the others and is killed at once: `dispute.py`, on three ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import aiodist
+
+
+async def main() -> None:
+    async with aiodist.init() as coll:
+        await coll.barrier()
+        handle = coll.allreduce(torch.ones(4), op="max" if coll.rank == 2 else "sum")
+        if coll.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        told = []
+        for _ in range(2):
+            try:
+                await handle
+                await coll.allreduce(1)
+            except aiodist.AiodistError as error:
+                told.append(type(error).__name__)
+        soon = "soon" if time.monotonic() - began < 3 else "late"
+        sys.stdout.write(f"told: {' '.join(told)} {soon}\n")  # at once: ranks may share a pipe
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

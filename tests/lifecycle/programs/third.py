@@ -1,0 +1,42 @@
+"""Two ranks disagree while a third is late: `third.py`, on three ranks; then three times in a row, which is the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import torch
+
+import aiodist
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
+
+
+async def main() -> None:
+    async with aiodist.init() as world:
+        coll = await world.dup()
+        await coll.barrier()
+        began = time.monotonic()
+        if coll.rank == 2:
+            await asyncio.sleep(4)
+        try:
+            await coll.allreduce(torch.ones(8), op="max" if coll.rank == 1 else "sum")
+        except aiodist.MismatchError as error:
+            sides = "sum at" in str(error) and "max at" in str(error)
+            say("told:", sides, coll.rank == 2 or time.monotonic() - began < 2.5)
+        assert (await coll.allreduce(torch.ones(8)))[0] == 3
+        kinds = []
+        for _ in range(4):
+            try:
+                await coll.allreduce(torch.ones(8), op="max" if coll.rank == 1 else "sum")
+            except aiodist.AiodistError as error:
+                kinds.append(type(error).__name__)
+        say("then:", *kinds)
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

@@ -1,0 +1,250 @@
+"""N3: ranks that have made different numbers of steps are told, by an optimizer that raised or by data that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+each_size = pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+
+
+class Fails(torch.optim.SGD):
+    """Raises once, when it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if type(self).fails:
+            raise ArithmeticError("no luck")
+        return super().step(closure)
+
+
+def failing(fails: bool) -> type[Fails]:
+    """Return a class of each rank's own."""
+    return type("Failing", (Fails,), {"fails": fails})
+
+
+async def update(net: DataParallel, opt: Any, trial: type[Trial], rank: int, step: int, way: str) -> None:
+    if way in ("run", "plain", "between"):
+        net.zero_grad()
+        await net.backward(trial.loss(net, rank, step))
+        if way == "between" and type(opt).fails:
+            raise ArithmeticError("no luck")
+        if way == "run":
+            await net.run(opt.step)
+        else:
+            opt.step()
+    else:
+        await net.step(partial(trial.loss, net, rank, step), opt)
+    if way == "pipelined":
+        await opt.flush()
+
+
+# --- an optimizer that raises -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, backend="gloo")
+@each_size
+@pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
+async def test_n3_an_optimizer_that_raises_on_one_rank(
+    coll: Communicator, trial: type[Trial], sizes: dict[str, Any], way: str
+) -> None:
+    """The next step raises on all, with ranks and numbers, makes nothing worse; a state that all load ends it.
+
+    However it is called, or where what comes before it raised.
+    """
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    kind = failing(False)
+    opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
+    await update(net, opt, trial, coll.rank, 0, way)
+    kind.fails = coll.rank == 1
+    if coll.rank == 1:
+        with pytest.raises(ArithmeticError, match="no luck"):
+            await update(net, opt, trial, coll.rank, 1, way)
+    else:
+        await update(net, opt, trial, coll.rank, 1, way)
+    kind.fails = False
+    before = [p.detach().clone() for p in net.parameters()]
+    others = "ranks 0 and 2" if coll.size == 3 else "rank 0"
+    why = "" if way in ("plain", "between") else r", since its optimizer raised ArithmeticError\('no luck'\)"
+    text = rf"2 steps made on {others}; 1 step made{why} on rank 1; who alone raises in or before `opt\.step\(\)`"
+    for _ in range(2):
+        with pytest.raises(aiodist.MismatchError, match=text):
+            await update(net, opt, trial, coll.rank, 2, way)
+        assert all(map(torch.equal, before, net.parameters()))
+    if way == "pipelined":
+        with suppress(aiodist.MismatchError):
+            await opt.flush()
+    net.load_state_dict(trial.Mlp().state_dict())
+    for step in range(2):
+        await update(net, opt, trial, coll.rank, step, way)
+    trial.assert_same(net, trial.alone(coll.size, 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
+async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, trial: type[Trial], way: str) -> None:
+    """They are alike: the next step works."""
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    kind = failing(False)
+    opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
+    for step in range(3):
+        kind.fails = step == 1
+        if kind.fails:
+            with pytest.raises(ArithmeticError, match="no luck"):
+                await update(net, opt, trial, coll.rank, step, way)
+        else:
+            await update(net, opt, trial, coll.rank, step and 1, way)
+    trial.assert_same(net, trial.alone(2, 2))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_only_one_rank_loads_a_state(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    if coll.rank:
+        net.load_state_dict(trial.Mlp().state_dict())
+    with pytest.raises(aiodist.MismatchError, match="1 step made on rank 0; 0 steps made on rank 1"):
+        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+
+
+@pytest.mark.ranks(3)
+async def test_n3_numbers_of_steps_beside_join(coll: Communicator, trial: type[Trial]) -> None:
+    """Within the block they differ, after it they do not; one that an optimizer has left behind is told in it too."""
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    kind = failing(False)
+    opt = kind(net.parameters(), lr=0.1)
+    for epoch in range(2):
+        async with net.join(opt):
+            for step in range(coll.rank + epoch):
+                await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        await assert_synchronized(list(net.parameters()), coll)
+
+    async def train() -> None:
+        async with net.join(opt):
+            for step in range(3 * coll.rank):
+                kind.fails = coll.rank == 1 and step == 1
+                with suppress(ArithmeticError):
+                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
+
+    with pytest.raises(aiodist.MismatchError, match=r"8 steps made, since .* on rank 1; 9 steps made on rank 2"):
+        await train()
+
+
+# --- data that end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(3, 4), (2, 5, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_n3_uneven_numbers_of_steps(
+    trial: type[Trial], counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool
+) -> None:
+    """Whoever ends early and whoever goes on get the same: ranks, numbers, the remedy, and the call that waited."""
+    texts: list[str] = []
+    calls: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+            make = trial.OPTIMIZERS["sgd"]
+            opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+            try:
+                for step in range(counts[coll.rank]):
+                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                await net.aclose()
+            except aiodist.MismatchError as error:
+                texts.append(str(error))
+                calls.append((coll.rank, error.__notes__[0]))
+
+    run_ranks(len(counts), main)
+    fewest = min(counts)
+    said = [
+        f"rank {rank} closes the net after {fewest} steps"
+        if count == fewest
+        else f"rank {rank} is in step {fewest + 1}"
+        for rank, count in enumerate(counts)
+    ]
+    assert len(texts) == len(counts)
+    assert all(f"{', '.join(said)}: every rank must make as many" in text for text in texts)
+    assert all("`async with net.join():`" in text for text in texts)
+    for rank, note in calls:
+        call = "net.aclose" if counts[rank] == fewest else "(net.step|opt.flush)" if pipelined else "net.step"
+        assert re.match(rf"raised by {call} #\d+ issued at .*test_n3_steps\.py:\d+ in .*main, on aiodist-compute", note)
+
+
+@pytest.mark.ranks(2)
+async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator, trial: type[Trial]) -> None:
+    own = await coll.dup()
+    net = await DataParallel.create(trial.Mlp(), own)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    step = partial(net.step, partial(trial.loss, net, coll.rank, 0), opt)
+    with pytest.raises(aiodist.MismatchError, match="rank 0 closes the net after 0 steps, rank 1 is in step 1"):
+        await (step() if coll.rank else net.aclose())
+    with pytest.raises((aiodist.CommunicatorAborted, RuntimeError), match=r"closes the net after 0 steps|is closed"):
+        await asyncio.wait_for(step(), 60)
+    assert await coll.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), await coll.dup(), **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    step = partial(net.step, partial(trial.loss, net, coll.rank, 0), opt)
+
+    async def joined() -> None:
+        async with net.join(opt):
+            await step()
+
+    with pytest.raises(aiodist.MismatchError, match=r"rank 0 is in net\.join\(\), rank 1 is not: every rank must en"):
+        await (step() if coll.rank else joined())
+    with pytest.raises(aiodist.CommunicatorAborted, match=r"rank 0 is in net\.join\(\), rank 1 is not"):
+        await asyncio.wait_for(step(), 60)
+    assert await coll.allreduce(1) == 2
+
+
+# --- words that help --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+async def test_n3_made_without_create(coll: Communicator, trial: type[Trial]) -> None:
+    with pytest.raises(TypeError, match=r"`net = await DataParallel\.create\(module, coll\)`"):
+        DataParallel(trial.Mlp(), coll)
+    with pytest.raises(TypeError, match=r"await DataParallel\.create"):
+        DataParallel(trial.Mlp(), device_ids=[0])
+
+
+@pytest.mark.ranks(2)
+async def test_n7_optimizers_that_evaluate_the_loss_themselves(coll: Communicator, trial: type[Trial]) -> None:
+    """LBFGS says why not, with a step of the net and with the pipelined optimizer; nothing is sent."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = torch.optim.LBFGS(net.parameters())
+    why = r"LBFGS runs forward and backward by itself, as often as it likes \(its `closure`\)"
+    with pytest.raises(TypeError, match=why):
+        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    with pytest.raises(TypeError, match=why):
+        PipelinedOptimizer(net, torch.optim.LBFGS)
+    with pytest.raises(TypeError, match="make_optimizer returned NoneType: expected an optimizer"):
+        PipelinedOptimizer(net, lambda params: None)  # type: ignore[arg-type, return-value]
+    sgd = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(partial(trial.loss, net, coll.rank, 0), sgd)
+    trial.assert_same(net, trial.alone(2, 1))

@@ -1,0 +1,360 @@
+"""W10: nobody waits in silence. One rank tells who waits for whom; a message that nobody received is told too."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiodist
+from aiodist import Communicator
+from aiodist.ps import ParameterServer
+from aiodist.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _reports(
+    main: Callable[[Communicator], Any], caplog: pytest.LogCaptureFixture, n: int = 2, **settings: Any
+) -> list[str]:
+    """Run ranks that report after a second, and return what they reported."""
+
+    async def rank() -> None:
+        async with aiodist.init(**{"report": 1.0, **settings}) as coll:
+            await main(coll)
+
+    run_ranks(n, rank)
+    assert all(record.name == "aiodist" and record.levelno == logging.WARNING for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_w10_a_late_rank_is_reported_by_one_that_waits(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        await coll.barrier()
+        if coll.rank == 1:
+            await asyncio.sleep(2.5)
+        await coll.allreduce(torch.ones(3))
+
+    (report,) = _reports(main, caplog, 3)
+    line = inspect.getsourcelines(main)[1]
+    assert f"rank 0 waits for rank 1 in allreduce #1 issued at {__file__}:{line + 4} in" in report
+    assert f"rank 2 waits for rank 1 in allreduce #1 issued at {__file__}:{line + 4} in" in report
+    assert f"rank 1: after barrier at {__file__}:{line + 1} in" in report
+    assert f"its loop answers; it is at {__file__}:{line + 3} in" in report
+
+
+def test_w10_two_that_receive_from_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        handle = coll.recv(src=1 - coll.rank, tag=coll.rank)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.5):
+                await handle
+        assert handle.cancel()
+
+    (report,) = _reports(main, caplog)
+    assert "rank 0 waits for rank 1 in recv #0" in report
+    assert "from rank 1 with tag 0 on 'world'" in report
+    assert "rank 1: has issued no collective yet; waits for rank 0 in recv #0" in report
+    assert "from rank 0 with tag 1 on 'world'" in report
+
+
+def test_w10_a_receive_beside_a_collective(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        handle = coll.recv(src=1) if coll.rank == 0 else coll.allreduce(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.5):
+                await handle
+        if coll.rank == 0:
+            assert handle.cancel()
+            await coll.allreduce(1)
+
+    (report,) = _reports(main, caplog)
+    assert "rank 0 waits for rank 1 in recv #0" in report
+    assert "from rank 1 with any tag" in report
+    assert re.search(r"rank 1: after allreduce .*; waits for rank 0 in allreduce #0", report)
+
+
+def test_w10_it_is_told_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        for _ in range(5 * (coll.rank == 1)):
+            await asyncio.sleep(26)
+        await coll.barrier()
+
+    assert len(_reports(main, caplog)) in (2, 3)
+
+
+def test_w10_none_is_never(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        await asyncio.sleep(100 * coll.rank)
+        await coll.barrier()
+
+    assert _reports(main, caplog, report=None) == []
+
+
+def test_w10_short_pauses_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.9 * coll.rank)
+            await coll.barrier()
+
+    assert _reports(main, caplog) == []
+
+
+def test_w10_what_nobody_waits_in_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """A receive that was posted ahead, and one that a service keeps posted."""
+
+    async def serve(coll: Communicator) -> None:
+        await coll.recv_object(tag=2).detach()
+
+    async def main(coll: Communicator) -> None:
+        service = asyncio.create_task(serve(coll))
+        ahead = coll.recv(src=1 - coll.rank, tag=1)
+        await asyncio.sleep(2.5)
+        await aiodist.gather(coll.send_object(1, 1 - coll.rank, tag=2), coll.send(torch.ones(1), 1 - coll.rank, tag=1))
+        await aiodist.gather(ahead)
+        await service
+
+    assert _reports(main, caplog) == []
+
+
+async def _until(coll: Communicator, seconds: float) -> None:
+    """Sleep until that time of the rank's clock; step by step, as the fake one jumps over what only watches."""
+    while coll._dispatcher.progress.loop.time() < seconds:  # noqa: ASYNC110
+        await asyncio.sleep(0.25)
+
+
+async def _serve(coll: Communicator, tag: int) -> None:
+    while True:
+        await coll.recv_object(tag=tag)  # nobody has said detach()
+
+
+def _give_up(coll: Communicator, *services: asyncio.Task[None]) -> None:
+    for service in services:
+        service.cancel()
+    for handle in coll._dispatcher.pending():
+        assert handle.cancel()
+
+
+async def _stalls_beside_a_service(coll: Communicator, services: int, seconds: float) -> None:
+    """Rank 0 serves from the start; from `seconds` on rank 1 is late for so long again, and for a minute and a half."""
+    tasks = [asyncio.create_task(_serve(coll, tag)) for tag in range(2, 2 + services * (coll.rank == 0))]
+    await _until(coll, seconds)
+    await coll.barrier()
+    for until in (2 * seconds, 2 * seconds + 90):
+        if coll.rank == 1:
+            await _until(coll, until)
+        await (coll.barrier() if until == 2 * seconds else coll.sendrecv(torch.ones(1), 1 - coll.rank, 1 - coll.rank))
+    _give_up(coll, *tasks)
+
+
+@pytest.mark.parametrize("services", [1, 5])
+def test_w10_a_long_wait_hides_no_later_one(caplog: pytest.LogCaptureFixture, services: int) -> None:
+    """Each is reported by itself, and all of them again a minute later."""
+    now: list[float] = []
+
+    async def main(coll: Communicator) -> None:
+        clock = logging.Handler()
+        clock.emit = lambda record: now.append(coll._dispatcher.progress.loop.time())  # type: ignore[method-assign]
+        if coll.rank == 0:
+            logging.getLogger("aiodist").addHandler(clock)
+        try:
+            await _stalls_beside_a_service(coll, services, 20)
+        finally:
+            logging.getLogger("aiodist").removeHandler(clock)
+
+    service, barrier, exchange, again = _reports(main, caplog, report=10.0)
+    assert now == pytest.approx([11, 31, 51, 111], abs=1)
+    assert "barrier" not in service.split("rank 1:")[0]
+    for report, op in ((service, "recv_object #0"), (barrier, "barrier #1"), (exchange, "sendrecv #2")):
+        assert report.startswith("an operation has waited for 11 s:")
+        assert report.splitlines()[1].startswith(f"  rank 0 waits for rank 1 in {op} issued at {__file__}:")
+        assert report.count("  rank 1: ") == 1
+    assert "sendrecv #2" in again
+    assert "recv_object #0" in again
+
+
+def test_w10_who_comes_to_a_wait_that_was_told_does_not_tell_it_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        await _until(coll, (0, 4, 30)[coll.rank])
+        await coll.barrier()
+
+    (report,) = _reports(main, caplog, 3, report=10.0)
+    assert "rank 0 waits for rank 2 in barrier #0" in report
+    assert "rank 1 waits for rank 2 in barrier #0" in report
+
+
+def test_w10_the_late_rank_is_in_a_report_of_many(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        await asyncio.sleep(2.5 * (coll.rank == 23))
+        await coll.barrier()
+
+    (report,) = _reports(main, caplog, 24)
+    assert "rank 23: has issued nothing yet; its loop answers; it is at" in report
+    assert "and 8 more lines" in report
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, backend=("gloo", "mpi", "shm"))
+async def test_w10_a_long_wait_hides_no_later_one_on_processes(
+    coll: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    await coll.barrier()
+    coll._dispatcher._watch.report.after = 0.8
+    if coll.rank == 0:
+        service = asyncio.create_task(_serve(coll, 2))
+    await asyncio.sleep(1.6 if coll.rank == 0 else 4)
+    await coll.barrier()
+    if coll.rank == 0:
+        _give_up(coll, service)
+        first, second = (record.getMessage() for record in caplog.records)
+        assert "barrier #1" not in first
+        assert "rank 0 waits for rank 1 in recv_object #1" in first
+        assert "rank 0 waits for rank 1 in barrier #1" in second
+        assert "rank 1: after barrier" in second
+    else:
+        assert not caplog.records
+
+
+async def _polls(handle: aiodist.Handle[Any]) -> None:
+    while not handle.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("op", ["recv", "recv_object", "send"])
+def test_w10_a_message_that_is_polled_is_waited_for(caplog: pytest.LogCaptureFixture, op: str) -> None:
+    """Neither awaited, nor given a deadline: `done()` is asked now and again."""
+
+    async def main(coll: Communicator) -> None:
+        await coll.barrier()
+        large = torch.ones(1 << 16)
+        if coll.rank == 0:
+            handle = coll.send(large, 1) if op == "send" else getattr(coll, op)(src=1)
+            await _polls(handle)
+            await handle
+            return
+        await asyncio.sleep(2.5)
+        if op == "send":
+            await coll.recv(src=0)
+        else:
+            await (coll.send(large, 0) if op == "recv" else coll.send_object(1, 0))
+
+    def eager() -> bool:
+        """Whether a send of that size is over before the other receives it."""
+        return op == "send" and not caplog.records
+
+    reports = _reports(main, caplog)
+    if not eager():
+        (report,) = reports
+        assert f"rank 0 waits for rank 1 in {op} #1 issued at {__file__}:" in report
+        assert "rank 1: after barrier at" in report
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, backend=("local", "gloo", "mpi", "shm"))
+async def test_w10_a_message_that_is_polled_is_asked_about(
+    coll: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    await coll.barrier()
+    coll._dispatcher._watch.report.after = 1.0
+    if coll.rank == 0:
+        handle = coll.recv(src=1, tag=5)
+        held = coll.recv(src=1, tag=6)
+        detached = coll.recv(src=1, tag=7).detach()
+        await _polls(handle)
+        (report,) = (record.getMessage() for record in caplog.records)
+        assert "rank 0 waits for rank 1 in recv #1" in report
+        assert "from rank 1 with tag 5 on" in report
+        assert "with tag 6" not in report
+        assert "with tag 7" not in report
+        await aiodist.gather(handle, held, detached)
+    else:
+        await asyncio.sleep(2)
+        for tag in (5, 6, 7):
+            await coll.send(torch.ones(1), 0, tag=tag)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.ranks(2)
+async def test_w10_a_message_that_is_held_is_asked_about(coll: Communicator, detached: bool) -> None:
+    """So who begins to wait for it learns at once what is known; not what was detached."""
+    await coll.barrier()
+    if coll.rank == 0:
+        held = coll.recv(src=1)
+        if detached:
+            held.detach()
+        await asyncio.sleep(5)
+        late = held.late()
+        assert list(late) == ([] if detached else [1])
+        assert detached or "it is at" in late[1]
+        await aiodist.gather(held)
+    else:
+        await asyncio.sleep(6)
+        await coll.send(torch.ones(1), 0)
+
+
+def test_w10_a_receive_posted_ahead_counts_from_its_await(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        ahead = coll.recv(src=1 - coll.rank)
+        await _until(coll, 20 + 5 * coll.rank)
+        await coll.send(torch.ones(1), 1 - coll.rank)
+        await ahead
+
+    assert _reports(main, caplog, report=10.0) == []
+
+
+def test_w10_what_servers_keep_posted_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        async with ParameterServer(coll, [torch.zeros(3)]):
+            await _until(coll, 30)
+
+    assert _reports(main, caplog, report=1.0) == []
+
+
+@pytest.mark.parametrize("report", [0, -1.0, float("nan")])
+async def test_w10_report_is_a_time(report: float) -> None:
+    with pytest.raises(ValueError, match="report="):
+        async with aiodist.init(report=report):
+            pass
+
+
+def test_w10_a_message_that_nobody_received_is_told_at_close() -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            if coll.rank == 1:
+                await coll.send(torch.ones(10), 0, tag=4)
+                await coll.send_object("x", 0, tag=6)
+                await coll.send(torch.ones(1), 0, tag=9)
+            else:
+                await coll.recv(tag=9)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run_ranks(2, main)
+    (warning,) = caught
+    assert warning.category is RuntimeWarning
+    known = "communicator 'world' is closed, and rank 0 never received 2 messages: rank 1 sent tag 4 float32[10], "
+    assert str(warning.message).startswith(known + "rank 1 sent tag 6 an object of")
+    assert (warning.filename, warning.lineno) == (__file__, inspect.getsourcelines(main)[1] + 1)
+
+
+@pytest.mark.ranks(2, 3, backend=("gloo", "mpi", "shm"))
+async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll: Communicator) -> None:
+    side = await coll.dup()
+    if coll.rank == 0:
+        await side.send(torch.ones(10), 1, tag=4)
+    if coll.rank == 1:
+        known = r"rank 1 never received 1 message: rank 0 sent tag 4 float32\[10\]"
+        line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
+        with pytest.warns(RuntimeWarning, match=known) as caught:
+            await side.aclose()
+        assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+    else:
+        await side.aclose()
+    assert await coll.allreduce(1) == coll.size
