@@ -39,6 +39,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
@@ -148,9 +149,8 @@ class Progress:
         self._quiet_since = 0.0
         self.on_broken: list[Callable[[Exception], None]] = []
         """Told, on the loop, why a poller was given up: what it drove will not end."""
-        self._failing: Poller | None = None
-        """The last poller that raised; since when it does, and when it did last."""
-        self._failing_since = self._failed_at = 0.0
+        self._failing: dict[Poller, tuple[float, float]] = {}
+        """The pollers that raised: since when each does, and when it did last."""
 
     @classmethod
     def current(cls) -> Progress:
@@ -183,6 +183,7 @@ class Progress:
         """Stop polling `poller`; from any thread."""
         with self._pollers_lock:
             self._pollers = tuple([p for p in self._pollers if p is not poller])
+        self._failing.pop(poller, None)
 
     # --- issuing ---------------------------------------------------------------------------------------
 
@@ -333,14 +334,15 @@ class Progress:
     def _poller_failed(self, poller: Poller, error: Exception) -> None:
         """Say so once; what drives nothing any more for `_FAILING_SECONDS` is given up, for nobody may wait for it."""
         now = perf_counter()
-        if poller is not self._failing or now > self._failed_at + _FAILING_SECONDS:
-            self._failing, self._failing_since = poller, now
+        since, last = self._failing.get(poller, (now, -inf))
+        if now > last + _FAILING_SECONDS:  # the first time, or again after it had not for a while
+            since = now
             self.report(f"{poller!r} failed, and is polled on", error)
-        elif now > self._failing_since + _FAILING_SECONDS:
+        self._failing[poller] = (since, now)
+        if now > since + _FAILING_SECONDS:
             self.remove_poller(poller)
             for tell in list(self.on_broken):
                 self.post(partial(tell, error))
-        self._failed_at = now
 
     def _empty_inbox(self) -> None:
         while self._inbox:

@@ -11,6 +11,7 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.topology import Topology
+from tests.support.hearing import heard
 
 some = pytest.mark.ranks(2, 4, 5)
 processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
@@ -173,8 +174,7 @@ def _world(main: Any, n: int = 2) -> Any:
         async with aiodist.init() as coll:
             await main(coll)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         aiodist.testing.run_ranks(n, rank)
     return [str(w.message) for w in caught if w.category in (ResourceWarning, RuntimeWarning)], told
 
@@ -209,8 +209,7 @@ def test_h7_a_loop_that_forgets_is_shown_once_a_line() -> None:
         coll.allreduce(torch.ones(2))
         await coll.barrier()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with heard("default") as caught:
         aiodist.testing.run_ranks(2, _opened(main))
     assert len({w.lineno for w in caught}) == 2
     assert len(caught) == 4  # two ranks
@@ -405,8 +404,7 @@ def test_h7_a_dropped_handle_is_told_once_it_is_over(what: str) -> None:
         return [w for w in caught if "was never awaited" in str(w.message)]
 
     soon: list[int] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         aiodist.testing.run_ranks(2, _opened(main))
     assert soon == [2, 2]
     assert [w.category for w in told()] == [RuntimeWarning] * 2

@@ -1,7 +1,6 @@
 """G3: the communicator within a group, and the one across groups: cartesian or tree."""
 
 import random
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 import aiodist
 from aiodist import Communicator
 from aiodist.communicator.levels import Form, Levels
+from tests.support.hearing import heard
 
 
 def by_key(keys: str, *forms: Form | None) -> Levels:
@@ -134,8 +134,7 @@ def test_g3_cartesian_of_unequal_groups_falls_to_tree_and_says_so_once(
             h = await (await make(coll, str(coll.rank % 2))).below("a")
             return h[1].form
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         assert aiodist.testing.run_ranks(3, main) == ["tree"] * 3
     asked = make.__code__.co_consts != (None,)
     told = [(w.category, str(w.message), w.filename) for w in caught]

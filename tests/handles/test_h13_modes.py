@@ -7,7 +7,6 @@ import contextvars
 import inspect
 import threading
 import time
-import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from aiodist.streams import Modes
 from aiodist.world.isolation import isolate
+from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -533,8 +533,7 @@ async def test_h13_a_coroutine_that_never_ran_still_warns(isolated: asyncio.Abst
 
     isolated.set_task_factory(factory)  # type: ignore[arg-type]
     isolate(isolated)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         isolated.create_task(_look())
     assert [str(w.message) for w in caught] == ["coroutine '_look' was never awaited"]
     isolated.set_task_factory(None)

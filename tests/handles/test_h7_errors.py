@@ -7,7 +7,6 @@ import concurrent.futures
 import gc
 import inspect
 import traceback
-import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import aiodist.handles
 from aiodist.handles import Account, Handle, Origin, Progress, from_future
 from aiodist.streams import HostStream
+from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -73,8 +73,7 @@ async def test_h7_a_handle_dropped_unconsumed_is_reported_at_close(reports: list
     await stream.__aenter__()
     stream.submit(int)
     line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         await stream.aclose()
         await stream.aclose()
     (warning,) = caught
@@ -256,3 +255,32 @@ async def test_h7_memory_is_flat_after_ten_thousand_handles(bench: Any) -> None:
     await some(10_000)
     assert left() - before < 500
     assert len(progress.timers) <= 1000
+
+
+class _Broken:
+    """A poller that has something to do and raises."""
+
+    rings = False
+
+    def __len__(self) -> int:
+        return 1
+
+    def poll(self, until: float = 0.0) -> bool:
+        raise RuntimeError("nothing moves")
+
+
+async def test_h7_pollers_that_fail_in_turn_are_given_up(
+    reports: list[dict[str, Any]], until: Callable[[Callable[[], object]], Awaitable[None]]
+) -> None:
+    """Each for itself: that another raises as well keeps none of them."""
+    progress = Progress.current()
+    told: list[Exception] = []
+    progress.on_broken.append(told.append)
+    pollers = [_Broken(), _Broken()]
+    for poller in pollers:
+        progress.add_poller(poller)
+    progress.liven()
+    await until(lambda: len(told) == len(pollers))
+    assert [str(error) for error in told] == ["nothing moves"] * 2
+    assert len(reports) == 2  # once for each
+    await until(lambda: not progress.pending())

@@ -272,7 +272,7 @@ async def wander(dice: random.Random, segments: int, stays: int, coll: Communica
             ps.push(name, zeros(20_000 if large else 5) + 1).add_done_callback(lambda done: done.result())
             count += 1
             if dice.random() < 0.1:
-                ps.prefetch(name)
+                ps.prefetch(name).add_done_callback(lambda done: done.exception())
             if dice.random() < 0.2:
                 await asyncio.sleep(dice.random())
             if dice.random() < 0.1:

@@ -20,6 +20,7 @@ import torch
 
 from aiodist.handles import Handle, gather
 from aiodist.streams import HostStream
+from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -384,8 +385,7 @@ def test_s1_the_loop_closes_while_work_runs() -> None:
     assert running.result() is None
     assert queued.cancelled()
     held.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         del stream, running, queued
         gc.collect()
     assert ["was never closed" in str(w.message) for w in caught] == [True]
@@ -396,8 +396,7 @@ async def test_s1_a_stream_that_is_dropped_ends_its_thread() -> None:
     await stream.__aenter__()
     await stream.submit(int)
     (thread,) = [t for t in threading.enumerate() if t.name == "aiodist-dropped"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         del stream
         gc.collect()
     assert ["was never closed" in str(w.message) for w in caught] == [True]

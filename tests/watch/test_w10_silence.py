@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
+from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -334,8 +334,7 @@ def test_w10_a_message_that_nobody_received_is_told_at_close() -> None:
             else:
                 await coll.recv(tag=9)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with heard("default") as caught:
         run_ranks(2, main)
     (warning,) = caught
     assert warning.category is RuntimeWarning

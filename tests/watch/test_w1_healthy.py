@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import aiodist
 from aiodist import Communicator, Handle
 from aiodist.communicator.inquiry import Inquiry
 from aiodist.testing import run_ranks
+from tests.support.hearing import heard
 
 
 class Limits(NamedTuple):
@@ -134,8 +134,7 @@ def _nobody_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
         return told
 
     monkeypatch.setattr(Inquiry, "text", text)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         yield named
     assert [str(warning.message) for warning in caught] == []
     assert [record.getMessage() for record in caplog.records] == []
