@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import aiodist
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation
 from aiodist.bench.report import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
@@ -164,7 +164,7 @@ def _to_and_fro(
 def _in_steps(ep: Endpoint, count: int) -> Program[None]:
     """Rank 0 sends to rank 1, one after another."""
     if ep.rank < 2:
-        yield from Scheduled("chain", count).broadcast(SubEndpoint(ep, (0, 1)), torch.zeros(count), 0)
+        yield from Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Operation("broadcast", torch.zeros(count)))
 
 
 def _at_once(ep: Endpoint, count: int) -> Program[None]:
@@ -227,17 +227,21 @@ def _runner(coll: Communicator, case: Case, name: str) -> Callable[[], Handle[An
     t = torch.zeros(case.nbytes // case.itemsize)
     match case.op:
         case "allreduce":
-            return lambda: _perform(coll, lambda ep: how.allreduce(ep, t, ReduceOp.SUM), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, Operation("allreduce", t)), t.nbytes)
         case "broadcast":
-            return lambda: _perform(coll, lambda ep: how.broadcast(ep, t, 0), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, Operation("broadcast", t)), t.nbytes)
         case "reduce_scatter":
             counts = Blocks.even(t.numel(), coll.size).counts()
             out = torch.zeros(counts[coll.rank])
-            return lambda: _perform(coll, lambda ep: how.reduce_scatter(ep, t, out, counts, ReduceOp.SUM), t.nbytes)
+            return lambda: _perform(
+                coll, lambda ep: how.run(ep, Operation("reduce_scatter", t, out, counts=counts)), t.nbytes
+            )
         case _:
             counts = [t.numel()] * coll.size
             out = torch.zeros(sum(counts))
-            return lambda: _perform(coll, lambda ep: how.allgather(ep, t, out, counts), out.nbytes)
+            return lambda: _perform(
+                coll, lambda ep: how.run(ep, Operation("allgather", t, out, counts=counts)), out.nbytes
+            )
 
 
 # --- the job ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, dtype
@@ -24,19 +24,31 @@ from aiodist.types import ReduceOp
 
 __all__ = [
     "DTYPES",
+    "REDUCTIONS",
     "Begin",
     "Capabilities",
     "Done",
     "Native",
+    "Operation",
     "Transport",
+    "Wanted",
     "dtype_name",
     "guarded",
     "ours",
+    "tag_of",
     "tell",
 ]
 
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
+
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan")
+_COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
+
+
+def tag_of(seq: int) -> int:
+    """Return the tag of a communicator's collective number `seq`."""
+    return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
@@ -106,6 +118,73 @@ def dtype_name(kind: dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
+class Wanted(NamedTuple):
+    """What decides how an operation is run; the same on all ranks."""
+
+    operation: str
+    kind: dtype
+    op: ReduceOp | None
+    numel: int
+    device: str = "cpu"
+    """Where the tensors lie, "cpu" or "cuda"."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tensor."""
+        return self.numel * self.kind.itemsize
+
+    def __str__(self) -> str:
+        what = f"{self.operation} of {self.numel} {dtype_name(self.kind)}"
+        what += f" with {self.op}" if self.op else ""
+        return what if self.device == "cpu" else f"{what} on {self.device}"
+
+
+class Operation:
+    """One collective, as one rank takes part in it: what it is, and on which tensors.
+
+    They are flat, dense and of one dtype; all ranks know the counts. n is the number of elements of `t`.
+
+    | kind           | `t`: n elements           | `out`                                   | besides           |
+    |----------------|---------------------------|-----------------------------------------|-------------------|
+    | allreduce      | reduced in place          | `t`                                     | op                |
+    | broadcast      | overwritten with root's   | `t`                                     | root              |
+    | reduce         | root's reduced in place   | `t`                                     | op, root          |
+    | scan           | reduced over ranks 0 to me| `t`                                     | op                |
+    | allgather      | my elements               | everybody's, in rank order; may hold `t`| counts of ranks   |
+    | reduce_scatter | only read                 | my block, may be that of `t`            | op, counts        |
+    | alltoall       | my blocks, in rank order  | the blocks for me, in rank order        | counts, received  |
+    """
+
+    __slots__ = ("counts", "kind", "op", "out", "received", "root", "t")
+
+    def __init__(
+        self,
+        kind: str,
+        t: Tensor,
+        out: Tensor | None = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        counts: Sequence[int] = (),
+        received: Sequence[int] = (),
+    ) -> None:
+        """`counts` are the elements of each block, of alltoall those sent; `received` those that come."""
+        self.kind = kind
+        self.t = t
+        self.out = t if out is None else out
+        self.op = op
+        self.root = root
+        self.counts = counts
+        self.received = received
+
+    @property
+    def wanted(self) -> Wanted:
+        """Return what decides how it is run; an allgather is as large as what all bring."""
+        t = self.out if self.kind == "allgather" else self.t
+        op = self.op if self.kind in REDUCTIONS else None
+        return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a transport can do beyond moving bytes."""
@@ -118,31 +197,23 @@ class Capabilities:
 
 
 class Native(Protocol):
-    """Non-blocking collectives of the library itself; tensors are dense, contiguous and of equal dtype."""
+    """Non-blocking collectives of a library, or of memory that all ranks map."""
 
-    def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
-        """Return True when the method named `operation` takes such tensors."""
+    finishes: bool
+    """Allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
+    inline_bytes: int
+    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
+    in_order: bool
+    """It tells operations apart by the order of its calls alone, not by their keys."""
+
+    def supports(self, wanted: Wanted) -> bool:
+        """Return True when it has this operation."""
+
+    def start(self, operation: Operation, key: int, done: Done) -> None:
+        """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what `allreduce` does to tensors of `kind` and `numel`: the hot path."""
-
-    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place on every rank."""
-
-    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
-        """Overwrite `t` with root's."""
-
-    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
-        """Reduce into root's `t`; leave the others' alone."""
-
-    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
-        """Fill flat `out` with every rank's `counts[rank]` elements, in rank order; `t` may be its own block."""
-
-    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
-        """Reduce `t` and give rank r the `counts[r]` elements of block r in `out`."""
-
-    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place over the ranks up to this one."""
+        """Return what begins an allreduce of `numel` elements of `kind`: the hot path."""
 
 
 class Transport(Protocol):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from aiodist.backends.base import Transport
+from aiodist.backends.base import Transport, tag_of
 from aiodist.backends.words import merged
-from aiodist.collectives.program import Endpoint, Program, run, tag_of
+from aiodist.collectives.program import Endpoint, Program, run
 from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
 from aiodist.schedules.plan import MAX_LANES
 

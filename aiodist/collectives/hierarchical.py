@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from torch import Tensor
+from torch import Tensor, dtype
 
+from aiodist.backends.base import Begin, Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
-from aiodist.collectives.program import Endpoint, Program, concurrently
-from aiodist.collectives.scheduled import SubEndpoint, on_lane
+from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
+from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
 from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 __all__ = ["Hierarchical"]
@@ -25,13 +26,16 @@ __all__ = ["Hierarchical"]
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 
-class Hierarchical(ScheduledMessages):
-    """See the module; what it lacks is sent directly.
+class Hierarchical:
+    """See the module, and `Implementation`.
 
     Hosts that differ on an operation stop what goes between them. The ranks within a host, which agree, all go on to
     the end: none may wait for one that has stopped.
     """
 
+    finishes = False
+    inline_bytes = LARGE_BYTES
+    in_order = False
     recallable = False
     compares = True
 
@@ -44,16 +48,15 @@ class Hierarchical(ScheduledMessages):
         limits: Mapping[str, int],
     ) -> None:
         """`hosts` are the ranks of each host, `within` is for those of this one; see `LIMITS`."""
-        super().__init__("direct")
         self.name = form
         self._limits = limits
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self._hosts = [list(ranks) for ranks in hosts]
         self._here = self._hosts[self._host]
         self._local = self._here.index(rank)
-        self._within = within or ScheduledMessages("direct")
-        self._short, self._long = ScheduledMessages("doubling"), ScheduledMessages("ring", 1)  # on a lane: in one piece
-        self._tree = ScheduledMessages("tree")
+        self._within = within or Scheduled("direct")
+        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # on a lane: in one piece
+        self._tree = Scheduled("tree")
 
     @classmethod
     def forms(
@@ -64,16 +67,24 @@ class Hierarchical(ScheduledMessages):
         return [cls(name, hosts, rank, within, limits) for name in names]
 
     def lacks(self, wanted: Wanted) -> str | None:
-        if wanted.operation in _OPERATIONS:
-            return None
-        return f"{wanted.operation} in levels is not implemented"
+        """Return why it cannot do that, None where it can."""
+        return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place, in pieces that are on their way at once."""
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return None: it takes several steps."""
+        return None
+
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Run an operation; an allreduce in pieces that are on their way at once."""
+        if operation.kind == "broadcast":
+            return self._broadcast(ep, operation)
+        if operation.kind == "reduce":
+            return self._reduce(ep, operation)
+        t = operation.t
         one = self._allreduce_by_shares if self.name == "hierarchical" else self._allreduce_by_leaders
         pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], self._limits["hierarchical.pieces"]))
         cut = [t.numel() * i // pieces for i in range(pieces + 1)]
-        yield from concurrently([one(on_lane(ep, i), t[cut[i] : cut[i + 1]], op) for i in range(pieces)])
+        return concurrently([one(on_lane(ep, i), t[cut[i] : cut[i + 1]], operation.op) for i in range(pieces)])
 
     def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         here = SubEndpoint(ep, self._here)
@@ -81,72 +92,74 @@ class Hierarchical(ScheduledMessages):
         counts = [stop - start for start, stop in pairwise(cut)]
         mine = t[cut[self._local] : cut[self._local + 1]]
         if here.size > 1:
-            yield from self._within.reduce_scatter(here, t, mine, counts, op)
+            yield from self._within.run(here, Operation("reduce_scatter", t, mine, op=op, counts=counts))
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
-        yield from _unless_hosts_differ(across, t, self._between(mine).allreduce(across, mine, op))
+        yield from self._between(across, t, Operation("allreduce", mine, op=op))
         if here.size > 1:
-            yield from self._within.allgather(here, mine, t, counts)
+            yield from self._within.run(here, Operation("allgather", mine, t, counts=counts))
 
     def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         here = SubEndpoint(ep, self._here)
         if here.size > 1:
-            yield from self._within.reduce(here, t, op, 0)
+            yield from self._within.run(here, Operation("reduce", t, op=op))
         if self._local == 0:
-            first = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
-            yield from _unless_hosts_differ(first, t, self._between(t).allreduce(first, t, op))
+            leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
+            yield from self._between(leaders, t, Operation("allreduce", t, op=op))
         if here.size > 1:
-            yield from self._within.broadcast(here, t, 0)
+            yield from self._within.run(here, Operation("broadcast", t))
 
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
+    def _reduce(self, ep: Endpoint, o: Operation) -> Program[None]:
         """Reduce within each host to the one that stands for it, and from there to root."""
-        representatives, home = self._representatives(root)
+        representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
-        total = t if ep.rank == root or self._local != mine else t.clone()
+        total = o.t if ep.rank == o.root or self._local != mine else o.t.clone()
         if here.size > 1:
-            yield from self._within.reduce(here, total, op, mine)
+            yield from self._within.run(here, Operation("reduce", total, op=o.op, root=mine))
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from _unless_hosts_differ(across, t, self._tree.reduce(across, total, op, home))
+            yield from self._between(across, o.t, Operation("reduce", total, op=o.op, root=home))
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
+    def _broadcast(self, ep: Endpoint, o: Operation) -> Program[None]:
         """From root to one rank of each host, and from there to the others."""
-        representatives, home = self._representatives(root)
+        representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from _unless_hosts_differ(across, t, self._tree.broadcast(across, t, home))
+            yield from self._between(across, o.t, Operation("broadcast", o.t, root=home))
         if here.size > 1:
-            yield from self._within.broadcast(here, t, mine)
+            yield from self._within.run(here, Operation("broadcast", o.t, root=mine))
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
         """Return a rank of each host, of which root stands for its own, and the number of that host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
-    def _between(self, t: Tensor) -> ScheduledMessages:
-        return self._short if t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long
+    def _between(self, ep: Endpoint, whole: Tensor, operation: Operation) -> Program[None]:
+        """Run what goes between hosts, and stop where they differ; of a large `whole` it waits until that is known.
 
+        How the operation ends is not decided here: its gate knows.
+        """
+        program = self._schedule_of(operation).run(ep, operation)
+        traffic = ep.traffic
+        try:
+            if traffic is not None and whole.nbytes >= COMPARED_BYTES:
+                yield [traffic.agreed]
+            yield from program
+        except Exception:
+            if traffic is None:
+                raise
+            # A message of another size than was asked for fails before it is known why.
+            if (yield from _agreed(traffic)):
+                raise
+        finally:
+            program.close()
 
-def _unless_hosts_differ(ep: Endpoint, t: Tensor, program: Program[None]) -> Program[None]:
-    """Run what goes between hosts, and stop where they differ; large tensors wait until it is known that they do not.
-
-    How the operation ends is not decided here: its gate knows.
-    """
-    traffic = ep.traffic
-    try:
-        if traffic is not None and t.nbytes >= COMPARED_BYTES:
-            yield [traffic.agreed]
-        yield from program
-    except Exception:
-        if traffic is None:
-            raise
-        # A message of another size than was asked for fails before it is known why.
-        if (yield from _agreed(traffic)):
-            raise
-    finally:
-        program.close()
+    def _schedule_of(self, operation: Operation) -> Scheduled:
+        if operation.kind != "allreduce":
+            return self._tree
+        return self._short if operation.t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long
 
 
 def _agreed(traffic: Traffic) -> Program[bool]:

@@ -1,192 +1,279 @@
-"""The ways in which a communicator can run a collective, each known by a name.
-
-Every implementation offers the same programs on flat tensors in wire dtype, with counts that all ranks know:
-`broadcast(ep, t, root)`, `allreduce(ep, t, op)`, `reduce(ep, t, op, root)`, `allgather(ep, t, out, counts)`,
-`reduce_scatter(ep, t, out, counts, op)` and `scan(ep, t, op)`. Which of them it lacks, `lacks` tells.
-"""
+"""All implementations of one communicator, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from torch import Tensor, dtype
+import torch
 
-from aiodist.backends.base import Begin, Native, dtype_name
-from aiodist.backends.shm import INLINE_BYTES, ShmNative
-from aiodist.collectives.program import Endpoint, Program, tag_of
+from aiodist.backends.base import REDUCTIONS, Begin, Native, Operation, Transport, Wanted
+from aiodist.backends.shm import ShmNative
+from aiodist.collectives.choice.availability import (
+    EVERY_OPERATION,
+    ONE_FORM,
+    Availability,
+    Offer,
+    State,
+    missing_library,
+    state_of,
+)
+from aiodist.collectives.choice.table import (
+    DEVICES,
+    IMPLEMENTATIONS,
+    NAMES,
+    ON_CUDA,
+    Edit,
+    LimitEdit,
+    RangeEdit,
+    Table,
+    last_resorts,
+)
+from aiodist.collectives.hierarchical import Hierarchical
+from aiodist.collectives.program import Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.handles import LARGE_BYTES
+from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
 from aiodist.types import ReduceOp
 
-__all__ = ["Implementation", "NativeCollectives", "ScheduledMessages", "SharedMemory", "Wanted"]
+__all__ = ["Kit", "NativeCollectives", "Repertoire"]
 
-
-class Wanted(NamedTuple):
-    """An operation on tensors of some kind; the same on all ranks."""
-
-    operation: str
-    kind: dtype
-    op: ReduceOp | None
-    numel: int
-    device: str = "cpu"
-    """Where they lie, "cpu" or "cuda"."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the tensor."""
-        return self.numel * self.kind.itemsize
-
-    def __str__(self) -> str:
-        what = f"{self.operation} of {self.numel} {dtype_name(self.kind)}"
-        what += f" with {self.op}" if self.op else ""
-        return what if self.device == "cpu" else f"{what} on {self.device}"
-
-
-class Implementation(Protocol):
-    """See the module."""
-
-    name: str
-    finishes: bool
-    """Its reductions take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int
-    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
-    in_order: bool
-    """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
-    recallable: bool
-    """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
-    compares: bool
-    """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
-
-    def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can; the same on all ranks."""
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what reduces such tensors, as they are, in place and with a single call; None where there is none."""
-
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        """Overwrite `t` with root's."""
-
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place."""
-
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        """Reduce into root's `t`; the others' is only read."""
-
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        """Fill `out` with everybody's elements, in rank order; `t` may be my block of it."""
-
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        """Reduce `t`, which is only read; `out` is my block."""
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` over the ranks up to mine."""
+_SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
+_MOST_PICKED = 10_000
 
 
 class NativeCollectives:
-    """The collectives of the library that carries the communicator."""
+    """The collectives of the library that carries the communicator, or of memory that all its ranks map."""
 
-    finishes = False
-    inline_bytes = LARGE_BYTES
-    in_order = True
     recallable = False
     compares = False
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
+        self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
-        if self._native.supports(wanted.operation, wanted.kind, wanted.op, wanted.numel):
-            return None
-        return f"{self.name} has no {wanted}"
+        """Return why it cannot do that, None where it can."""
+        return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return what the library begins with one call, where nothing has to be converted before."""
         short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
-        if short or not self._native.supports("allreduce", kind, op, numel):
+        if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
         return self._native.plan_allreduce(kind, numel, op)
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        yield [partial(self._native.broadcast, t, root)]
-
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        yield [partial(self._native.allreduce, t, op)]
-
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        yield [partial(self._native.reduce, t, op, root)]
-
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        yield [partial(self._native.allgather, t, out, counts)]
-
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        yield [partial(self._native.reduce_scatter, t, out, counts, op)]
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        yield [partial(self._native.scan, t, op)]
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Have the library run it."""
+        yield [partial(self._native.start, operation, ep.tag)]
 
 
-class SharedMemory:
-    """Memory that all ranks of the endpoint map."""
+class Kit(NamedTuple):
+    """What there is for tensors on CUDA devices alone."""
 
-    name = "shm"
-    finishes = True
-    inline_bytes = INLINE_BYTES
-    in_order = False
-    recallable = False
-    compares = False
-
-    def __init__(self, native: ShmNative) -> None:
-        self._native = native
-
-    def lacks(self, wanted: Wanted) -> str | None:
-        return None
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        begin = self._native.plan_allreduce(kind, numel, op)
-        return lambda t, seq, done: begin(t, tag_of(seq), done)
-
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        yield [partial(self._native.broadcast, t, root, ep.tag)]
-
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        yield [partial(self._native.allreduce, t, op, ep.tag)]
-
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        yield [partial(self._native.reduce, t, op, root, ep.tag)]
-
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        yield [partial(self._native.allgather, t, out, counts, ep.tag)]
-
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        yield [partial(self._native.reduce_scatter, t, out, counts, op, ep.tag)]
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        yield [partial(self._native.scan, t, op, ep.tag)]
+    alone: Sequence[Implementation]
+    together: Sequence[Implementation]
+    """The same for several tensors in one operation."""
+    missing: Mapping[str, str]
+    """Of what is for CUDA devices and not there: why."""
 
 
-class ScheduledMessages(Scheduled):
-    """A schedule over the messages of the endpoint."""
+class Repertoire:
+    """What a communicator can run its collectives with, and its table; the same on all its ranks.
 
-    finishes = False
-    inline_bytes = LARGE_BYTES
-    in_order = False
-    recallable = True
-    compares = False
+    It never changes: an edit makes another one. So an operation that was issued before an edit is run as the table
+    was then, on every rank, whenever each of them starts it.
+    """
 
-    def lacks(self, wanted: Wanted) -> str | None:
-        names = SCHEDULES.get(wanted.operation, {})
-        if self.name in names:
+    def __init__(
+        self,
+        transport: Transport,
+        table: Table | None = None,
+        *,
+        hosts: Sequence[Sequence[int]] = (),
+        within: ShmNative | None = None,
+        alone: str = "",
+        cuda: Callable[[Repertoire], Kit] | str = "there is no CUDA device here",
+    ) -> None:
+        """`hosts` are the ranks of each host, `within` the shared memory of those of this one; `alone`: why none is.
+
+        `cuda` makes what is for CUDA devices, or says why there are none.
+        """
+        self._transport = transport
+        self._hosts = hosts
+        self._alone = alone
+        self._cuda = cuda
+        self.within = within
+        found: list[Implementation] = []
+        if transport.native is not None:
+            found.append(NativeCollectives(transport.name, transport.native))
+        if within is not None and within.group.size == transport.size:
+            found.append(NativeCollectives("shm", within))
+        library = found[0].name if transport.native is not None else None
+        self._shares = within is not None and within.group.size == transport.size
+        """All ranks share memory, and are compared there."""
+        self.table = table or Table.usual(library, shares=self._shares)
+        if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
+            self.table = self.table.on_cuda()
+        limits = self.table.limits
+        several = len(hosts) > 1
+        here = next((len(ranks) for ranks in hosts if transport.rank in ranks), 0)
+        near = NativeCollectives("shm", within) if within is not None and within.group.size == here else None
+        alone_forms = Hierarchical.forms(hosts, transport.rank, near, limits) if several else []
+        one_piece = {**limits, "hierarchical.pieces": 1}
+        together = Hierarchical.forms(hosts, transport.rank, near, one_piece) if several else []
+        schedules: list[Implementation] = [Scheduled(name, limits=limits) for name in _SCHEDULES]
+        self.all: dict[str, Implementation] = {one.name: one for one in [*found, *alone_forms, *schedules]}
+        """By name."""
+        in_one: list[Implementation] = [Scheduled(name, 1) for name in _SCHEDULES]
+        self.together: dict[str, Implementation] = {one.name: one for one in [*found, *together, *in_one]}
+        """The same for several tensors in one operation, whose messages share a tag: each in one piece."""
+        self.on_cuda: dict[str, Implementation] = {}
+        """By name, for tensors on CUDA devices; empty where there are none."""
+        self.together_on_cuda: dict[str, Implementation] = {}
+        self._missing_on_cuda: Mapping[str, str] = {}
+        if not isinstance(cuda, str):
+            kit = cuda(self)
+            self.on_cuda = {one.name: one for one in [*kit.alone, *schedules]}
+            self.together_on_cuda = {one.name: one for one in [*kit.together, *in_one]}
+            self._missing_on_cuda = kit.missing
+        self.hosts = "several" if several else "one"
+        """Which rows of the table are its own."""
+        self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
+
+    @property
+    def why_no_cuda(self) -> str:
+        """Why there is nothing for tensors on CUDA devices."""
+        return self._cuda if isinstance(self._cuda, str) else ""
+
+    # --- choosing -------------------------------------------------------------------------------------------
+
+    def check(self, impl: str) -> None:
+        """Raise BackendUnavailable unless `impl` names something that this communicator has."""
+        if impl != "auto" and impl not in self.all and impl not in self.on_cuda:
+            raise BackendUnavailable(
+                f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
+            )
+
+    def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
+        """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
+        if device == "cuda" and self._transport.size == 1:
+            return "direct"  # nothing has to leave the device
+        name = self.table.choice(device, self.hosts, operation, nbytes)
+        there = self._known(device, together=False).keys() & NAMES[operation]
+        return next(one for one in (name, *self._resorts(operation, nbytes, device)) if one in there)
+
+    def _resorts(self, operation: str, nbytes: int, device: str) -> tuple[str, ...]:
+        return last_resorts(operation, nbytes, device, shares=self._shares)
+
+    def _known(self, device: str, *, together: bool) -> dict[str, Implementation]:
+        if device == "cuda":
+            return self.together_on_cuda if together else self.on_cuda
+        return self.together if together else self.all
+
+    def pick(
+        self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
+    ) -> Implementation:
+        """Return what runs an operation: what `impl` names or the table says, unless it cannot.
+
+        `later` leaves out what tells operations apart by the order of its calls, `together` goes with several tensors.
+        """
+        key = (wanted, impl, later, together)
+        found = self._picked.get(key)
+        if found is None:
+            if len(self._picked) >= _MOST_PICKED:
+                self._picked.clear()
+            found = self._picked[key] = self._pick(wanted, impl, later, together)
+        return found
+
+    def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
+        known = self._known(wanted.device, together=together)
+        operation, nbytes, device = wanted.operation, wanted.nbytes, wanted.device
+        if operation in ONE_FORM:
+            names: tuple[str, ...] = (impl, ONE_FORM[operation])
+        else:
+            name = self.choice(operation, nbytes, device) if impl == "auto" else impl
+            names = (name, *self._resorts(operation, nbytes, device))
+        ranked = [known[one] for one in names if one in known]
+        return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
+
+    # --- editing --------------------------------------------------------------------------------------------
+
+    def refusal(self, edit: Edit) -> str | None:
+        """Return why `edit` asks for what cannot be had here, None where it can.
+
+        What is on other hosts than this communicator's is for communicators made of it, and judged there.
+        """
+        if isinstance(edit, LimitEdit) or (edit.key in self.table.rows and edit.hosts != self.hosts):
             return None
-        return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
+        offer = self.availability().of(edit.operation, edit.impl, edit.device)
+        return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        return None
+    def edited(self, edits: Sequence[Edit]) -> Repertoire:
+        """Return the one after `edits`."""
+        table = self.table
+        for edit in edits:
+            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices that are not here
+                table = table.edited(edit)
+        return Repertoire(
+            self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone, cuda=self._cuda
+        )
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    def availability(self) -> Availability:
+        """Return what there is, and why the rest is missing."""
+        return Availability(
+            [
+                Offer(operation, impl, device, *self._state(operation, impl, device))
+                for device in DEVICES
+                for impl in IMPLEMENTATIONS
+                for operation in EVERY_OPERATION
+            ]
+        )
+
+    def _state(self, operation: str, impl: str, device: str) -> tuple[State, str]:
+        found = self._known(device, together=False).get(impl)
+        if found is None:
+            return self._missing(impl, device)
+        if (only := ONE_FORM.get(operation)) is not None:
+            return (State.AVAILABLE, "") if impl == only else (State.NOT_IMPLEMENTED, "it has one form")
+        example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in REDUCTIONS else None, 1, device)
+        if impl in _SCHEDULES and found.lacks(example) is not None:
+            return State.NOT_IMPLEMENTED, "there is no such schedule of it"
+        if (lacking := found.lacks(example)) is not None:
+            return State.NOT_IMPLEMENTED, lacking
+        if operation == "allgather" and found.in_order:
+            return State.AVAILABLE, "for the sizes, which travel first; the data go by the next best"
+        return State.AVAILABLE, ""
+
+    def _missing(self, impl: str, device: str = "cpu") -> tuple[State, str]:
+        if device == "cuda":
+            if isinstance(self._cuda, str):
+                return State.NOT_HERE, self._cuda
+            if (why := self._missing_on_cuda.get(impl)) is not None:
+                return state_of(why), why
+            if impl in ("shm", "mpi", "gloo"):
+                return State.NOT_HERE, f"tensors on a device go by way of the host: staged, which may use {impl} there"
+        if impl == "shm":
+            return State.NOT_HERE, self._why_no_memory()
+        if impl in ("hierarchical", "leaders"):
+            alike = "the hosts have different numbers of ranks: leaders" if len(self._hosts) > 1 else ""
+            return State.NOT_HERE, alike or "all ranks are on one host"
+        return missing_library(impl, self._transport.name)
+
+    def _why_no_memory(self) -> str:
+        if self._transport.size == 1:
+            return "there is one rank"
+        if len(self._hosts) > 1:
+            return f"the ranks are on {len(self._hosts)} hosts"
+        return self._alone or "its ranks share no memory"
+
+    def _because(self, impl: str) -> str:
+        """Return why `impl` is missing, where it is something that others have."""
+        if impl not in IMPLEMENTATIONS:
+            return ""
+        device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
+        return f" ({impl}: {self._missing(impl, device)[1]})"

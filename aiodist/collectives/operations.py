@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import REDUCTIONS, Operation
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -35,6 +36,7 @@ __all__ = [
     "alltoall",
     "broadcast",
     "broadcast_bytes",
+    "computed",
     "exscan",
     "fit",
     "gather",
@@ -50,28 +52,35 @@ _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
 
 
+def computed(p: Primitives, o: Operation) -> Program[None]:
+    """Run an operation on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
+    if o.kind not in REDUCTIONS or p.finishes(o):
+        yield from p.run(o)
+        return
+    wire = to_wire(o.t)
+    out = wire
+    if o.out is not o.t:
+        # Where results are kept as they are computed, they are computed where they are kept.
+        out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
+    yield from p.run(Operation(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
+    if o.kind != "reduce" or p.ep.rank == o.root:
+        from_wire(out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
+
+
 def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` into `out`, which may be `t`."""
-    target = _copied(t, out)
-    if _alone(p):
-        return target
-    if p.finishes("allreduce", target, op):
-        yield from p.allreduce(flat(target), op)
-        return target
-    wire = to_wire(target)
-    yield from p.allreduce(wire, wire_op(op))
-    from_wire(wire, target, op, p.ep.size)
-    return target
+    return _elementwise(p, "allreduce", t, out, op)
 
 
 def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` over ranks 0 to mine into `out`; a mean divides by how many those are."""
+    return _elementwise(p, "scan", t, out, op)
+
+
+def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
     target = _copied(t, out)
-    if _alone(p):
-        return target
-    wire = to_wire(target)
-    yield from p.scan(wire, wire_op(op))
-    from_wire(wire, target, op, p.ep.rank + 1)
+    if not _alone(p):
+        yield from computed(p, Operation(kind, flat(target), op=op, root=root))
     return target
 
 
@@ -97,22 +106,16 @@ def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tenso
 
 def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int) -> Program[Tensor | None]:
     """Reduce into root's `out`, which may be its `t`; the others' `t` is only read."""
-    if p.ep.rank != root or out is None:
-        yield from p.reduce(to_wire(t), wire_op(op), root)
-        return None
-    target = _copied(t, out)
-    if _alone(p):
-        return target
-    wire = to_wire(target)
-    yield from p.reduce(wire, wire_op(op), root)
-    from_wire(wire, target, op, p.ep.size)
-    return target
+    if p.ep.rank == root and out is not None:
+        return (yield from _elementwise(p, "reduce", t, out, op, root))
+    yield from computed(p, Operation("reduce", flat(t), op=op, root=root))
+    return None
 
 
 def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
     """Overwrite `t`, of any shape, with root's elements."""
     if t.numel():
-        yield from p.broadcast(numbers_of(t), root)
+        yield from p.run(Operation("broadcast", numbers_of(t), root=root))
     return t
 
 
@@ -120,7 +123,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
     """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
     record = as_tensor(pack_meta(t))
     records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8)
-    yield from p.allgather(record, records, [META_BYTES] * p.ep.size)
+    yield from p.run(Operation("allgather", record, records, counts=[META_BYTES] * p.ep.size))
     yield from p.ep.known()
     metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
     _agree_on_dtype(metas)
@@ -135,7 +138,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         own = whole.split(counts)[p.ep.rank]
         if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
             t = t.clone()  # a part of out, but not the block where it belongs
-        yield from p.afterwards().allgather(numbers_of(t), whole, counts)
+        yield from p.afterwards().run(Operation("allgather", numbers_of(t), whole, counts=counts))
     if out is not None:
         return out
     return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
@@ -240,7 +243,8 @@ def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] |
     """Do the same where all tensors of all ranks are alike, which the schedule counts on."""
     sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
     received = torch.empty_like(sent)
-    yield from p.alltoall(sent, received)
+    counts = [ts[0].numel()] * p.ep.size
+    yield from p.run(Operation("alltoall", sent, received, counts=counts, received=counts))
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
     return [_into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
 
@@ -250,19 +254,11 @@ def reduce_scatter(
 ) -> Program[Tensor]:
     """Return my block of the reduced `t`; `blocks` are the shapes of all ranks' blocks."""
     counts = [block.numel() for block in blocks]
-    mine = counts[p.ep.rank]
     target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
     if _alone(p):
         copy(flat(target), flat(t))
         return target
-    if p.finishes("reduce_scatter", t, op):
-        yield from p.reduce_scatter(flat(t), flat(target), counts, op)
-        return target
-    wire = to_wire(t)
-    # Where results are kept as they are computed, they are computed where they are kept.
-    block = to_wire(target) if wire.dtype.itemsize == t.dtype.itemsize else wire.new_empty(mine)
-    yield from p.reduce_scatter(wire, block, counts, wire_op(op))
-    from_wire(block, target, op, p.ep.size)
+    yield from computed(p, Operation("reduce_scatter", flat(t), flat(target), op=op, counts=counts))
     return target
 
 
@@ -273,13 +269,13 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     if packed is not None:
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
         frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
-    yield from p.broadcast(frame, root)
+    yield from p.run(Operation("broadcast", frame, root=root))
     yield from p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
         packed = frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8)
     if length > room:
-        yield from p.afterwards().broadcast(packed, root)
+        yield from p.afterwards().run(Operation("broadcast", packed, root=root))
     return packed
 
 

@@ -1,29 +1,23 @@
-"""The reductions and broadcasts that every implementation may have, chosen per call.
-
-Every function here takes flat tensors in wire dtype, with counts that all ranks know already.
-"""
+"""Operations on flat tensors in wire dtype: which implementation runs each, and what it has to wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
+from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
-from aiodist.collectives.program import Endpoint, Nested, Program
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.program import Endpoint, Implementation, Nested, Program
 from aiodist.collectives.traffic import Traffic
-from aiodist.types import ReduceOp
 
 __all__ = ["Primitives"]
 
 _CPU = torch.device("cpu")
+_FINISHED = ("allreduce", "reduce_scatter")
 
 
 class Primitives:
-    """Runs each primitive in the way that `impl` names, or as the repertoire's selector says."""
+    """Runs each operation in the way that `impl` names, or as the repertoire's selector says."""
 
     __slots__ = ("_later", "_repertoire", "_together", "device", "ep", "impl")
 
@@ -53,12 +47,17 @@ class Primitives:
         """
         return Primitives(self.ep, self._repertoire, self.impl, together=self._together, later=True, device=self.device)
 
-    def finishes(self, operation: str, t: Tensor, op: ReduceOp) -> bool:
+    def finishes(self, operation: Operation) -> bool:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
-        return self._pick(operation, t, op).finishes
+        return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
 
-    def _pick(self, operation: str, t: Tensor, op: ReduceOp | None = None) -> Implementation:
-        wanted = Wanted(operation, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
+    def run(self, operation: Operation) -> Program[None]:
+        """Run an operation on tensors in wire dtype."""
+        wanted = operation.wanted
+        chosen = self._pick(wanted)
+        return self._checked(chosen, wanted.nbytes, chosen.run(self.ep, operation))
+
+    def _pick(self, wanted: Wanted) -> Implementation:
         return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)
 
     def _checked(self, chosen: Implementation, nbytes: int, program: Program[None]) -> Program[None]:
@@ -74,40 +73,6 @@ class Primitives:
         elif nbytes >= COMPARED_BYTES and not chosen.compares:
             program = _behind(traffic, program)
         return program if chosen.recallable else _beyond_recall(traffic, program)
-
-    def broadcast(self, t: Tensor, root: int) -> Program[None]:
-        """Overwrite `t` with root's."""
-        chosen = self._pick("broadcast", t)
-        return self._checked(chosen, t.nbytes, chosen.broadcast(self.ep, t, root))
-
-    def allreduce(self, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place."""
-        chosen = self._pick("allreduce", t, op)
-        return self._checked(chosen, t.nbytes, chosen.allreduce(self.ep, t, op))
-
-    def reduce(self, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        """Reduce into root's `t`."""
-        chosen = self._pick("reduce", t, op)
-        return self._checked(chosen, t.nbytes, chosen.reduce(self.ep, t, op, root))
-
-    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        """Fill `out` with everybody's elements, in rank order."""
-        chosen = self._pick("allgather", out)
-        return self._checked(chosen, out.nbytes, chosen.allgather(self.ep, t, out, counts))
-
-    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp) -> Program[None]:
-        """Reduce `t`; `out` is my block."""
-        chosen = self._pick("reduce_scatter", t, op)
-        return self._checked(chosen, t.nbytes, chosen.reduce_scatter(self.ep, t, out, counts, op))
-
-    def alltoall(self, t: Tensor, out: Tensor) -> Program[None]:
-        """Send block r of `t` to rank r, by Bruck's schedule; all blocks of all ranks are of one size."""
-        return ScheduledMessages("bruck").alltoall(self.ep, t, out)
-
-    def scan(self, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` over the ranks up to mine."""
-        chosen = self._pick("scan", t, op)
-        return self._checked(chosen, t.nbytes, chosen.scan(self.ep, t, op))
 
 
 def _alone_behind(traffic: Traffic, program: Program[None]) -> Program[None]:

@@ -11,24 +11,29 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Transport, ours
+from aiodist.backends.base import Begin, Done, Operation, Transport, Wanted, ours
 from aiodist.collectives.traffic import Traffic
+from aiodist.types import ReduceOp
 
-__all__ = ["Call", "DeviceMessages", "Endpoint", "Nested", "Program", "concurrently", "lockstep", "run", "tag_of"]
+__all__ = [
+    "Call",
+    "DeviceMessages",
+    "Endpoint",
+    "Implementation",
+    "Nested",
+    "Program",
+    "concurrently",
+    "lockstep",
+    "run",
+]
 
 T = TypeVar("T")
-_COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
 _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError, MemoryError, OSError)
 """What a program does not raise to say something: it becomes a `BackendError`, of which the other ranks are told."""
 Call = Callable[[Done], None]
 Program = Generator[Sequence[Call], None, T]
-
-
-def tag_of(seq: int) -> int:
-    """Return the tag of a communicator's collective number `seq`."""
-    return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
 
 
 class DeviceMessages(Protocol):
@@ -89,6 +94,31 @@ class Endpoint:
         """Go on when the ranks are known to agree: what has been received may be of another operation until then."""
         if self.traffic is not None:
             yield [self.traffic.agreed]
+
+
+class Implementation(Protocol):
+    """A way in which a communicator can run collectives, known by a name."""
+
+    name: str
+    finishes: bool
+    """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
+    inline_bytes: int
+    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
+    in_order: bool
+    """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    recallable: bool
+    """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
+    compares: bool
+    """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
+
+    def lacks(self, wanted: Wanted) -> str | None:
+        """Return why it cannot do that, None where it can; the same on all ranks."""
+
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return what reduces such tensors, as they are, in place and with a single call; None where there is none."""
+
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Run an operation that it does not lack."""
 
 
 def run(

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import Begin, Operation, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.program import Call, Endpoint, Program, concurrently
+from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -69,7 +71,7 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
 
 
 class Scheduled:
-    """The collectives by the schedule called `name`; tensors are flat, in wire dtype, and all ranks know the counts.
+    """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
     `limits` (see `LIMITS`). What cannot be cut is not. Raises ValueError for an unknown name and for more chunks than
@@ -79,7 +81,11 @@ class Scheduled:
     programs in lockstep take one chunk. A chain may have more.
     """
 
-    __slots__ = ("_kept", "_limits", "_schedule", "chunks", "name")
+    finishes = False
+    inline_bytes = LARGE_BYTES
+    in_order = False
+    recallable = True
+    compares = False
 
     def __init__(self, name: str, chunks: int | None = None, limits: Mapping[str, int] = USUAL_LIMITS) -> None:
         known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
@@ -93,62 +99,47 @@ class Scheduled:
         self._limits = limits
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
-    def missing(self, operation: str) -> str | None:
-        """Return why `operation` cannot be run this way, None where it can; so it is for any number of ranks."""
-        names = SCHEDULES.get(operation, {})
+    def lacks(self, wanted: Wanted) -> str | None:
+        """Return why it cannot do that, None where it can; so it is for any number of ranks."""
+        names = SCHEDULES.get(wanted.operation, {})
         if self._schedule in names:
             return None
-        return f"there is no schedule {self._schedule!r} of {operation}, only {', '.join(names) or 'none'}"
+        return f"there is no schedule {self._schedule!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        """Overwrite `t` with root's."""
-        yield from _run(ep, self._elementwise("broadcast", ep, t, root), (t,))
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return None: it takes several steps."""
+        return None
 
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place; equal to the bit on all ranks."""
-        yield from _run(ep, self._elementwise("allreduce", ep, t), (t,), op)
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
+        if operation.kind == "allgather":
+            return self._allgather(ep, operation)
+        if operation.kind == "reduce_scatter":
+            return self._reduce_scatter(ep, operation)
+        if operation.kind == "alltoall":
+            return self._alltoall(ep, operation)
+        t = operation.t
+        rooted = (operation.root,) if operation.kind in ("broadcast", "reduce") else ()
+        return _run(ep, self._elementwise(operation.kind, ep, t, *rooted), (t,), operation.op)
 
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        """Reduce into root's `t`; the others' is only read."""
-        yield from _run(ep, self._elementwise("reduce", ep, t, root), (t,), op)
+    def _allgather(self, ep: Endpoint, o: Operation) -> Program[None]:
+        blocks = Blocks(o.counts)
+        own = o.out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
+        if own.data_ptr() != o.t.data_ptr():
+            copy(own, o.t)
+        yield from _run(ep, self._plan("allgather", o.out.nbytes, ep.rank, ep.size, blocks), (o.out,))
 
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        """Fill `out` with everybody's elements, in rank order; `t` may be my block of it."""
-        blocks = Blocks(counts)
-        own = out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
-        if own.data_ptr() != t.data_ptr():
-            copy(own, t)
-        yield from _run(ep, self._plan("allgather", out.nbytes, ep.rank, ep.size, blocks), (out,))
-
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        """Reduce `t`, which is only read; `out` is my block, and may be that of `t`."""
-        blocks = Blocks(counts)
-        apart = out.data_ptr() != t[blocks.start(ep.rank) :].data_ptr()
-        block = out if apart else torch.empty_like(out)
-        yield from _run(ep, self._plan("reduce_scatter", t.nbytes, ep.rank, ep.size, blocks), (t, block), op)
+    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
+        blocks = Blocks(o.counts)
+        apart = o.out.data_ptr() != o.t[blocks.start(ep.rank) :].data_ptr()
+        block = o.out if apart else torch.empty_like(o.out)
+        yield from _run(ep, self._plan("reduce_scatter", o.t.nbytes, ep.rank, ep.size, blocks), (o.t, block), o.op)
         if not apart:
-            copy(out, block)
+            copy(o.out, block)
 
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` over the ranks up to mine."""
-        yield from _run(ep, self._elementwise("scan", ep, t), (t,), op)
-
-    def alltoall(
-        self,
-        ep: Endpoint,
-        t: Tensor,
-        out: Tensor,
-        sends: Sequence[int] | None = None,
-        receives: Sequence[int] | None = None,
-    ) -> Program[None]:
-        """Send block r of `t` to rank r, and fill `out` with mine in rank order; equal blocks unless said otherwise."""
-        cuts = [
-            Blocks.even(t.numel(), ep.size) if sends is None else Blocks(sends),
-            Blocks.even(out.numel(), ep.size) if receives is None else Blocks(receives),
-        ]
-        yield from _run(ep, self._plan("alltoall", t.nbytes, ep.rank, ep.size, *cuts), (t, out))
+    def _alltoall(self, ep: Endpoint, o: Operation) -> Program[None]:
+        cuts = Blocks(o.counts), Blocks(o.received)
+        yield from _run(ep, self._plan("alltoall", o.t.nbytes, ep.rank, ep.size, *cuts), (o.t, o.out))
 
     def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, *root: int) -> Schedule:
         """Return the schedule of an operation on `t`; those of few ranks and short tensors are kept."""

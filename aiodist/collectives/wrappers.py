@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import Operation
 from aiodist.backends.inplace import copy, flat
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.primitives import Primitives
@@ -102,7 +103,7 @@ def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives]
         return (yield from then(p))
     given = torch.tensor([len(ts), not ts[0].is_cpu])
     of_all = torch.empty(2 * p.ep.size, dtype=given.dtype)
-    yield from p.allgather(given, of_all, [2] * p.ep.size)
+    yield from p.run(Operation("allgather", given, of_all, counts=[2] * p.ep.size))
     yield from p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Transport, dtype_name
+from aiodist.backends.base import Transport, dtype_name, tag_of
 from aiodist.collectives.choice.agreement import compared
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import COMPARED_BYTES, OPERATIONS, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program, tag_of
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.wrappers import side_by_side
 from aiodist.communicator.arguments import check_list, check_tensor, is_number
 from aiodist.communicator.claims import Claim

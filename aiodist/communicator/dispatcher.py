@@ -17,9 +17,9 @@ from torch import Tensor
 
 from aiodist.backends.base import Begin, Done, Transport, ours
 from aiodist.collectives.cuda.queued import Queue
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.program import Program
-from aiodist.collectives.repertoire import Repertoire
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
 from aiodist.communicator.claims import Claim

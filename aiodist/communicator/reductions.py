@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from aiodist.backends.base import dtype_name
+from aiodist.backends.base import Operation, Wanted, dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
-from aiodist.collectives.implementations import Wanted
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
 from aiodist.collectives.wrappers import alike_lists, copied_to_all, local_first, mapped, nothing, returning
@@ -163,7 +162,7 @@ class Reductions(Base):
 
         def reduce(p: Primitives) -> Program[Any]:
             def over_ranks(total: Tensor) -> Program[int]:
-                yield from p.reduce(total, wire_op(kinds[0]), root)
+                yield from p.run(Operation("reduce", total, op=wire_op(kinds[0]), root=root))
                 return self.size if mine else 0
 
             return local_first(ts, kinds[0], over_ranks, keep=not mine)
@@ -289,7 +288,7 @@ class Reductions(Base):
 
         def allreduce(p: Primitives) -> Program[Any]:
             def over_ranks(total: Tensor) -> Program[int]:
-                yield from p.allreduce(total, wire_op(kind))
+                yield from p.run(Operation("allreduce", total, op=wire_op(kind)))
                 return self.size
 
             return copied_to_all(local_first(ts, kind, over_ranks), ts)

@@ -15,7 +15,7 @@ from aiodist.backends.shm import Group, Groups, Marks, Neighbourhood, ShmNative
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate, Gates
 from aiodist.errors import (

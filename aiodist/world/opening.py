@@ -19,12 +19,12 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Met, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint
 from aiodist.collectives.program import run as run_program
-from aiodist.collectives.repertoire import Repertoire
 from aiodist.communicator.registry import DRAIN_SECONDS
 from aiodist.control import Channel, Exit, connect, host, in_process
 from aiodist.env import Environment

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation
 from aiodist.backends.inplace import COMBINE
 from aiodist.backends.shm import Group, Groups, Neighbourhood, ShmNative, meet
 from aiodist.control import in_process
@@ -80,7 +80,9 @@ class World:
         return self.nears[rank].arena.empty(tuple(value.shape), value.dtype).copy_(value)
 
     async def allreduce(self, ts: Sequence[Tensor], op: ReduceOp = SUM) -> None:
-        await self.all(lambda r: lambda native, key, done: native.allreduce(ts[r], op, key, done))
+        await self.all(
+            lambda r: lambda native, key, done: native.start(Operation("allreduce", ts[r], op=op), key, done)
+        )
 
 
 @asynccontextmanager
@@ -146,28 +148,42 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
     assert all(torch.equal(t, total) for t in ts), ("allreduce", case)
 
     ts = here.place(values, arena)
-    await here.all(lambda r: lambda native, key, done: native.reduce(ts[r], op, root, key, done))
+    await here.all(
+        lambda r: lambda native, key, done: native.start(Operation("reduce", ts[r], op=op, root=root), key, done)
+    )
     assert all(torch.equal(t, total if r == root else values[r]) for r, t in enumerate(ts)), ("reduce", case)
 
     ts = here.place(values, arena)
-    await here.all(lambda r: lambda native, key, done: native.scan(ts[r], op, key, done))
+    await here.all(lambda r: lambda native, key, done: native.start(Operation("scan", ts[r], op=op), key, done))
     shares = [folded(values[: r + 1], op) for r in range(size)]
     assert all(torch.equal(t, share) for t, share in zip(ts, shares, strict=True)), ("scan", case)
 
     ts = here.place(values, arena)
-    await here.all(lambda r: lambda native, key, done: native.broadcast(ts[r], root, key, done))
+    await here.all(
+        lambda r: lambda native, key, done: native.start(Operation("broadcast", ts[r], root=root), key, done)
+    )
     assert all(torch.equal(t, values[root]) for t in ts), ("broadcast", case)
 
     counts = [numel // (r + 1) if r != root else 0 for r in range(size)]
     blocks = [values[r][:count] for r, count in enumerate(counts)]
     ts, outs = here.place(blocks, arena), [torch.zeros(sum(counts), dtype=kind) for _ in range(size)]
-    await here.all(lambda r: lambda native, key, done: native.allgather(ts[r], outs[r], counts, key, done))
+    await here.all(
+        lambda r: (
+            lambda native, key, done: native.start(Operation("allgather", ts[r], outs[r], counts=counts), key, done)
+        )
+    )
     assert all(torch.equal(out, torch.cat(blocks)) for out in outs), ("allgather", case)
 
     cut = [numel * (r + 1) // size - numel * r // size for r in range(size)]
     cut[0], cut[1] = cut[0] + cut[1], 0
     ts, outs = here.place(values, arena), [torch.zeros(count, dtype=kind) for count in cut]
-    await here.all(lambda r: lambda native, key, done: native.reduce_scatter(ts[r], outs[r], cut, op, key, done))
+    await here.all(
+        lambda r: (
+            lambda native, key, done: native.start(
+                Operation("reduce_scatter", ts[r], outs[r], counts=cut, op=op), key, done
+            )
+        )
+    )
     assert all(torch.equal(out, block) for out, block in zip(outs, total.split(cut), strict=True)), ("scattered", case)
     assert all(torch.equal(t, value) for t, value in zip(ts, values, strict=True)), "only read"
 
@@ -227,7 +243,7 @@ async def test_a5_ranks_may_begin_operations_in_another_order(ordered: bool) -> 
             for rank, key in parts:
 
                 def call(native: ShmNative, key: int, done: Done, t: Tensor = ts[key][rank]) -> None:
-                    native.allreduce(t, SUM, key, done)
+                    native.start(Operation("allreduce", t, op=SUM), key, done)
 
                 ends.append(here.issue(rank, call, key))
                 if draw.random() < 0.2:
@@ -249,7 +265,9 @@ async def test_a5_groups_of_one_neighbourhood_work_at_once() -> None:
                 ]
                 results.append((ts, folded(values, SUM)))
                 for i, t in enumerate(ts):
-                    ends.append(here.issue(i, lambda n, k, d, t=t: n.allreduce(t, SUM, k, d), key, groups[name]))  # type: ignore[misc]
+                    ends.append(
+                        here.issue(i, lambda n, k, d, t=t: n.start(Operation("allreduce", t), k, d), key, groups[name])
+                    )  # type: ignore[misc]
         await asyncio.gather(*ends)
         assert all(torch.equal(t, total) for ts, total in results for t in ts)
 
@@ -304,12 +322,12 @@ async def test_a5_more_tensors_than_are_remembered() -> None:
 
 
 OTHERS: dict[str, Callable[[ShmNative, Tensor, int, Done], None]] = {
-    "int32": lambda n, t, k, d: n.allreduce(t.int(), SUM, k, d),
-    r"float32\[5\]": lambda n, t, k, d: n.allreduce(t[:5].clone(), SUM, k, d),
-    r"float32\[0\]": lambda n, t, k, d: n.allreduce(t[:0].clone(), SUM, k, d),
-    "max": lambda n, t, k, d: n.allreduce(t, ReduceOp.MAX, k, d),
-    "broadcast": lambda n, t, k, d: n.broadcast(t, 0, k, d),
-    "scan": lambda n, t, k, d: n.scan(t, SUM, k, d),
+    "int32": lambda n, t, k, d: n.start(Operation("allreduce", t.int()), k, d),
+    r"float32\[5\]": lambda n, t, k, d: n.start(Operation("allreduce", t[:5].clone()), k, d),
+    r"float32\[0\]": lambda n, t, k, d: n.start(Operation("allreduce", t[:0].clone()), k, d),
+    "max": lambda n, t, k, d: n.start(Operation("allreduce", t, op=ReduceOp.MAX), k, d),
+    "broadcast": lambda n, t, k, d: n.start(Operation("broadcast", t), k, d),
+    "scan": lambda n, t, k, d: n.start(Operation("scan", t), k, d),
 }
 
 
@@ -334,7 +352,7 @@ async def test_a5_ranks_that_disagree_are_all_told_and_go_on(arena: str, ordered
                         odd: int = odd,
                         other: Any = other,
                     ) -> None:
-                        other(n, t, k, d) if rank == odd else n.allreduce(t, SUM, k, d)
+                        other(n, t, k, d) if rank == odd else n.start(Operation("allreduce", t), k, d)
 
                     ends.append(here.issue(rank, call, key))
                 for failure in await asyncio.gather(*ends, return_exceptions=True):
@@ -354,10 +372,12 @@ async def test_a5_roots_and_cuts_that_differ_are_told() -> None:
         t, out = torch.ones(6), [torch.zeros(6), torch.zeros(6)]
         cuts = ([3, 3], [2, 4])
         calls: list[Callable[[int], Call]] = [
-            lambda r: lambda n, k, d: n.broadcast(t, r, k, d),
-            lambda r: lambda n, k, d: n.reduce(t, SUM, r, k, d),
-            lambda r: lambda n, k, d: n.allgather(t[: cuts[r][r]], out[r], cuts[r], k, d),
-            lambda r: lambda n, k, d: n.reduce_scatter(t, out[r][: cuts[r][r]], cuts[r], SUM, k, d),
+            lambda r: lambda n, k, d: n.start(Operation("broadcast", t, root=r), k, d),
+            lambda r: lambda n, k, d: n.start(Operation("reduce", t, op=SUM, root=r), k, d),
+            lambda r: lambda n, k, d: n.start(Operation("allgather", t[: cuts[r][r]], out[r], counts=cuts[r]), k, d),
+            lambda r: (
+                lambda n, k, d: n.start(Operation("reduce_scatter", t, out[r][: cuts[r][r]], counts=cuts[r]), k, d)
+            ),
         ]
         for key, call in enumerate(calls):
             ends = [here.issue(rank, call(rank), 100 + key) for rank in range(2)]
@@ -379,15 +399,15 @@ async def test_a5_a_step_that_fails_is_told_and_nobody_hangs(monkeypatch: pytest
 
         monkeypatch.setitem(COMBINE, SUM, broken)
         ts[1].fill_(1)
-        ends = [here.issue(r, lambda n, k, d, r=r: n.allreduce(ts[r], SUM, k, d), 77) for r in range(3)]  # type: ignore[misc]
-        later = [here.issue(r, lambda n, k, d, r=r: n.scan(ts[r], SUM, k, d), 78) for r in range(3)]  # type: ignore[misc]
+        ends = [here.issue(r, lambda n, k, d, r=r: n.start(Operation("allreduce", ts[r]), k, d), 77) for r in range(3)]  # type: ignore[misc]
+        later = [here.issue(r, lambda n, k, d, r=r: n.start(Operation("scan", ts[r]), k, d), 78) for r in range(3)]  # type: ignore[misc]
         with pytest.raises(BackendError, match=r"allreduce float32\[9\] sum failed: out of order") as caught:
             await ends[1]
         assert isinstance(caught.value.__cause__, RuntimeError)
         with pytest.raises(BackendError, match="out of order"):
             await later[1]
         with pytest.raises(BackendError, match="out of order"):
-            await here.issue(1, lambda n, k, d: n.allreduce(ts[1], SUM, k, d), 79)
+            await here.issue(1, lambda n, k, d: n.start(Operation("allreduce", ts[1]), k, d), 79)
         assert not victim.busy
         with transport_lock:
             for native in here.natives:
@@ -398,7 +418,10 @@ async def test_a5_a_step_that_fails_is_told_and_nobody_hangs(monkeypatch: pytest
         assert not any(native.group.busy for native in here.natives)
         other = here.group("other")
         fresh = here.place([torch.ones(9)] * 3, "all")
-        ends = [here.issue(r, lambda n, k, d, r=r: n.broadcast(fresh[r], 0, k, d), 1, other) for r in range(3)]  # type: ignore[misc]
+        ends = [
+            here.issue(r, lambda n, k, d, r=r: n.start(Operation("broadcast", fresh[r]), k, d), 1, other)
+            for r in range(3)
+        ]  # type: ignore[misc]
         await asyncio.gather(*ends)
 
 
@@ -408,7 +431,7 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
     async with world(2) as here:
         large = Progress.current().large
         ts = here.place([torch.ones(numel)] * 2, arena)
-        end = here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 1)  # the other never comes
+        end = here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 1)  # the other never comes
         await asyncio.sleep(0)
         assert not end.done()
         with transport_lock:
@@ -417,11 +440,11 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
             await end
         assert Progress.current().large == large
         with pytest.raises(CommunicatorClosed):
-            await here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 2)
+            await here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 2)
         await asyncio.sleep(0)
         assert Progress.current().large == large
         assert not here.natives[0].group.busy
-        await here.issue(0, lambda n, k, d: n.allreduce(ts[0], SUM, k, d), 3, here.group("x", [0]))
+        await here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 3, here.group("x", [0]))
         assert set(ts[0].tolist()) == {1.0}
 
 
@@ -431,7 +454,10 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         for i in range(20):
             natives = here.group(f"g{i}")
             ts = [torch.ones(400_000), torch.ones(400_000)]
-            ends = [here.issue(r, lambda n, k, d, t=t: n.allreduce(t, SUM, k, d), 1, natives) for r, t in enumerate(ts)]  # type: ignore[misc]
+            ends = [
+                here.issue(r, lambda n, k, d, t=t: n.start(Operation("allreduce", t), k, d), 1, natives)
+                for r, t in enumerate(ts)
+            ]  # type: ignore[misc]
             await asyncio.gather(*ends)
             with transport_lock:
                 for native in natives:
@@ -461,9 +487,9 @@ async def test_a5_modes_and_leaves(arena: str) -> None:
             plain = inferred[0].clone()
         leaves = [t.requires_grad_() for t in here.place([torch.ones(7), torch.ones(7)], arena)]
         for call in (
-            lambda r: lambda n, k, d: n.allreduce(leaves[r], SUM, k, d),
-            lambda r: lambda n, k, d: n.scan(leaves[r], SUM, k, d),
-            lambda r: lambda n, k, d: n.broadcast(leaves[r], 0, k, d),
+            lambda r: lambda n, k, d: n.start(Operation("allreduce", leaves[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Operation("scan", leaves[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Operation("broadcast", leaves[r]), k, d),
         ):
             await here.all(call)
         assert all(leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None for leaf in leaves)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
+from aiodist.backends.base import Wanted
 from aiodist.backends.gloo import meeting, memory, peer
 from aiodist.backends.gloo.group import allreduce_calls
 from aiodist.collectives.arithmetic import combine
@@ -35,6 +36,7 @@ from aiodist.control import in_process
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Handle, Progress
 from aiodist.types import ANY, ReduceOp
+from tests.support.operations import operation
 
 if TYPE_CHECKING:
     from aiodist.backends.base import Done, Transport
@@ -85,8 +87,9 @@ def receive(transport: Transport, t: Tensor, src: int = ANY, tag: int = 5) -> Ha
     return start(partial(transport.irecv, t, src, tag))
 
 
-def natively(world: gloo.GlooTransport, operation: str, *arguments: Any) -> Handle[None]:
-    return start(partial(getattr(world.native, operation), *arguments))
+def natively(world: gloo.GlooTransport, kind: str, *arguments: Any) -> Handle[None]:
+    assert world.native is not None
+    return start(partial(world.native.start, operation(kind, *arguments), 0))
 
 
 async def outcome(handles: Sequence[Handle[None]], seconds: float = 10) -> list[BaseException | None]:
@@ -124,12 +127,12 @@ async def test_what_is_supported_equals_the_direct_result(numel: int) -> None:
     async with worlds(2) as both:
         native = both[0].native
         assert native is not None
-        for operation in ("allreduce", "reduce", "scan", "reduce_scatter"):
+        for name in ("allreduce", "reduce", "scan", "reduce_scatter"):
             for kind in KINDS:
                 for op in OPS:
-                    if native.supports(operation, kind, op, numel):
-                        supported.add((operation, kind, op))
-                        await _compare(both, operation, drawn(kind, numel, 1), drawn(kind, numel, 2), op)
+                    if native.supports(Wanted(name, kind, op, numel)):
+                        supported.add((name, kind, op))
+                        await _compare(both, name, drawn(kind, numel, 1), drawn(kind, numel, 2), op)
     assert not {kind for _, kind, _ in supported} & {torch.bool, torch.float16, torch.bfloat16}
     assert (("allreduce", torch.int16, ReduceOp.SUM) in supported) == (numel != LONG)
     assert (("reduce", torch.float32, ReduceOp.SUM) in supported) == (numel == LONG)
@@ -400,7 +403,8 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
         from aiodist.control import connect
         from aiodist.errors import BackendError
         from aiodist.handles import Handle, Progress
-        from aiodist.types import ANY, ReduceOp
+        from aiodist.backends.base import Operation
+        from aiodist.types import ANY
         torch.set_num_threads(1)
         rank, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -413,7 +417,7 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
         async def main():
             channel = await connect(address, rank=rank, size=size, timeout=30)
             world = await gloo.open_world(channel)
-            allreduce = lambda t: start(partial(world.native.allreduce, t, ReduceOp.SUM))
+            allreduce = lambda t: start(partial(world.native.start, Operation("allreduce", t), 0))
             await allreduce(torch.zeros(1))
     """)
         + textwrap.indent(textwrap.dedent(body), " " * 4)
@@ -448,8 +452,8 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
             asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
         else:
             pending = {
-                "short": start(partial(sub.native.allreduce, torch.zeros(4), ReduceOp.SUM)),
-                "long": start(partial(sub.native.allreduce, big.clone(), ReduceOp.SUM)),
+                "short": start(partial(sub.native.start, Operation("allreduce", torch.zeros(4)), 0)),
+                "long": start(partial(sub.native.start, Operation("allreduce", big.clone()), 0)),
                 "recv": start(partial(world.irecv, torch.zeros(4), 1, 7)),
                 "any": start(partial(world.irecv, torch.zeros(4), ANY, 7)),
                 "same": start(partial(world.irecv, torch.zeros(4), 1, 7)),

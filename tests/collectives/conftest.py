@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation, tag_of
 from aiodist.backends.cuda_ipc import Mappings
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
-from aiodist.collectives.program import Endpoint, Program, run, tag_of
+from aiodist.collectives.program import Endpoint, Program, run
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events
-from aiodist.types import ReduceOp
 from tests.support.simulated_mapper import SimulatedMapper
 
 SMALL_PIECES = {**USUAL_LIMITS, "cuda_ipc.piece_bytes": 1024}
@@ -171,7 +170,7 @@ class Ranks:
 
     @staticmethod
     def summing(ts: Sequence[Tensor]) -> list[Make]:
-        return [partial(lambda t, impl, ep: impl.allreduce(ep, t, ReduceOp.SUM), t) for t in ts]
+        return [partial(lambda t, impl, ep: impl.run(ep, Operation("allreduce", t)), t) for t in ts]
 
 
 @pytest.fixture

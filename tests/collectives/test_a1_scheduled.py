@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation, Wanted
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Endpoint, Program, lockstep, run
@@ -66,7 +66,7 @@ async def test_a1_allreduce(coll: Communicator) -> None:
     for how, n, (kind, op) in product(all_of("allreduce"), lengths(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.allreduce(ep, t, op))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("allreduce", t, op=op)))  # noqa: B023
         assert torch.equal(t, reduced(parts, op)[-1]), (how.name, how.chunks, n, kind, op)
 
 
@@ -77,7 +77,7 @@ async def test_a1_allreduce_is_the_same_to_the_bit_on_all_ranks(coll: Communicat
         for op in OPS:
             t = torch.rand(40, generator=torch.Generator().manual_seed(coll.rank)).log()
             t[:5] = 0.0 if coll.rank % 2 else -0.0
-            await perform(coll, lambda ep: how.allreduce(ep, t, op))  # noqa: B023
+            await perform(coll, lambda ep: how.run(ep, Operation("allreduce", t, op=op)))  # noqa: B023
             everywhere = await coll.allgather(t.view(torch.int32))
             assert all(torch.equal(one, everywhere[0]) for one in everywhere), (how.name, how.chunks, op)
 
@@ -88,7 +88,7 @@ async def test_a1_direct_reduces_in_rank_order(coll: Communicator) -> None:
     expected = reduced(parts, ReduceOp.SUM)[-1]
     for root in range(coll.size):
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: Scheduled("direct").reduce(ep, t, ReduceOp.SUM, root))  # noqa: B023
+        await perform(coll, lambda ep: Scheduled("direct").run(ep, Operation("reduce", t, root=root)))  # noqa: B023
         assert torch.equal(t, expected if coll.rank == root else parts[coll.rank])
 
 
@@ -98,7 +98,7 @@ async def test_a3_broadcast(coll: Communicator) -> None:
         kind = KINDS[root % 3]
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.broadcast(ep, t, root))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("broadcast", t, root=root)))  # noqa: B023
         assert torch.equal(t, parts[root]), (how.name, how.chunks, n, kind, root)
 
 
@@ -108,7 +108,7 @@ async def test_a1_reduce_leaves_the_tensors_of_others_alone(coll: Communicator) 
         kind = KINDS[root % 3]
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.reduce(ep, t, ReduceOp.SUM, root))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("reduce", t, root=root)))  # noqa: B023
         expected = reduced(parts, ReduceOp.SUM)[-1] if coll.rank == root else parts[coll.rank]
         assert torch.equal(t, expected), (how.name, how.chunks, n, kind, root)
 
@@ -127,7 +127,7 @@ async def test_a1_allgather(coll: Communicator) -> None:
         parts = [part[:count] for part, count in zip(inputs(coll.size, 11, kind), counts, strict=True)]
         out = torch.full((sum(counts),), 77, dtype=kind)
         t = out.split(counts)[coll.rank].copy_(parts[coll.rank]) if in_place else parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.allgather(ep, t, out, counts))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("allgather", t, out, counts=counts)))  # noqa: B023
         assert torch.equal(out, torch.cat(parts)), (how.name, how.chunks, counts, kind)
         assert torch.equal(t, parts[coll.rank])
 
@@ -137,7 +137,7 @@ async def test_a1_reduce_scatter_only_reads_its_input(coll: Communicator) -> Non
     for how, counts, (kind, op) in product(all_of("reduce_scatter"), shares(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, sum(counts), kind)
         t, out = parts[coll.rank].clone(), torch.empty(counts[coll.rank], dtype=kind)
-        await perform(coll, lambda ep: how.reduce_scatter(ep, t, out, counts, op))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("reduce_scatter", t, out, counts=counts, op=op)))  # noqa: B023
         assert torch.equal(out, reduced(parts, op)[-1].split(counts)[coll.rank]), (how.name, how.chunks, counts, kind)
         assert torch.equal(t, parts[coll.rank])
 
@@ -148,7 +148,7 @@ async def test_a1_reduce_scatter_into_my_block_of_the_input(coll: Communicator) 
         parts = inputs(coll.size, sum(counts), torch.float32)
         t = parts[coll.rank].clone()
         block = t.split(counts)[coll.rank]
-        await perform(coll, lambda ep: how.reduce_scatter(ep, t, block, counts, ReduceOp.SUM))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("reduce_scatter", t, block, counts=counts)))  # noqa: B023
         assert torch.equal(block, reduced(parts, ReduceOp.SUM)[-1].split(counts)[coll.rank]), (how.name, counts)
 
 
@@ -157,7 +157,7 @@ async def test_a1_scan(coll: Communicator) -> None:
     for how, n, (kind, op) in product(all_of("scan"), lengths(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.scan(ep, t, op))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("scan", t, op=op)))  # noqa: B023
         assert torch.equal(t, reduced(parts, op)[coll.rank]), (how.name, how.chunks, n, kind, op)
 
 
@@ -166,15 +166,20 @@ async def test_a1_alltoall(coll: Communicator) -> None:
     size, rank = coll.size, coll.rank
     for how, count, kind in product(all_of("alltoall"), (0, 1, 4), KINDS):
         parts = inputs(size, count * size, kind)
-        t, out = parts[rank].clone(), torch.empty(count * size, dtype=kind)
-        await perform(coll, lambda ep: how.alltoall(ep, t, out))  # noqa: B023
+        t, out, even = parts[rank].clone(), torch.empty(count * size, dtype=kind), [count] * size
+        await perform(coll, lambda ep: how.run(ep, Operation("alltoall", t, out, counts=even, received=even)))  # noqa: B023
         expected = torch.cat([part[rank * count : (rank + 1) * count] for part in parts])
         assert torch.equal(out, expected), (how.name, count, kind)
     counts = [[(src + 2 * dst) % 4 for dst in range(size)] for src in range(size)]
     wholes = [torch.arange(sum(row)) + 100 * src for src, row in enumerate(counts)]
     receives = [row[rank] for row in counts]
     out = torch.empty(sum(receives), dtype=torch.int64)
-    await perform(coll, lambda ep: Scheduled("direct").alltoall(ep, wholes[rank], out, counts[rank], receives))
+    await perform(
+        coll,
+        lambda ep: Scheduled("direct").run(
+            ep, Operation("alltoall", wholes[rank], out, counts=counts[rank], received=receives)
+        ),
+    )
     assert torch.equal(out, torch.cat([t.split(row)[rank] for t, row in zip(wholes, counts, strict=True)]))
 
 
@@ -195,11 +200,12 @@ async def test_a1_groups_of_ranks_run_schedules_of_their_own(coll: Communicator)
         def program(ep: Endpoint) -> Program[None]:
             group = SubEndpoint(ep, mine)
             assert (group.rank, group.size) == (mine.index(rank), len(mine))
-            yield from how.allreduce(group, t, op)  # noqa: B023
+            yield from how.run(group, Operation("allreduce", t, op=op))  # noqa: B023
             lead = [half[0] for half in halves]
             if rank in lead:
-                yield from how.allreduce(SubEndpoint(ep, lead), t, op)  # noqa: B023
-            yield from Scheduled("tree").broadcast(SubEndpoint(SubEndpoint(ep, mine), range(len(mine))), t, 0)  # noqa: B023
+                yield from how.run(SubEndpoint(ep, lead), Operation("allreduce", t, op=op))  # noqa: B023
+            within = SubEndpoint(SubEndpoint(ep, mine), range(len(mine)))
+            yield from Scheduled("tree").run(within, Operation("broadcast", t))  # noqa: B023
 
         await perform(coll, program)
         assert torch.equal(t, reduced(parts, op)[-1]), (name, op)
@@ -212,12 +218,12 @@ async def test_a1_lists_in_lockstep_share_a_tag(coll: Communicator) -> None:
         wholes = [inputs(coll.size, n, torch.int64) for n in (7, 0, 1, coll.size - 1, 30)]
         ts = [parts[coll.rank].clone() for parts in wholes]
         how = Scheduled(name, 1)
-        await perform(coll, lambda ep: lockstep([how.allreduce(ep, t, ReduceOp.SUM) for t in ts]))  # noqa: B023
+        await perform(coll, lambda ep: lockstep([how.run(ep, Operation("allreduce", t)) for t in ts]))  # noqa: B023
         assert all(torch.equal(t, reduced(parts, ReduceOp.SUM)[-1]) for t, parts in zip(ts, wholes, strict=True)), name
     for root in range(coll.size):
         ts = [torch.arange(n) * (1 + coll.rank) for n in (30, 1, 9)]
         how = Scheduled("chain", 4)
-        await perform(coll, lambda ep: lockstep([how.broadcast(ep, t, root) for t in ts]))  # noqa: B023
+        await perform(coll, lambda ep: lockstep([how.run(ep, Operation("broadcast", t, root=root)) for t in ts]))  # noqa: B023
         assert [t.tolist() for t in ts] == [[i * (1 + root) for i in range(n)] for n in (30, 1, 9)]
 
 
@@ -238,7 +244,7 @@ async def test_a2_as_many_lanes_as_there_may_be(coll: Communicator, monkeypatch:
         t = parts[coll.rank].clone()
         how = Scheduled(name, MAX_LANES)
         tags.clear()
-        await perform(coll, lambda ep: how.allreduce(ep, t, ReduceOp.SUM), last)  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, Operation("allreduce", t)), last)  # noqa: B023
         assert torch.equal(t, reduced(parts, ReduceOp.SUM)[-1])
         assert {last + lane * LANE_TAGS for lane in range(MAX_LANES)} <= tags
         assert max(tags) < 1 << 28
@@ -272,9 +278,9 @@ def test_a1_scratch_is_of_the_kind_of_the_tensors(
         t = torch.ones(6)
     with mode():
         for how, ts in wholes.items():
-            at_once(3, lambda ep: how.allreduce(ep, ts[ep.rank], ReduceOp.SUM))  # noqa: B023
+            at_once(3, lambda ep: how.run(ep, Operation("allreduce", ts[ep.rank])))  # noqa: B023
         for how, outs in blocks.items():
-            at_once(3, lambda ep: how.reduce_scatter(ep, t, outs[ep.rank], [2, 2, 2], ReduceOp.SUM))  # noqa: B023
+            at_once(3, lambda ep: how.run(ep, Operation("reduce_scatter", t, outs[ep.rank], counts=[2, 2, 2])))  # noqa: B023
     assert all(t.tolist() == [6.0] * 6 for ts in wholes.values() for t in ts)
     assert all(out.tolist() == [3.0] * 2 for outs in blocks.values() for out in outs)
 
@@ -291,8 +297,8 @@ def test_a1_mistakes_are_named() -> None:
         Scheduled("chain", 0)
     with pytest.raises(ValueError, match="2 chunks: schedule 'doubling' takes 1 to 1"):
         Scheduled("doubling", 2)
-    assert Scheduled("bruck").missing("alltoall") is None
-    assert Scheduled("bruck").missing("allreduce") == (
+    assert Scheduled("bruck").lacks(Wanted("alltoall", torch.float32, None, 1)) is None
+    assert Scheduled("bruck").lacks(Wanted("allreduce", torch.float32, ReduceOp.SUM, 1)) == (
         "there is no schedule 'bruck' of allreduce, only ring, doubling, halving, tree, direct"
     )
     ep = Endpoint(LocalTransport(LocalHub(), 1, 4), 5)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
+from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.implementations import Implementation, Wanted
-from aiodist.collectives.program import Endpoint, Program
+from aiodist.collectives.program import Endpoint, Implementation, Program
 from aiodist.communicator.oplog import Fingerprint
 
 HOSTS = {
@@ -48,7 +48,7 @@ async def test_a4_allreduce_in_pieces_on_their_way_at_once(coll: Communicator) -
     for (_, form), n, op in product(forms(coll), (0, 1, 3, 23, 101), (ReduceOp.SUM, ReduceOp.MAX)):
         parts = brought(coll.size, n)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.allreduce(ep, t, op))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, Operation("allreduce", t, op=op)))  # noqa: B023
         stacked = torch.stack(parts)
         assert torch.equal(t, stacked.sum(0) if op is ReduceOp.SUM else stacked.amax(0)), (form.name, n, op)
 
@@ -58,11 +58,11 @@ async def test_a4_broadcast_and_reduce_from_and_to_every_root(coll: Communicator
     for (_, form), root, n in product(forms(coll), range(coll.size), (1, 17)):
         parts = brought(coll.size, n)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.reduce(ep, t, ReduceOp.SUM, root))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, Operation("reduce", t, root=root)))  # noqa: B023
         expected = torch.stack(parts).sum(0) if coll.rank == root else parts[coll.rank]
         assert torch.equal(t, expected), (form.name, root)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.broadcast(ep, t, root))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, Operation("broadcast", t, root=root)))  # noqa: B023
         assert torch.equal(t, parts[root]), (form.name, root)
 
 
@@ -73,7 +73,7 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     handles = [
         coll._dispatcher.collective(
             Fingerprint("hierarchical"),
-            form.allreduce(Endpoint(coll._transport, (1 << 21) + coll.seq), t, ReduceOp.SUM),
+            form.run(Endpoint(coll._transport, (1 << 21) + coll.seq), Operation("allreduce", t)),
         )
         for t in ts
     ]

@@ -12,29 +12,29 @@ from torch import Tensor
 
 import aiodist
 from aiodist import BackendUnavailable, Communicator, ConfigError, Handle, MismatchError, nn
+from aiodist.backends.base import Wanted
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, OPERATIONS, Table, parse_edit
 from aiodist.collectives.choice.tablefile import read_edits, render, write
-from aiodist.collectives.implementations import NativeCollectives, Wanted
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import NativeCollectives, Repertoire
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.testing import run_ranks
-from aiodist.types import ReduceOp
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The allreduces that messages carry, by name, each rank's."""
     names: list[str] = []
-    allreduce = Scheduled.allreduce
+    run = Scheduled.run
 
-    def noted(self, ep, t, op):  # type: ignore[no-untyped-def]
-        names.append(self.name)
-        return allreduce(self, ep, t, op)
+    def noted(self, ep, operation):  # type: ignore[no-untyped-def]
+        if operation.kind == "allreduce":
+            names.append(self.name)
+        return run(self, ep, operation)
 
-    monkeypatch.setattr(Scheduled, "allreduce", noted)
+    monkeypatch.setattr(Scheduled, "run", noted)
     return names
 
 
@@ -90,7 +90,9 @@ def test_a6_a_later_step_is_no_librarys() -> None:
 
 
 class _Native:
-    def supports(self, operation: str, kind: torch.dtype, op: ReduceOp | None, numel: int) -> bool:
+    finishes, inline_bytes, in_order = False, 0, True
+
+    def supports(self, wanted: Wanted) -> bool:
         return True
 
 

@@ -12,7 +12,7 @@ from aiodist import BackendUnavailable, Communicator
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.availability import EVERY_OPERATION, State
 from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import Repertoire
 from aiodist.schedules import SCHEDULES
 
 

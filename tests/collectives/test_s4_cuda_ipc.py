@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation
 from aiodist.backends.cuda_ipc import Mapped
 from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
@@ -46,7 +46,9 @@ async def test_s4_allreduce_of_every_size(ranks_of: type[Ranks], size: int, shar
     for n, op in product(SIZES, (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)):
         parts = ranks_of.brought(size, n)
         ts = ranks_of.on_device(parts)
-        await ranks.perform([partial(lambda t, op, impl, ep: impl.allreduce(ep, t, op), t, op) for t in ts])
+        await ranks.perform(
+            [partial(lambda t, op, impl, ep: impl.run(ep, Operation("allreduce", t, op=op)), t, op) for t in ts]
+        )
         stacked = torch.stack(parts)
         expected = {
             ReduceOp.SUM: stacked.sum(0),
@@ -107,7 +109,9 @@ async def test_s4_allreduce_of_all_dtypes_with_all_operators(ranks_of: type[Rank
         for kind in kinds:
             parts = ranks_of.brought(size, 700, kind)
             ts = ranks_of.on_device(parts)
-            await ranks.perform([partial(lambda t, op, impl, ep: impl.allreduce(ep, t, op), t, op) for t in ts])
+            await ranks.perform(
+                [partial(lambda t, op, impl, ep: impl.run(ep, Operation("allreduce", t, op=op)), t, op) for t in ts]
+            )
             for t in ts:
                 assert t.dtype is kind
                 assert torch.equal(t.cpu(), reduced(parts, op)), (op, kind)
@@ -123,7 +127,9 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(ranks_of: type[Ranks], 
         parts = [torch.randn(999, generator=made).to(kind) for _ in range(size)]
         for op in (ReduceOp.SUM, ReduceOp.MEAN):
             ts = ranks_of.on_device(parts)
-            await ranks.perform([partial(lambda t, op, impl, ep: impl.allreduce(ep, t, op), t, op) for t in ts])
+            await ranks.perform(
+                [partial(lambda t, op, impl, ep: impl.run(ep, Operation("allreduce", t, op=op)), t, op) for t in ts]
+            )
             exact = torch.stack(parts).double().sum(0) / (size if op is ReduceOp.MEAN else 1)
             steps = torch.tensor(torch.finfo(kind).eps, dtype=torch.float64) * exact.abs()
             # Half a step, and what float32 adds to it: rounding at each addition errs by several halves.
@@ -131,7 +137,9 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(ranks_of: type[Ranks], 
             assert all(torch.equal(t.cpu(), ts[0].cpu()) for t in ts)
         big = [torch.full((3,), 60000.0, dtype=kind) for _ in range(size)]
         ts = ranks_of.on_device(big)
-        await ranks.perform([partial(lambda t, impl, ep: impl.allreduce(ep, t, ReduceOp.MEAN), t) for t in ts])
+        await ranks.perform(
+            [partial(lambda t, impl, ep: impl.run(ep, Operation("allreduce", t, op=ReduceOp.MEAN)), t) for t in ts]
+        )
         assert torch.equal(ts[0].cpu(), big[0]), "a mean whose sum is too large for float16"
         await ranks.close()
 
@@ -142,7 +150,7 @@ async def test_s4_all_ranks_have_the_same_bits(ranks_of: type[Ranks]) -> None:
     made = torch.Generator().manual_seed(1)
     parts = [torch.randn(3001, generator=made) for _ in range(5)]
     ts = ranks_of.on_device(parts)
-    await ranks.perform([partial(lambda t, impl, ep: impl.allreduce(ep, t, ReduceOp.SUM), t) for t in ts])
+    await ranks.perform([partial(lambda t, impl, ep: impl.run(ep, Operation("allreduce", t)), t) for t in ts])
     assert all(torch.equal(t.cpu(), ts[0].cpu()) for t in ts)
     assert torch.allclose(ts[0].cpu().double(), torch.stack(parts).double().sum(0), rtol=1e-5, atol=1e-5)
     await ranks.close()
@@ -157,13 +165,15 @@ async def test_s4_reduce_and_broadcast_with_every_root(ranks_of: type[Ranks], si
         parts = ranks_of.brought(size, n, kind, root)
         ts = ranks_of.on_device(parts)
         await ranks.perform(
-            [partial(lambda t, root, impl, ep: impl.reduce(ep, t, ReduceOp.SUM, root), t, root) for t in ts]
+            [partial(lambda t, root, impl, ep: impl.run(ep, Operation("reduce", t, root=root)), t, root) for t in ts]
         )
         for rank, t in enumerate(ts):
             expected = reduced(parts, ReduceOp.SUM) if rank == root else parts[rank]
             assert torch.equal(t.cpu(), expected), (root, n, rank)
         ts = ranks_of.on_device(parts)
-        await ranks.perform([partial(lambda t, root, impl, ep: impl.broadcast(ep, t, root), t, root) for t in ts])
+        await ranks.perform(
+            [partial(lambda t, root, impl, ep: impl.run(ep, Operation("broadcast", t, root=root)), t, root) for t in ts]
+        )
         for t in ts:
             assert torch.equal(t.cpu(), parts[root])
     await ranks.close()
@@ -193,7 +203,12 @@ async def test_s4_allgather_of_unequal_blocks(ranks_of: type[Ranks], size: int, 
                 ts[rank] = out.split(counts)[rank]
         await ranks.perform(
             [
-                partial(lambda t, out, counts, impl, ep: impl.allgather(ep, t, out, counts), t, out, counts)
+                partial(
+                    lambda t, out, counts, impl, ep: impl.run(ep, Operation("allgather", t, out, counts=counts)),
+                    t,
+                    out,
+                    counts,
+                )
                 for t, out in zip(ts, outs, strict=True)
             ]
         )
@@ -217,7 +232,13 @@ async def test_s4_reduce_scatter_of_unequal_blocks(ranks_of: type[Ranks], size: 
             outs = [t.split(counts)[rank] for rank, t in enumerate(ts)]
         await ranks.perform(
             [
-                partial(lambda t, out, c, op, impl, ep: impl.reduce_scatter(ep, t, out, c, op), t, out, counts, op)
+                partial(
+                    lambda t, out, c, op, impl, ep: impl.run(ep, Operation("reduce_scatter", t, out, counts=c, op=op)),
+                    t,
+                    out,
+                    counts,
+                    op,
+                )
                 for t, out in zip(ts, outs, strict=True)
             ]
         )
@@ -235,7 +256,9 @@ async def test_s4_scan(ranks_of: type[Ranks], size: int, shared: bool) -> None:
     for n, kind, op in product((0, 1, 300, 1000), (torch.float64, torch.bfloat16), (ReduceOp.SUM, ReduceOp.MAX)):
         parts = ranks_of.brought(size, n, kind)
         ts = ranks_of.on_device(parts)
-        await ranks.perform([partial(lambda t, op, impl, ep: impl.scan(ep, t, op), t, op) for t in ts])
+        await ranks.perform(
+            [partial(lambda t, op, impl, ep: impl.run(ep, Operation("scan", t, op=op)), t, op) for t in ts]
+        )
         for rank, t in enumerate(ts):
             assert torch.equal(t.cpu(), reduced(parts[: rank + 1], op)), (n, kind, op, rank)
     await ranks.close()
@@ -317,7 +340,9 @@ async def test_s4_several_operations_in_flight_begun_in_any_order(
     for i in range(4):
         rows = [t[i] for t in whole]
         if i % 2:
-            makes.append([partial(lambda t, impl, ep: impl.broadcast(ep, t, 1), t) for t in rows])
+            makes.append(
+                [partial(lambda t, impl, ep: impl.run(ep, Operation("broadcast", t, root=1)), t) for t in rows]
+            )
         else:
             makes.append(ranks_of.summing(rows))
     futures = []
@@ -344,9 +369,9 @@ async def test_s4_side_by_side_with_one_tag(ranks_of: type[Ranks]) -> None:
         first, nothing, last = (ts[rank] for ts in lists)
         return lockstep(
             [
-                impl.allreduce(ep, first, ReduceOp.SUM),
-                impl.allreduce(ep, nothing, ReduceOp.SUM),
-                impl.broadcast(ep, last, 2),
+                impl.run(ep, Operation("allreduce", first)),
+                impl.run(ep, Operation("allreduce", nothing)),
+                impl.run(ep, Operation("broadcast", last, root=2)),
             ]
         )
 
@@ -366,7 +391,7 @@ async def test_s4_some_of_the_ranks_in_another_order(ranks_of: type[Ranks]) -> N
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
         group = next(group for group in groups if rank in group)
-        return impl.reduce(SubEndpoint(ep, group), ts[rank], ReduceOp.SUM, 1)
+        return impl.run(SubEndpoint(ep, group), Operation("reduce", ts[rank], root=1))
 
     await ranks.perform([partial(make, rank) for rank in range(5)])
     for group in groups:
@@ -425,7 +450,9 @@ async def test_s4_nothing_is_asked_of_a_device_with_nothing_queued(
     for rank, (impl, t, stream) in enumerate(zip(ranks.impls, ts, ranks.streams, strict=True)):
         monkeypatch.setattr(impl, "_events", Watched())
         with torch.cuda.stream(stream):
-            futures.append(ranks.begin(rank, 1, partial(lambda t, impl, ep: impl.broadcast(ep, t, 0), t)))
+            futures.append(
+                ranks.begin(rank, 1, partial(lambda t, impl, ep: impl.run(ep, Operation("broadcast", t)), t))
+            )
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
     assert all(torch.equal(t.cpu(), parts[0]) for t in ts)
     assert set(watched) <= {*ranks.streams[1:]}, "root has queued nothing"

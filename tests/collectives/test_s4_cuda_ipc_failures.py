@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.backends import nccl
+from aiodist.backends.base import Operation
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
@@ -169,7 +170,7 @@ async def test_s4_a_rank_that_dies_in_the_middle(
     left = [ts[rank].zero_() for rank in (0, 1)]
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
-        return impl.allreduce(SubEndpoint(ep, [0, 1]), left[rank].add_(rank + 1), ReduceOp.SUM)
+        return impl.run(SubEndpoint(ep, [0, 1]), Operation("allreduce", left[rank].add_(rank + 1), op=ReduceOp.SUM))
 
     torch.cuda.synchronize()
     await asyncio.wait_for(asyncio.gather(*(ranks.begin(rank, 2, partial(make, rank)) for rank in (0, 1))), SECONDS)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done
+from aiodist.backends.base import DTYPES, Done, Operation, Wanted, tag_of
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
 from aiodist.collectives.cuda.staging import Staged, StagedMessages, chunks_of, cut, staged_irecv, staged_isend
-from aiodist.collectives.implementations import Implementation, ScheduledMessages, Wanted
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program, lockstep, run, tag_of
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep, run
+from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import PinnedPool, Staging
@@ -105,14 +105,11 @@ class Counting:
         self.ep = primitives.ep
         self.finishes = primitives.finishes
 
-    def __getattr__(self, name: str) -> Callable[..., Program[None]]:
-        return partial(self._counted, getattr(self._primitives, name))
-
-    def _counted(self, primitive: Callable[..., Program[None]], *args: Any) -> Program[None]:
+    def run(self, operation: Operation) -> Program[None]:
         rank = self._rank
         rank.running += 1
         rank.most_running = max(rank.running, rank.most_running)
-        yield from primitive(*args)
+        yield from self._primitives.run(operation)
         rank.running -= 1
         rank.ran += 1
 
@@ -140,7 +137,7 @@ def allreduce(
     streams: Sequence[torch.cuda.Stream | None] = (None, None, None),
 ) -> list[asyncio.Future[Any]]:
     """Have every rank reduce its tensor, staged."""
-    return begin(group, lambda r, ep: r.staged.allreduce(ep, on[r.rank], op), streams)
+    return begin(group, lambda r, ep: r.staged.run(ep, Operation("allreduce", on[r.rank], op=op)), streams)
 
 
 async def all_of(handles: Sequence[asyncio.Future[Any]]) -> list[Any]:
@@ -424,8 +421,8 @@ async def test_s5_a_rank_alone_stages_nothing_wrong(simulated_cuda: SimulatedCud
     on, out = t.to("cuda"), torch.empty(LONG, device="cuda")
     torch.cuda.synchronize()
     await all_of(allreduce([a], [on], ReduceOp.MEAN))
-    await all_of(begin([a], lambda r, ep: r.staged.allgather(ep, on, out, [LONG])))
-    await all_of(begin([a], lambda r, ep: r.staged.broadcast(ep, on, 0)))
+    await all_of(begin([a], lambda r, ep: r.staged.run(ep, Operation("allgather", on, out, counts=[LONG]))))
+    await all_of(begin([a], lambda r, ep: r.staged.run(ep, Operation("broadcast", on))))
     assert torch.equal(on.cpu(), t)
     assert torch.equal(out.cpu(), t)
 
@@ -437,8 +434,8 @@ async def test_s5_schedules_run_on_staged_messages(simulated_cuda: SimulatedCuda
     for name, chunks in (("ring", 4), ("doubling", None), ("direct", None)):
         ts = brought(3, LONG)
         on = on_device(ts)
-        impl = ScheduledMessages(name, chunks)
-        await all_of(begin(group, lambda r, ep: impl.allreduce(ep, on[r.rank], ReduceOp.SUM)))  # noqa: B023
+        impl = Scheduled(name, chunks)
+        await all_of(begin(group, lambda r, ep: impl.run(ep, Operation("allreduce", on[r.rank]))))  # noqa: B023
         assert all(torch.equal(t.cpu(), expected(ts, ReduceOp.SUM)) for t in on), name
 
 
@@ -492,15 +489,15 @@ async def test_s5_broadcast_reduce_and_scan(simulated_cuda: SimulatedCuda, size:
         for numel in (1, SHORT, LONG):
             ts = brought(size, numel)
             on = on_device(ts)
-            await all_of(begin(group, lambda r, ep: r.staged.reduce(ep, on[r.rank], ReduceOp.SUM, root)))  # noqa: B023
+            await all_of(begin(group, lambda r, ep: r.staged.run(ep, Operation("reduce", on[r.rank], root=root))))  # noqa: B023
             for rank, t in enumerate(on):
                 assert torch.equal(t.cpu(), expected(ts, ReduceOp.SUM) if rank == root else ts[rank])
             on = on_device(ts)
-            await all_of(begin(group, lambda r, ep: r.staged.broadcast(ep, on[r.rank], root)))  # noqa: B023
+            await all_of(begin(group, lambda r, ep: r.staged.run(ep, Operation("broadcast", on[r.rank], root=root))))  # noqa: B023
             assert all(torch.equal(t.cpu(), ts[root]) for t in on)
     ts = brought(size, LONG)
     on = on_device(ts)
-    await all_of(begin(group, lambda r, ep: r.staged.scan(ep, on[r.rank], ReduceOp.SUM)))
+    await all_of(begin(group, lambda r, ep: r.staged.run(ep, Operation("scan", on[r.rank]))))
     for rank, t in enumerate(on):
         assert torch.equal(t.cpu(), expected(ts[: rank + 1], ReduceOp.SUM))
 
@@ -520,14 +517,22 @@ async def test_s5_allgather_and_reduce_scatter_of_any_counts(
         mine = blocks if own_block else on_device(parts)
         for block, part in zip(blocks if own_block else [], parts, strict=own_block):
             block.copy_(part)
-        await all_of(begin(group, lambda r, ep: r.staged.allgather(ep, mine[r.rank], outs[r.rank], counts)))  # noqa: B023
+
+        def gathered(r: Rank, ep: Endpoint, mine: Any = mine, outs: Any = outs) -> Program[None]:
+            return r.staged.run(ep, Operation("allgather", mine[r.rank], outs[r.rank], counts=counts))
+
+        await all_of(begin(group, gathered))
         assert all(torch.equal(out.cpu(), wanted) for out in outs)
         ts = brought(3, sum(counts))
         on = on_device(ts)
         blocks = [t.split(list(counts))[rank] for rank, t in enumerate(on)]
         into = blocks if own_block else [torch.full_like(block, -1) for block in blocks]
         op = ReduceOp.MEAN
-        await all_of(begin(group, lambda r, ep: r.staged.reduce_scatter(ep, on[r.rank], into[r.rank], counts, op)))  # noqa: B023
+
+        def scattered(r: Rank, ep: Endpoint, on: Any = on, into: Any = into, op: Any = op) -> Program[None]:
+            return r.staged.run(ep, Operation("reduce_scatter", on[r.rank], into[r.rank], counts=counts, op=op))
+
+        await all_of(begin(group, scattered))
         total = expected(ts, ReduceOp.MEAN).split(list(counts))
         for rank, block in enumerate(into):
             assert torch.allclose(block.cpu(), total[rank])
@@ -545,8 +550,10 @@ async def test_s5_several_tensors_in_one_operation(simulated_cuda: SimulatedCuda
     moved = [on_device(ts) for ts in brings]
 
     def both(ep: Endpoint, rank: Rank) -> Program[list[None]]:
-        programs = [rank.together.allreduce(ep, ts[rank.rank], ReduceOp.SUM) for ts in on]
-        yield from lockstep(programs + [rank.together.broadcast(ep, ts[rank.rank], 1) for ts in moved])
+        programs = [rank.together.run(ep, Operation("allreduce", ts[rank.rank])) for ts in on]
+        yield from lockstep(
+            programs + [rank.together.run(ep, Operation("broadcast", ts[rank.rank], root=1)) for ts in moved]
+        )
         return []
 
     await all_of(begin(group, lambda r, ep: both(ep, r)))
@@ -642,9 +649,9 @@ async def test_s5_a_receiver_overwrites_nothing_that_is_still_read(simulated_cud
     torch.cuda.synchronize()
     with simulated_cuda.paused(reader), torch.cuda.stream(reader):
         kept = on[0].clone()  # is to read what was there when the broadcast was issued
-        over = [group[0].perform(lambda ep: group[0].staged.broadcast(ep, on[0], 1))]
+        over = [group[0].perform(lambda ep: group[0].staged.run(ep, Operation("broadcast", on[0], root=1)))]
         with torch.cuda.stream(torch.cuda.Stream()):
-            over.append(group[1].perform(lambda ep: group[1].staged.broadcast(ep, on[1], 1)))
+            over.append(group[1].perform(lambda ep: group[1].staged.run(ep, Operation("broadcast", on[1], root=1))))
         async with asyncio.timeout(20):
             while any(r.ran < LIMITS["staged.pieces"] for r in group):  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -699,7 +706,7 @@ async def test_s5_a_long_operation_is_left_to_the_progress_thread(simulated_cuda
     on = on_device(ts)
     over = begin(
         group,
-        lambda r, ep: Staged(r.staging, r.host, USUAL_LIMITS).allreduce(ep, on[r.rank], ReduceOp.SUM),
+        lambda r, ep: Staged(r.staging, r.host, USUAL_LIMITS).run(ep, Operation("allreduce", on[r.rank])),
     )
     progress = group[0].staging.progress
     async with asyncio.timeout(20):

@@ -13,7 +13,7 @@ import torch
 
 from aiodist import Communicator, gather
 from aiodist.backends.base import Done
-from aiodist.collectives.implementations import SharedMemory
+from aiodist.collectives.implementations import NativeCollectives
 from aiodist.collectives.program import Program
 
 
@@ -47,7 +47,7 @@ async def test_c10_a_library_is_called_in_order_whatever_else_a_list_waits_for(
 ) -> None:
     """The library knows no bfloat16: that goes by shared memory, whose end a rank hears of late."""
     if coll.rank == 1:
-        monkeypatch.setattr(SharedMemory, "allreduce", _late(coll, SharedMemory.allreduce))
+        monkeypatch.setattr(NativeCollectives, "run", _late(coll, NativeCollectives.run))
     known, unknown = torch.arange(300.0) + coll.rank, torch.ones(50_000, dtype=torch.bfloat16)
     together = coll.allreduce([known, unknown])
     if coll.rank == 0:
@@ -59,15 +59,15 @@ async def test_c10_a_library_is_called_in_order_whatever_else_a_list_waits_for(
     assert [t.unique().tolist() for t in await gather(*behind)] == [[1.0], [1.0]]
 
 
-def _late(coll: Communicator, reduce: Callable[..., Program[None]]) -> Callable[..., Program[None]]:
-    """Return `reduce` with steps that take 0.3 s longer."""
+def _late(coll: Communicator, run: Callable[..., Program[None]]) -> Callable[..., Program[None]]:
+    """Return `run` with steps in shared memory that take 0.3 s longer."""
     loop = asyncio.get_running_loop()
 
     def pause(done: Done) -> None:
         loop.call_soon_threadsafe(loop.call_later, 0.3, coll.parts.dispatcher.progress.exclusively, partial(done, None))
 
-    def reduce_late(*arguments: Any) -> Program[None]:
-        for calls in reduce(*arguments):
-            yield [*calls, pause]
+    def run_late(self: NativeCollectives, *arguments: Any) -> Program[None]:
+        for calls in run(self, *arguments):
+            yield [*calls, pause] if self.name == "shm" else calls
 
-    return reduce_late
+    return run_late

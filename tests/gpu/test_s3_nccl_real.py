@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from aiodist.backends import nccl
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation
 from aiodist.backends.nccl import NcclGroup, NcclGroups, NcclNative
 from aiodist.errors import BackendError, BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
+from tests.support.operations import operation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.asyncio(loop_factories=["asyncio"])]
 
@@ -74,9 +75,9 @@ class Rank:
         return self.start(enqueue)
 
 
-def step(name: str, *args: object) -> Step:
-    """Return what calls that method."""
-    return lambda n, done: getattr(n, name)(*args, done)
+def step(kind: str, *args: object) -> Step:
+    """Return what begins that operation."""
+    return lambda n, done: n.start(operation(kind, *args), done)
 
 
 async def enqueued(*futures: asyncio.Future[Failure]) -> list[Failure]:
@@ -209,7 +210,7 @@ async def test_s3_nccl_keeps_the_order_of_the_stream(ranks: list[Rank]) -> None:
 
     def fill_and_sum(t: Tensor, number: int, n: NcclNative, done: Done) -> None:
         t.fill_(number)
-        n.allreduce(t, ReduceOp.SUM, done)
+        n.start(Operation("allreduce", t, op=ReduceOp.SUM), done)
 
     for number in range(50):
         calls = [rank.call(partial(fill_and_sum, t, number)) for rank, t in zip(ranks, ts, strict=True)]
@@ -244,7 +245,7 @@ async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: l
 
     def enqueue(done: Done) -> None:
         group.open(lambda mine, then: then(mine, None))  # whoever is rank 1 does not hear of it
-        NcclNative(group).allreduce(t, ReduceOp.SUM, done)
+        NcclNative(group).start(Operation("allreduce", t, op=ReduceOp.SUM), done)
 
     future = rank.start(enqueue)
     await asyncio.sleep(0.5)  # NCCL waits for rank 1 by now; sooner it would be given up all the same
@@ -272,7 +273,7 @@ async def give_up(rank: Rank, group: NcclGroup) -> None:
         assert group.poll_error() is None
         group.abort(CommunicatorAborted("given up"))
     t = torch.ones(1, device=rank.device)
-    later = await enqueued(rank.start(lambda done: NcclNative(group).broadcast(t, 0, done)))
+    later = await enqueued(rank.start(lambda done: NcclNative(group).start(Operation("broadcast", t), done)))
     assert "given up" in str(later[0])
     while not rank.stream.query():
         await asyncio.sleep(0.01)
@@ -293,7 +294,7 @@ async def test_s3_nccl_costs_little_more_than_calling_it(ranks: list[Rank]) -> N
         native = NcclNative(group)
         began = time.perf_counter()
         for _ in range(count):
-            native.allreduce(t, ReduceOp.SUM, lambda error: None)
+            native.start(Operation("allreduce", t, op=ReduceOp.SUM), lambda error: None)
         spent["aiodist"] = (time.perf_counter() - began) / count
         comm, op = group._comm, group.library.ops["sum"]
         while group.library.state(comm) != 0:  # in progress

@@ -5,11 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, tell
+from aiodist.backends.base import Begin, Done, Operation, Wanted, tell
 from aiodist.backends.gloo.frames import ROUND, Frame
 from aiodist.backends.gloo.group import Call, GlooGroup, allreduce_calls, reduce_calls
 from aiodist.backends.gloo.library import again, backend_error
@@ -19,6 +20,7 @@ from aiodist.backends.gloo.signatures import CODES, read, sign
 from aiodist.backends.gloo.wire import Wire
 from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError, MismatchError
+from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 __all__ = ["GlooNative"]
@@ -46,6 +48,10 @@ class GlooNative:
     rank order.
     """
 
+    finishes = False
+    inline_bytes = LARGE_BYTES
+    in_order = True
+
     def __init__(self, wire: Wire, comm: int, rank: int, world_ranks: Sequence[int], group: GlooGroup) -> None:
         self.group = group
         self._comm = comm
@@ -59,66 +65,47 @@ class GlooNative:
 
     # What it offers.
 
-    def supports(self, operation: str, kind: torch.dtype, op: ReduceOp | None, numel: int) -> bool:
-        """Return True for reductions, long ones where gloo has the dtype and the operator."""
+    def supports(self, wanted: Wanted) -> bool:
+        """Return True for reductions, long ones where gloo has the dtype and the operator.
+
+        What moves tensors goes by direct sends: as many messages, and the ranks need not wait for one another.
+        """
+        operation, kind, op = wanted.operation, wanted.kind, wanted.op
         if operation not in CODES or not reducible(kind, op):
             return False
-        if numel * kind.itemsize <= self._limit:
+        if wanted.nbytes <= self._limit:
             return operation != "reduce"  # the others send to the root and need not wait
         return operation in ("allreduce", "reduce") and gloo_reduces(kind, op)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return `allreduce` for such tensors, with all that can be known ahead worked out."""
+        """Return what begins an allreduce, with all that can be known ahead worked out."""
         signature = sign("allreduce", kind, numel, op)
-        return lambda t, _, done: self._allreduce(t, done, signature, op)
+        return lambda t, _, done: self._begin(self._round(Operation("allreduce", t, op=op), signature, done), t)
 
-    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place on every rank."""
-        self._allreduce(t, done, sign("allreduce", t.dtype, t.numel(), op), op)
+    def start(self, operation: Operation, _: int, done: Done) -> None:
+        """Begin an operation; see `supports` for which."""
+        t = operation.t
+        # Of what is reduced to all alike it is the same as where it was planned.
+        where = _digest(operation.counts) if operation.counts else operation.root
+        round = self._round(operation, sign(operation.kind, t.dtype, t.numel(), operation.op, where), done)
+        self._begin(round, t if round.finish is not None else None)
 
-    def _allreduce(self, t: Tensor, done: Done, signature: bytes, op: ReduceOp) -> None:
-        if t.nbytes > self._limit:
-            self._begin(_Round(signature, None, allreduce_calls(t, op), done), None)
-            return
+    def _round(self, o: Operation, signature: bytes, done: Done) -> _Round:
+        if o.kind == "reduce":  # gloo uses the others' as scratch, so they give it copies
+            given = o.t if self._rank == o.root else o.t.detach().clone()
+            return _Round(signature, None, reduce_calls(given, o.op, o.root), done)
+        if o.t.nbytes > self._limit:
+            return _Round(signature, None, allreduce_calls(o.t, o.op), done)
+        return _Round(signature, partial(self._finish, o), (), done)
 
-        def finish(parts: list[Tensor]) -> None:
-            combine(parts, t, op)
-
-        self._begin(_Round(signature, finish, (), done), t)
-
-    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
-        """Reduce into root's `t`; gloo uses the others' as scratch, so they give it copies."""
-        given = t if self._rank == root else t.detach().clone()
-        signature = sign("reduce", t.dtype, t.numel(), op, root)
-        self._begin(_Round(signature, None, reduce_calls(given, op, root), done), None)
-
-    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
-        """Reduce short `t` and give rank r the `counts[r]` elements of block r in `out`."""
-        start = sum(counts[: self._rank])
-
-        def finish(parts: list[Tensor]) -> None:
-            first = start * t.element_size()
-            combine([part[first : first + out.nbytes] for part in parts], out, op)
-
-        digest = zlib.crc32(repr(tuple(counts)).encode()) >> 1
-        self._begin(_Round(sign("reduce_scatter", t.dtype, t.numel(), op, digest), finish, (), done), t)
-
-    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce short `t` in place over the ranks up to this one."""
-
-        def finish(parts: list[Tensor]) -> None:
-            if self._rank:
-                combine(parts[: self._rank + 1], t, op)
-
-        self._begin(_Round(sign("scan", t.dtype, t.numel(), op), finish, (), done), t)
-
-    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
-        """Not offered: direct sends spare the ranks the wait for one another."""
-        done(BackendError("gloo: broadcast is not native here"))
-
-    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
-        """Not offered: direct sends cost as many messages, and no exchange before."""
-        done(BackendError("gloo: allgather is not native here"))
+    def _finish(self, o: Operation, parts: list[Tensor]) -> None:
+        """Combine what the ranks brought."""
+        if o.kind == "reduce_scatter":
+            first = sum(o.counts[: self._rank]) * o.t.element_size()
+            parts = [part[first : first + o.out.nbytes] for part in parts]
+        elif o.kind == "scan":
+            parts = parts[: self._rank + 1]
+        combine(parts, o.out, o.op)
 
     # The exchange.
 
@@ -183,3 +170,7 @@ class GlooNative:
         rounds, self._rounds = self._rounds, {}
         self.group.cut()
         tell((round.done, again(error)) for round in rounds.values())
+
+
+def _digest(counts: Sequence[int]) -> int:
+    return zlib.crc32(repr(tuple(counts)).encode()) >> 1

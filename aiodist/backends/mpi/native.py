@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, ours
+from aiodist.backends.base import REDUCTIONS, Begin, Done, Operation, Wanted, ours
 from aiodist.backends.inplace import bytes_of, copy, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
@@ -19,7 +19,6 @@ from aiodist.types import ReduceOp
 
 __all__ = ["Conveyor", "MpiNative"]
 
-_REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "scan"})
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
 _CONVEYED_BYTES = 1 << 20
 _CONVEYED_AT_ONCE = 2
@@ -69,22 +68,34 @@ class Conveyor:
 class MpiNative:
     """MPI's own non-blocking collectives."""
 
+    finishes = False
+    inline_bytes = LARGE_BYTES
+    in_order = True
+
     def __init__(self, comm: MPI.Intracomm, requests: Requests, conveyor: Conveyor) -> None:
         self._comm = comm
         self._requests = requests
         self._conveyor = conveyor
 
-    def supports(self, operation: str, kind: torch.dtype, op: ReduceOp | None, numel: int) -> bool:
+    def supports(self, wanted: Wanted) -> bool:
         """Return True for what MPI has a type and an operator for; large counts go piecewise elsewhere."""
-        if numel * kind.itemsize > PIECE_BYTES:
+        operation, kind, op = wanted.operation, wanted.kind, wanted.op
+        if operation not in _STARTS:
+            return False
+        if wanted.nbytes > PIECE_BYTES:
             return operation in ("allreduce", "broadcast", "reduce")
         if op is ReduceOp.MEAN:
             return operation == "allreduce" and kind in DTYPES
-        return operation not in _REDUCTIONS or (kind in DTYPES and (op is None or op in OPS))
+        return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
 
-    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place: Iallreduce, in pieces where `t` is large."""
-        t, done = _widened(t, op, done, t)
+    def start(self, operation: Operation, _: int, done: Done) -> None:
+        """Begin an operation."""
+        _STARTS[operation.kind](self, operation, done)
+
+    def _allreduce(self, o: Operation, done: Done) -> None:
+        """Iallreduce, in pieces where the tensor is large."""
+        op = o.op
+        t, done = _widened(o.t, op, done, o.t)
         if t.nbytes >= LARGE_BYTES:
             self._conveyor.allreduce(t, op, done)
         else:
@@ -93,12 +104,12 @@ class MpiNative:
             start(self._requests, lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what `allreduce` does to tensors of this kind, with all that can be known ahead worked out."""
+        """Return what begins an allreduce, with all that can be known ahead worked out."""
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, track = MPI.IN_PLACE, self._requests.track
         if nbytes >= LARGE_BYTES or _saturates(kind, op):
-            return lambda t, _, done: self.allreduce(t, op, done)
+            return lambda t, _, done: self._allreduce(Operation("allreduce", t, op=op), done)
         specs: dict[int, list[Any]] = {}
 
         def described(at: int) -> list[Any]:
@@ -120,22 +131,23 @@ class MpiNative:
 
         return begin
 
-    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
-        """Overwrite `t`: Ibcast of bytes."""
-        self._piecewise(bytes_of(t), done, lambda piece: self._comm.Ibcast(piece, root))
+    def _broadcast(self, o: Operation, done: Done) -> None:
+        """Ibcast of bytes."""
+        self._piecewise(bytes_of(o.t), done, lambda piece: self._comm.Ibcast(piece, o.root))
 
-    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
-        """Reduce into root's `t`: Ireduce."""
-        t, done = _widened(t, op, done, t if self._comm.rank == root else None)
+    def _reduce(self, o: Operation, done: Done) -> None:
+        op, root = o.op, o.root
+        t, done = _widened(o.t, op, done, o.t if self._comm.rank == root else None)
         if self._comm.rank == root:
             self._piecewise(t, done, lambda piece: self._comm.Ireduce(MPI.IN_PLACE, piece, OPS[op], root))
         else:
             self._piecewise(t, done, lambda piece: self._comm.Ireduce(piece, None, OPS[op], root))
 
-    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
-        """Fill `out`: Iallgather(v) of bytes."""
-        sizes = [count * out.element_size() for count in counts]
-        mine: Any = MPI.IN_PLACE if _own_block(t, out, counts, self._comm.rank) else spec(bytes_of(t))
+    def _allgather(self, o: Operation, done: Done) -> None:
+        """Iallgather(v) of bytes."""
+        t, out = o.t, o.out
+        sizes = [count * out.element_size() for count in o.counts]
+        mine: Any = MPI.IN_PLACE if _own_block(t, out, o.counts, self._comm.rank) else spec(bytes_of(t))
         if len(set(sizes)) == 1:
             everything = [address(out.data_ptr(), out.nbytes), sizes[0], MPI.BYTE]
             self._start(lambda: self._comm.Iallgather(mine, everything), out.nbytes, done)
@@ -144,17 +156,15 @@ class MpiNative:
             vector = [address(out.data_ptr(), out.nbytes), (sizes, offsets), MPI.BYTE]
             self._start(lambda: self._comm.Iallgatherv(mine, vector), out.nbytes, done)
 
-    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
-        """Reduce `t` and keep my block: Ireduce_scatter."""
-        if _saturates(t.dtype, op):
-            t, done = _widened(t, op, done, None)
-            out, done = _widened(out, op, done, out)
-        self._start(lambda: self._comm.Ireduce_scatter(spec(t), spec(out), list(counts), OPS[op]), t.nbytes, done)
+    def _reduce_scatter(self, o: Operation, done: Done) -> None:
+        t, done = _widened(o.t, o.op, done, None)
+        out, done = _widened(o.out, o.op, done, o.out)
+        op, counts = OPS[o.op], list(o.counts)
+        self._start(lambda: self._comm.Ireduce_scatter(spec(t), spec(out), counts, op), t.nbytes, done)
 
-    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` over the ranks up to mine: Iscan."""
-        t, done = _widened(t, op, done, t)
-        self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(t), OPS[op]), t.nbytes, done)
+    def _scan(self, o: Operation, done: Done) -> None:
+        t, done = _widened(o.t, o.op, done, o.t)
+        self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(t), OPS[o.op]), t.nbytes, done)
 
     def _piecewise(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
         if t.nbytes <= PIECE_BYTES:
@@ -167,6 +177,16 @@ class MpiNative:
 
     def _start(self, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
         start(self._requests, call, nbytes, done)
+
+
+_STARTS = {
+    "allreduce": MpiNative._allreduce,
+    "broadcast": MpiNative._broadcast,
+    "reduce": MpiNative._reduce,
+    "allgather": MpiNative._allgather,
+    "reduce_scatter": MpiNative._reduce_scatter,
+    "scan": MpiNative._scan,
+}
 
 
 def _divided(t: Tensor, ranks: int, done: Done) -> Done:

@@ -7,14 +7,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, dtype
+from torch import Tensor
 
-from aiodist.backends.base import Begin, Done
+from aiodist.backends.base import Done, Operation
 from aiodist.backends.inplace import bytes_of, divide
 from aiodist.backends.nccl.group import Launch, NcclGroup
-from aiodist.backends.nccl.kinds import as_numbers, native_op, supports
+from aiodist.backends.nccl.kinds import as_numbers, native_op
 from aiodist.backends.nccl.launch_order import LaunchSlot
-from aiodist.errors import BackendError
 from aiodist.types import ReduceOp
 
 __all__ = ["NcclNative"]
@@ -37,53 +36,41 @@ class NcclNative:
         self._slot = slot
         self._behind = behind
 
-    def supports(self, operation: str, kind: dtype, op: ReduceOp | None, numel: int) -> bool:
-        """Return True when the method named `operation` takes such tensors; any number of elements goes."""
-        return supports(operation, kind, op)
+    def start(self, o: Operation, done: Done) -> None:
+        """Enqueue an operation; see `kinds.supports` for which."""
+        _STARTS[o.kind](self, o, done)
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what `allreduce` does."""
-        return lambda t, _, done: self.allreduce(t, op, done)
+    def _allreduce(self, o: Operation, done: Done) -> None:
+        """NcclAllReduce."""
+        numbers, native = as_numbers(o.t), self._op(o.op)
 
-    def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place on every rank: ncclAllReduce."""
-        numbers, native = as_numbers(t), self._op(op)
-        self._call(
-            "allreduce",
-            lambda comm, stream: comm.allreduce(numbers, numbers, native, stream=stream),
-            done,
-            after=self._division(t, op),
-            empty=t.numel() == 0,
-        )
+        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
+            comm.allreduce(numbers, numbers, native, stream=stream)
 
-    def broadcast(self, t: Tensor, root: int, done: Done) -> None:
-        """Overwrite `t` with root's: ncclBroadcast."""
-        data = bytes_of(t)
-        self._call(
-            "broadcast",
-            lambda comm, stream: comm.broadcast(data, data, root, stream=stream),
-            done,
-            empty=t.numel() == 0,
-        )
+        self._call(o, launch, done, after=self._division(o))
 
-    def reduce(self, t: Tensor, op: ReduceOp, root: int, done: Done) -> None:
-        """Reduce into root's `t`, the others' is only read: ncclReduce."""
-        numbers, native = as_numbers(t), self._op(op)
-        self._call(
-            "reduce",
-            lambda comm, stream: comm.reduce(numbers, numbers, native, root, stream=stream),
-            done,
-            after=self._division(t, op) if self._group.rank == root else None,
-            empty=t.numel() == 0,
-        )
+    def _broadcast(self, o: Operation, done: Done) -> None:
+        """NcclBroadcast."""
+        data = bytes_of(o.t)
 
-    def allgather(self, t: Tensor, out: Tensor, counts: Sequence[int], done: Done) -> None:
-        """Fill flat `out` with every rank's `counts[rank]` elements; `t` may be its own block.
+        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
+            comm.broadcast(data, data, o.root, stream=stream)
 
-        ncclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together.
-        """
-        mine, everything = bytes_of(t), bytes_of(out)
-        blocks = _blocks(everything, [count * out.element_size() for count in counts])
+        self._call(o, launch, done)
+
+    def _reduce(self, o: Operation, done: Done) -> None:
+        """NcclReduce."""
+        numbers, native = as_numbers(o.t), self._op(o.op)
+
+        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
+            comm.reduce(numbers, numbers, native, o.root, stream=stream)
+
+        self._call(o, launch, done, after=self._division(o) if self._group.rank == o.root else None)
+
+    def _allgather(self, o: Operation, done: Done) -> None:
+        """NcclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together."""
+        mine, everything, counts = bytes_of(o.t), bytes_of(o.out), o.counts
+        blocks = _blocks(everything, [count * o.out.element_size() for count in counts])
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             if len(set(counts)) == 1:
@@ -94,15 +81,12 @@ class NcclNative:
                     if block.numel():
                         comm.broadcast(mine, block, root, stream=stream)
 
-        self._call("allgather", launch, done, empty=out.numel() == 0)
+        self._call(o, launch, done)
 
-    def reduce_scatter(self, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp, done: Done) -> None:
-        """Reduce `t`, which is only read, and give rank r the `counts[r]` elements of block r in `out`.
-
-        ncclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together.
-        """
-        numbers, mine, native = as_numbers(t), as_numbers(out), self._op(op)
-        parts = 2 if t.is_complex() else 1
+    def _reduce_scatter(self, o: Operation, done: Done) -> None:
+        """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
+        numbers, mine, native, counts = as_numbers(o.t), as_numbers(o.out), self._op(o.op), o.counts
+        parts = 2 if o.t.is_complex() else 1
         blocks = _blocks(numbers, [count * parts for count in counts])
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -114,27 +98,30 @@ class NcclNative:
                     if block.numel():
                         comm.reduce(block, mine, native, root, stream=stream)
 
-        self._call("reduce_scatter", launch, done, after=self._division(out, op), empty=t.numel() == 0)
+        self._call(o, launch, done, after=self._division(o))
 
-    def scan(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Not offered: NCCL has none."""
-        done(BackendError("NCCL: there is no scan"))
-
-    def _call(
-        self, what: str, launch: Launch, done: Done, *, after: Callable[[], None] | None = None, empty: bool = False
-    ) -> None:
-        if empty:  # on all ranks: they know the counts
+    def _call(self, o: Operation, launch: Launch, done: Done, *, after: Callable[[], None] | None = None) -> None:
+        if o.t.numel() == o.out.numel() == 0:  # as on all ranks, which know the counts
             done(None)
         else:
-            self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
+            self._group.call(launch, o.kind, done, after=after, slot=self._slot, behind=self._behind)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[native_op(op)]
 
-    def _division(self, t: Tensor, op: ReduceOp) -> Callable[[], None] | None:
-        if op is not ReduceOp.MEAN or self._group.size == 1:
+    def _division(self, o: Operation) -> Callable[[], None] | None:
+        if o.op is not ReduceOp.MEAN or self._group.size == 1:
             return None
-        return lambda: divide(t, self._group.size)
+        return lambda: divide(o.out, self._group.size)
+
+
+_STARTS = {
+    "allreduce": NcclNative._allreduce,
+    "broadcast": NcclNative._broadcast,
+    "reduce": NcclNative._reduce,
+    "allgather": NcclNative._allgather,
+    "reduce_scatter": NcclNative._reduce_scatter,
+}
 
 
 def _blocks(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from aiodist.backends.base import Operation
 from aiodist.collectives.choice.table import Edit, parse_edit
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.primitives import Primitives
@@ -26,7 +27,7 @@ def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None])
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
     everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8)
-    yield from p.allgather(frame, everything, [_FRAME_BYTES] * p.ep.size)
+    yield from p.run(Operation("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
     if other:

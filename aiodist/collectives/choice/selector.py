@@ -15,7 +15,7 @@ from aiodist.collectives.choice.table import (
     RangeEdit,
 )
 from aiodist.collectives.columns import columns
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import Repertoire
 from aiodist.errors import BackendUnavailable
 from aiodist.handles import Handle
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiodist.collectives.choice.table import Edit, LimitEdit, RangeEdit, parse_edit
 from aiodist.collectives.columns import columns
-from aiodist.collectives.repertoire import Repertoire
+from aiodist.collectives.implementations import Repertoire
 from aiodist.errors import BackendUnavailable, ConfigError
 
 __all__ = ["cache_folder", "conditions", "read_edits", "render", "tuned_path", "write"]

@@ -19,10 +19,9 @@ from aiodist.collectives.cuda.on_device import DeviceWork, InOrder
 from aiodist.collectives.cuda.queued import Queue, alone, by_nccl
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.implementations import Implementation
+from aiodist.collectives.implementations import Kit, Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import DeviceMessages, Endpoint
-from aiodist.collectives.repertoire import Kit, Repertoire
+from aiodist.collectives.program import DeviceMessages, Endpoint, Implementation
 from aiodist.collectives.scheduled import LANE_TAGS
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable

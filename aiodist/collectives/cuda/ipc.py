@@ -40,11 +40,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done
+from aiodist.backends.base import Begin, Done, Operation, Wanted
 from aiodist.backends.cuda_ipc import Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
-from aiodist.collectives.implementations import Wanted
+from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
@@ -89,16 +89,30 @@ class CudaIpc:
         self._well = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device="cpu")
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return None: it takes every operation and dtype, on CUDA devices."""
+        """Return why it cannot do that; on CUDA devices it takes every dtype."""
+        if wanted.operation not in OPERATIONS:
+            return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return None: an operation takes several steps."""
         return None
 
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place; equal to the bit on all ranks."""
-        yield from self._with_all(ep, t, partial(self._allreduced, ep.rank, op))
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Run an operation; an allreduce is equal to the bit on all ranks."""
+        o = operation
+        if o.kind == "broadcast":
+            return self._broadcast(ep, o.t, o.root)
+        if o.kind == "allgather":
+            return self._allgather(ep, o.t, o.out, o.counts)
+        if o.kind == "reduce_scatter":
+            return self._reduce_scatter(ep, o)
+        work: Work = {
+            "allreduce": partial(self._allreduced, ep.rank, o.op),
+            "reduce": partial(self._reduced, ep.rank, o.op, o.root),
+            "scan": partial(self._scanned, ep.rank, o.op),
+        }[o.kind]
+        return self._with_all(ep, o.t, work)
 
     def _allreduced(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
         for mine, *others in self._share(me, parts, places):
@@ -106,18 +120,10 @@ class CudaIpc:
             for other in others:
                 copy(other, mine)
 
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        """Reduce into root's `t`; the others' is only read."""
-        yield from self._with_all(ep, t, partial(self._reduced, ep.rank, op, root))
-
     def _reduced(self, me: int, op: ReduceOp, root: int, parts: Parts, places: Places) -> None:
         for pieces in self._share(me, parts, places):
             into = pieces[root - me]  # they begin with mine
             _reduce(into, [*(piece for piece in pieces if piece is not into), into] if root != me else pieces, op)
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` over the ranks up to mine."""
-        yield from self._with_all(ep, t, partial(self._scanned, ep.rank, op))
 
     def _scanned(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
         for pieces in self._share(me, parts, places):
@@ -133,15 +139,12 @@ class CudaIpc:
                     combine(piece, total, op)
                     total = piece
 
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        """Reduce `t`, which is only read; `out` is my block, and may be that of `t`."""
-        start = sum(counts[: ep.rank])
-        block = slice(start, start + counts[ep.rank])
+    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
+        start = sum(o.counts[: ep.rank])
+        block = slice(start, start + o.counts[ep.rank])
         if ep.size == 1:
-            copy(out, t)
-        yield from self._with_all(ep, t, partial(self._block_reduced, ep.rank, op, _plain(out), block))
+            copy(o.out, o.t)
+        yield from self._with_all(ep, o.t, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
 
     def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts, places: Places) -> None:
         if out.numel():
@@ -149,17 +152,14 @@ class CudaIpc:
             for into, *pieces in self._pieces([out, *(parts[rank][block] for rank in _around(me, len(parts)))]):
                 _reduce(into, [into, *pieces[1:]] if in_place else pieces, op)
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        """Overwrite `t` with root's."""
-
+    def _broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
         def work(parts: Parts, places: Places) -> None:
             if ep.rank != root:
                 copy(parts[ep.rank], parts[root])
 
         yield from self._with_lenders(ep, t, {root: t.numel()}, work)
 
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        """Fill `out` with everybody's elements, in rank order; `t` may be my block of it."""
+    def _allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
         ends = list(accumulate(counts))
         blocks = [_plain(out)[end - count : end] for end, count in zip(ends, counts, strict=True)]
         if blocks[ep.rank].data_ptr() != t.data_ptr():

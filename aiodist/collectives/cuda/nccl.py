@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin
+from aiodist.backends.base import Begin, Operation, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
-from aiodist.collectives.implementations import Wanted
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, run
-from aiodist.collectives.repertoire import Repertoire
 from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
@@ -40,33 +39,18 @@ class Nccl:
         self._repertoire = repertoire
 
     def lacks(self, wanted: Wanted) -> str | None:
+        """Return why it cannot do that, None where it can."""
         if supports(wanted.operation, wanted.kind, wanted.op):
             return None
         return f"NCCL has no {wanted}"
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return None: it has an order of its own."""
         return None
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        yield [lambda done: self._native(ep, t).broadcast(t, root, done)]
-
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        yield [lambda done: self._native(ep, t).allreduce(t, op, done)]
-
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        # What the others give is only read, as NCCL does.
-        yield [lambda done: self._native(ep, t).reduce(t, op, root, done)]
-
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        yield [lambda done: self._native(ep, t).allgather(t, out, counts, done)]
-
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        yield [lambda done: self._native(ep, t).reduce_scatter(t, out, counts, op, done)]
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        raise NotImplementedError(f"NCCL has no scan: `lacks` says so, {t.numel()} elements were given")
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Queue it at its place in the launch order."""
+        yield [lambda done: self._native(ep, operation.t).start(operation, done)]
 
     def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
         group, slot = self._slot_of(ep.tag, t)

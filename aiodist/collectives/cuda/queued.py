@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, guarded
+from aiodist.backends.base import Done, Operation, guarded
 from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.handles import Progress
 from aiodist.streams import Events, Fence
@@ -73,6 +73,7 @@ def by_nccl(progress: Progress, group: NcclGroup, op: ReduceOp) -> Queue:
             fence.reached(event)
             events.add(stream, event, partial(over, failed))
 
-        return fence, partial(guarded, partial(NcclNative(group, slot, behind).allreduce, t, op), queued)
+        start = partial(NcclNative(group, slot, behind).start, Operation("allreduce", t, op=op))
+        return fence, partial(guarded, start, queued)
 
     return queue

@@ -11,25 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done
+from aiodist.backends.base import Begin, Done, Operation, Wanted
 from aiodist.backends.inplace import copy
-from aiodist.collectives.arithmetic import from_wire, to_wire, wire_op
+from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.cuda.device_messages import StagedMessages, staged_irecv, staged_isend
-from aiodist.collectives.implementations import Wanted
+from aiodist.collectives.operations import computed
+from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program, concurrently
 from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
 from aiodist.types import ReduceOp
-
-if TYPE_CHECKING:
-    from aiodist.collectives.primitives import Primitives
 
 __all__ = ["Staged", "StagedMessages", "chunks_of", "cut", "staged_irecv", "staged_isend"]
 
@@ -64,7 +62,7 @@ class _Chunk(NamedTuple):
     """(where in the buffer, tensor of the device) that are copied to the host before it begins."""
     writes: Sequence[tuple[int, Tensor]]
     """The same, copied back when it is over."""
-    run: Callable[[Primitives, Tensor], Program[None]]
+    operation: Callable[[Tensor], Operation]
     """The collective on the buffer."""
 
 
@@ -102,94 +100,74 @@ class Staged:
 
     def lacks(self, wanted: Wanted) -> str | None:
         """Return why it cannot do that."""
+        if wanted.operation not in OPERATIONS:
+            return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return None: there are copies before it and behind it."""
         return None
 
-    def broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        """Overwrite `t` with root's."""
-
-        def run(p: Primitives, host: Tensor) -> Program[None]:
-            return p.broadcast(host, root)
-
-        yield from self._elementwise(ep, t, run, reads=ep.rank == root, writes=ep.rank != root)
-
-    def allreduce(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` in place."""
-        yield from self._elementwise(ep, t, partial(_allreduce, op))
-
-    def reduce(self, ep: Endpoint, t: Tensor, op: ReduceOp, root: int) -> Program[None]:
-        """Reduce into root's `t`; the others' is only read."""
-        yield from self._elementwise(ep, t, partial(_reduce, op, root), writes=ep.rank == root)
-
-    def scan(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
-        """Reduce `t` over the ranks up to mine."""
-        yield from self._elementwise(ep, t, partial(_scan, op))
-
-    def allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
-        """Fill `out` with everybody's elements; mine do not leave the device on their way there."""
-        blocks = out.split(list(counts))
-        own = blocks[ep.rank]
-        if own.data_ptr() != t.data_ptr():
-            copy(own, t)
-        chunks = self._chunks(out.nbytes)
+    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        """Run an operation; of an allgather my elements do not leave the device on their way to their place."""
+        o = operation
+        if o.kind == "allgather":
+            return self._allgather(ep, o)
+        if o.kind == "reduce_scatter":
+            return self._reduce_scatter(ep, o)
+        reads = o.kind != "broadcast" or ep.rank == o.root
+        writes = {"broadcast": ep.rank != o.root, "reduce": ep.rank == o.root}.get(o.kind, True)
+        chunks = self._chunks(o.t.nbytes)
 
         def chunk(i: int) -> _Chunk:
-            cuts = [cut(count, chunks, i) for count in counts]
+            first, last = cut(o.t.numel(), chunks, i)
+            part = [(0, o.t[first:last])]
+            on_host = partial(Operation, o.kind, op=o.op, root=o.root)
+            return _Chunk(last - first, part if reads else [], part if writes else [], on_host)
+
+        return self._run(ep, o.t, chunks, chunk)
+
+    def _allgather(self, ep: Endpoint, o: Operation) -> Program[None]:
+        blocks = o.out.split(list(o.counts))
+        own = blocks[ep.rank]
+        if own.data_ptr() != o.t.data_ptr():
+            copy(own, o.t)
+        chunks = self._chunks(o.out.nbytes)
+
+        def chunk(i: int) -> _Chunk:
+            cuts = [cut(count, chunks, i) for count in o.counts]
             parts, starts = _parts(cuts)
             mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
             return _Chunk(
                 sum(parts),
-                [(mine.start, t[slice(*cuts[ep.rank])])],
+                [(mine.start, o.t[slice(*cuts[ep.rank])])],
                 [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size) if r != ep.rank],
-                lambda p, host: p.allgather(host[mine], host, parts),
+                lambda host: Operation("allgather", host[mine], host, counts=parts),
             )
 
-        yield from self._run(ep, out, chunks, chunk)
+        yield from self._run(ep, o.out, chunks, chunk)
 
-    def reduce_scatter(
-        self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Program[None]:
-        """Reduce `t`, which is only read; `out` is my block, and may be that of `t`."""
-        blocks = t.split(list(counts))
-        chunks = self._chunks(t.nbytes)
+    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
+        blocks = o.t.split(list(o.counts))
+        chunks = self._chunks(o.t.nbytes)
 
         def chunk(i: int) -> _Chunk:
-            cuts = [cut(count, chunks, i) for count in counts]
+            cuts = [cut(count, chunks, i) for count in o.counts]
             parts, starts = _parts(cuts)
+            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
             return _Chunk(
                 sum(parts),
                 [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size)],
-                [(starts[ep.rank], out[slice(*cuts[ep.rank])])],
-                partial(_reduce_scatter, op, parts),
+                [(mine.start, o.out[slice(*cuts[ep.rank])])],
+                lambda host: Operation("reduce_scatter", host, host[mine], op=o.op, counts=parts),
             )
 
-        yield from self._run(ep, t, chunks, chunk)
+        yield from self._run(ep, o.t, chunks, chunk)
 
     # --- the pipeline -----------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
         return 1 if self._together else chunks_of(nbytes, self._limits)
-
-    def _elementwise(
-        self,
-        ep: Endpoint,
-        t: Tensor,
-        run: Callable[[Primitives, Tensor], Program[None]],
-        *,
-        reads: bool = True,
-        writes: bool = True,
-    ) -> Program[None]:
-        chunks = self._chunks(t.nbytes)
-
-        def chunk(i: int) -> _Chunk:
-            first, last = cut(t.numel(), chunks, i)
-            part = [(0, t[first:last])]
-            return _Chunk(last - first, part if reads else [], part if writes else [], run)
-
-        yield from self._run(ep, t, chunks, chunk)
 
     def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> Program[None]:
         """Run all chunks, those of each lane one after another."""
@@ -226,7 +204,7 @@ class Staged:
                 # Also where nothing is read: programs in lockstep count their steps.
                 yield [partial(work.read, reads, behind)] if reads else []
                 behind = behind and not reads
-                yield from chunk.run(p, host)
+                yield from computed(p, chunk.operation(host))
                 writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
                 if writes and behind:
                     yield [work.begun]
@@ -305,36 +283,3 @@ def _once(done: Done) -> Done:
             left.pop()(error)
 
     return told
-
-
-def _allreduce(op: ReduceOp, p: Primitives, host: Tensor) -> Program[None]:
-    if p.finishes("allreduce", host, op):
-        yield from p.allreduce(host, op)
-        return
-    wire = to_wire(host)
-    yield from p.allreduce(wire, wire_op(op))
-    from_wire(wire, host, op, p.ep.size)
-
-
-def _reduce(op: ReduceOp, root: int, p: Primitives, host: Tensor) -> Program[None]:
-    wire = to_wire(host)
-    yield from p.reduce(wire, wire_op(op), root)
-    if p.ep.rank == root:
-        from_wire(wire, host, op, p.ep.size)
-
-
-def _scan(op: ReduceOp, p: Primitives, host: Tensor) -> Program[None]:
-    wire = to_wire(host)
-    yield from p.scan(wire, wire_op(op))
-    from_wire(wire, host, op, p.ep.rank + 1)
-
-
-def _reduce_scatter(op: ReduceOp, counts: Sequence[int], p: Primitives, host: Tensor) -> Program[None]:
-    """Leave my block of the reduced elements where it lies."""
-    mine = slice(sum(counts[: p.ep.rank]), sum(counts[: p.ep.rank + 1]))
-    if p.finishes("reduce_scatter", host, op):
-        yield from p.reduce_scatter(host, host[mine], counts, op)
-        return
-    wire = to_wire(host)
-    yield from p.reduce_scatter(wire, wire[mine], counts, wire_op(op))
-    from_wire(wire[mine], host[mine], op, p.ep.size)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, Operation
 from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.backends.nccl import group as module
 from aiodist.errors import BackendError, CommunicatorAborted
@@ -34,11 +34,11 @@ def full(w: World, rank: int, value: float = 1.0, numel: int = 16) -> Tensor:
 
 
 def summed(t: Tensor) -> Step:
-    return lambda n, done: n.allreduce(t, ReduceOp.SUM, done)
+    return lambda n, done: n.start(Operation("allreduce", t, op=ReduceOp.SUM), done)
 
 
 def _broadcast(t: Tensor, n: NcclNative, done: Done) -> None:
-    n.broadcast(t, 0, done)
+    n.start(Operation("broadcast", t), done)
 
 
 def code_of(error: Failure) -> int | None:
@@ -393,7 +393,7 @@ async def test_s3_what_an_operation_lets_go_of_is_reused_behind_the_kernel(world
                     torch.full_like(out, 100.0)
                 done(error)
 
-            n.allreduce(made[0], ReduceOp.MEAN, then)
+            n.start(Operation("allreduce", made[0], op=ReduceOp.MEAN), then)
 
         return step
 
@@ -416,7 +416,7 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
             def next_one(error: Failure) -> None:
                 order.append(number)
                 if number < count:
-                    n.broadcast(t, 0, last)
+                    n.start(Operation("broadcast", t), last)
                 else:
                     done(error)
 
@@ -424,7 +424,7 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
                 order.append(number + count)
                 done(error)
 
-            n.broadcast(t, 0, next_one)
+            n.start(Operation("broadcast", t), next_one)
 
         return start
 
@@ -444,7 +444,7 @@ async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(
 
     def call(rank: int) -> Step:
         def step(n: NcclNative, done: Done) -> None:
-            n.broadcast(w.kept[rank], 0, enqueued.append)
+            n.start(Operation("broadcast", w.kept[rank]), enqueued.append)
             assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
             done(None)
 

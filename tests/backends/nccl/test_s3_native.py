@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done
+from aiodist.backends.base import DTYPES, Done, Operation
 from aiodist.backends.nccl import LaunchSlot, NcclNative, supports
 from aiodist.types import ReduceOp
+from tests.support.operations import operation
 
 if TYPE_CHECKING:
     from tests.backends.nccl.conftest import World
@@ -53,9 +54,9 @@ def reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
     return total / len(parts) if op is ReduceOp.MEAN else total
 
 
-def step(name: str, *args: object) -> Step:
-    """Return what calls that method."""
-    return lambda n, done: getattr(n, name)(*args, done)
+def step(kind: str, *args: object) -> Step:
+    """Return what begins that operation."""
+    return lambda n, done: n.start(operation(kind, *args), done)
 
 
 def check(t: Tensor, expected: Tensor) -> None:
@@ -157,7 +158,7 @@ async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make
                 slot: LaunchSlot = slots[number],
             ) -> None:
                 with torch.cuda.stream(stream):
-                    NcclNative(w.open(rank), slot).allreduce(t, ReduceOp.MEAN, done)
+                    NcclNative(w.open(rank), slot).start(Operation("allreduce", t, op=ReduceOp.MEAN), done)
                 slot.give_back()
 
             futures.append(w.start(enqueue))

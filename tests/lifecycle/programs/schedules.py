@@ -5,8 +5,8 @@ What it gives is compared with what NumPy makes of all ranks' numbers; `ran` are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
+from aiodist.backends.base import Operation
+from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.schedules import SCHEDULES
 
@@ -110,16 +112,13 @@ CHECKS = {one.__name__: one for one in (allreduce, broadcast, reduce, scan, allg
 def noting(ran: set[tuple[str, str]]) -> Iterator[None]:
     """Add what is run by schedule, as operation and name."""
 
-    def noted(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Scheduled, *args: Any) -> Any:
-            ran.add((operation, self.name))
-            return call(self, *args)
+    run = Scheduled.run
 
-        return run
+    def noted(self: Scheduled, ep: Endpoint, operation: Operation) -> Program[None]:
+        ran.add((operation.kind, self.name))
+        return run(self, ep, operation)
 
-    with ExitStack() as stack:
-        for operation in SCHEDULES:
-            stack.enter_context(patch.object(Scheduled, operation, noted(operation, getattr(Scheduled, operation))))
+    with patch.object(Scheduled, "run", noted):
         yield
 
 

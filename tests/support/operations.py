@@ -1,0 +1,23 @@
+"""Operations from what tests list: their arguments in one order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodist.backends.base import Operation
+
+__all__ = ["operation"]
+
+_ARGUMENTS = {
+    "allreduce": ("t", "op"),
+    "broadcast": ("t", "root"),
+    "reduce": ("t", "op", "root"),
+    "scan": ("t", "op"),
+    "allgather": ("t", "out", "counts"),
+    "reduce_scatter": ("t", "out", "counts", "op"),
+}
+
+
+def operation(kind: str, *arguments: Any) -> Operation:
+    """Return an operation, of tensors and then what else it takes."""
+    return Operation(kind, **dict(zip(_ARGUMENTS[kind], arguments, strict=True)))
