@@ -34,6 +34,7 @@ __all__ = [
     "allgather",
     "allreduce",
     "alltoall",
+    "alltoall_single",
     "broadcast",
     "broadcast_bytes",
     "computed",
@@ -247,6 +248,29 @@ def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] |
     yield from p.run(Operation("alltoall", sent, received, counts=counts, received=counts))
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
     return [_into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
+
+
+def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Program[Tensor]:
+    """Send `sizes[r]` rows of `t` to rank r; return what all sent to me, in rank order. None: all send all alike."""
+    ranks, row = p.ep.size, t.shape[1:].numel()
+    data = p
+    if sizes is None:
+        sizes = coming = [t.shape[0] // ranks] * ranks
+    else:
+        arriving = torch.empty(ranks, dtype=torch.int64)
+        one = [1] * ranks
+        yield from p.run(Operation("alltoall", torch.tensor(sizes), arriving, counts=one, received=one))
+        yield from p.ep.known()
+        coming, data = arriving.tolist(), p.afterwards()
+    shape = (sum(coming), *t.shape[1:])
+    result = t.new_empty(shape) if out is None else fit(out, shape, t.dtype)
+    if out is not None and overlaps(result, t):
+        t = t.clone()
+    sent, received = [size * row for size in sizes], [size * row for size in coming]
+    yield from data.run(
+        Operation("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received),
+    )
+    return result
 
 
 def reduce_scatter(

@@ -123,13 +123,13 @@ def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
             raise ValueError(f"out overlaps the input ts[{i}], which belongs to another rank: expected other memory")
 
 
-def check_sizes(sizes: Sequence[int], numel: int, ranks: int) -> list[int]:
-    """Return `sizes` if it has a count for each rank and they add up to `numel`."""
+def check_sizes(sizes: Sequence[int], total: int, ranks: int, what: str = "elements") -> list[int]:
+    """Return `sizes` if it has a count for each rank and they add up to the `total`."""
     checked = [int(size) for size in sizes]
     if len(checked) != ranks or min(checked, default=0) < 0:
         raise ValueError(f"sizes={checked}: expected {ranks} counts, one for each rank")
-    if sum(checked) != numel:
-        raise ValueError(f"sizes add up to {sum(checked)}: expected the {numel} elements of t")
+    if sum(checked) != total:
+        raise ValueError(f"sizes add up to {sum(checked)}: expected the {total} {what} of t")
     return checked
 
 

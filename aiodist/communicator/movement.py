@@ -20,6 +20,7 @@ from aiodist.communicator.arguments import (
     check_one_place,
     check_out,
     check_rank,
+    check_sizes,
     check_tensor,
 )
 from aiodist.communicator.base import (
@@ -45,7 +46,7 @@ Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
 
 class Movement(Base):
-    """`broadcast`, `allgather`, `gather`, `scatter`, `alltoall` and `barrier`."""
+    """`broadcast`, `allgather`, `gather`, `scatter`, `alltoall`, `alltoall_single` and `barrier`."""
 
     def broadcast(
         self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: Impl = "auto"
@@ -207,6 +208,41 @@ class Movement(Base):
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
         return self._issue(what, program, claims, sent, timeout, outs=outs or ())
+
+    def alltoall_single(
+        self,
+        t: Tensor,
+        *,
+        out: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        timeout: float | None = None,
+        impl: Impl = "auto",
+    ) -> Handle[Tensor]:
+        """Return the rows that all ranks hold for this one, in rank order along dim 0: rank r gets `sizes[r]` of `t`.
+
+        `t` has any shape but that of a number. Without `sizes` it has one shape on all ranks, whose dim 0 they divide
+        evenly; with them (given on all ranks) the rows that come are counted first, and `out` grows where it is too
+        small and owns its memory. Raises ValueError for sizes that are not those of `t`. Cost: p-1 messages out and
+        in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half of `t`, for short tensors without
+        `sizes`.
+        """
+        check_tensor(t)
+        if t.dim() == 0:
+            raise ValueError("t has no dimension to cut: expected at least one")
+        if sizes is not None:
+            sizes = check_sizes(sizes, t.shape[0], self.size, "rows")
+            if impl == "bruck":
+                raise ValueError("impl='bruck' goes without sizes: expected blocks that are alike on all ranks")
+        elif t.shape[0] % self.size:
+            raise ValueError(f"t has {t.shape[0]} rows: expected a multiple of the {self.size} ranks, or sizes=")
+        if out is not None:
+            check_out(out, t, numel=None)
+        # The shape of what all send alike, else of a row.
+        shape = str(list(t.shape if sizes is None else t.shape[1:]))
+        form = how(None, impl, extra="" if sizes is None else "rows by sizes")
+        program = operations.alltoall_single(self._primitives(impl), t, out, sizes)
+        what = Fingerprint("alltoall_single", kind_of(t), shape, form)
+        return self._issue(what, program, claims_of([t], out), [t], timeout, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""

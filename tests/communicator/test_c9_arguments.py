@@ -72,6 +72,11 @@ MISTAKES = [
     bad(ValueError, r"sizes=\[6\]: expected 2 counts", lambda c: c.reduce_scatter(FLOATS, sizes=[6])),
     bad(ValueError, r"sizes=\[8, -2\]", lambda c: c.reduce_scatter(FLOATS, sizes=[8, -2])),
     bad(ValueError, r"no dimension to cut", lambda c: c.reduce_scatter(torch.tensor(1.0))),
+    bad(ValueError, r"no dimension to cut", lambda c: c.alltoall_single(torch.tensor(1.0))),
+    bad(ValueError, r"t has 5 rows: expected a multiple of the 2 ranks", lambda c: c.alltoall_single(FLOATS[:5])),
+    bad(ValueError, r"sizes add up to 5: expected the 6 rows", lambda c: c.alltoall_single(FLOATS, sizes=[2, 3])),
+    bad(ValueError, r"goes without sizes", lambda c: c.alltoall_single(FLOATS, sizes=[3, 3], impl="bruck")),
+    bad(ValueError, r"out overlaps the input", lambda c: c.alltoall_single(FLOATS[:4], out=FLOATS[1:5])),
     bad(ValueError, r"across=True over .*expected the same", lambda c: c.allreduce([FLOATS, FLOATS[:2]], across=True)),
     bad(ValueError, r"objs is 1 objects: expected 2", lambda c: c.alltoall_object([1])),
     bad(ValueError, r"timeout=-1.*expected seconds", lambda c: c.allreduce(torch.ones(1), timeout=-1)),
@@ -95,6 +100,20 @@ async def test_c9_a_mistake_is_an_error_at_the_call(
         call(coll)
     assert (coll.seq, coll.statistics()) == before
     assert (await coll.allreduce(FLOATS.clone())).tolist() == (2 * FLOATS).tolist()
+
+
+@pytest.mark.ranks(2)
+async def test_c1_alltoall_single_in_place_by_bruck_and_where_ranks_differ(coll: Communicator) -> None:
+    t = torch.arange(6.0) + 10 * coll.rank
+    expected = torch.cat([torch.arange(3.0) + 3 * coll.rank + 10 * source for source in range(2)])
+    assert torch.equal(await coll.alltoall_single(t.clone(), impl="bruck"), expected)
+    assert torch.equal(await coll.alltoall_single(t, out=t), expected)
+    for differing in (t[: 4 + 2 * coll.rank], t.double() if coll.rank else t):
+        with pytest.raises(aiodist.MismatchError, match=r"alltoall_single float32\[") as told:
+            await coll.alltoall_single(differing)
+        assert "test_c9_arguments.py" in str(told.value)
+    with pytest.raises(aiodist.MismatchError, match="rows by sizes"):
+        await coll.alltoall_single(t, sizes=[3, 3] if coll.rank else None)
 
 
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))

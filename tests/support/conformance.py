@@ -36,7 +36,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (torch.bool, *_INTEGERS, *_FLOATS, *_COMPLEX)
 
 REDUCTIONS = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter")
-MOVES = ("broadcast", "gather", "allgather", "scatter", "alltoall", "send_recv", "sendrecv")
+MOVES = ("broadcast", "gather", "allgather", "scatter", "alltoall", "alltoall_single", "send_recv", "sendrecv")
 
 _ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 _OUTS = {
@@ -50,10 +50,11 @@ _OUTS = {
     "allgather": ("", "exact", "larger", "smaller", "block"),
     "scatter": ("", "exact", "larger", "smaller"),
     "alltoall": ("", "exact", "larger", "smaller"),
+    "alltoall_single": ("", "exact", "larger", "smaller"),
     "send_recv": ("", "exact", "larger", "any"),
     "sendrecv": ("", "exact", "larger", "smaller"),
 }
-_UNEVEN = frozenset({"gather", "allgather", "scatter", "alltoall", "reduce_scatter", "send_recv", "sendrecv"})
+_UNEVEN = frozenset({*MOVES, "reduce_scatter"} - {"broadcast"})
 
 _UFUNCS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
@@ -108,7 +109,7 @@ def cases(operation: str, size: int, *, limit: int, seed: int, large: int = 70_0
     draw = random.Random(f"{operation} {size} {seed}")
     kinds = [(kind, op) for kind in DTYPES for op in (operators(kind) if operation in REDUCTIONS else ("",))]
     # None, one, fewer than ranks, even, odd, large
-    large //= size if operation in ("scatter", "alltoall") else 1
+    large //= size if operation in ("scatter", "alltoall", "alltoall_single") else 1
     numels = tuple(dict.fromkeys((0, 1, max(1, size - 1), 4 * size, 6 * size + 3, large)))
     roots = tuple(range(size)) if operation in _ROOTED else (0,)
     uneven = (False, True) if operation in _UNEVEN else (False,)
@@ -331,6 +332,23 @@ async def _alltoall(coll: Communicator, case: Case) -> None:
         _same(ts[rank], case.given(coll.rank, rank), f"ts[{rank}]")
 
 
+async def _alltoall_single(coll: Communicator, case: Case) -> None:
+    def block(source: int, to: int) -> Tensor:
+        given = case.given(source, to)
+        if not case.uneven:
+            return given
+        return given.view(-1)[: (source + 2 * to + case.seed) % (given.numel() + 1)]
+
+    blocks = [block(coll.rank, to) for to in range(coll.size)]
+    t, expected = torch.cat(blocks), torch.cat([block(source, coll.rank) for source in range(coll.size)])
+    before, out = t.clone(), _out(case, expected)
+    sizes = [len(block) for block in blocks] if case.uneven else None
+    result = await coll.alltoall_single(t, out=out, sizes=sizes)
+    _same(result, expected)
+    _in_out(out, result)
+    _same(t, before, "the input")
+
+
 async def _send_recv(coll: Communicator, case: Case) -> None:
     after, before = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
     tag = case.seed % 1000
@@ -377,6 +395,7 @@ _CHECKS: dict[str, Callable[[Communicator, Case], Any]] = {
     "allgather": _allgather,
     "scatter": _scatter,
     "alltoall": _alltoall,
+    "alltoall_single": _alltoall_single,
     "send_recv": _send_recv,
     "sendrecv": _sendrecv,
 }
