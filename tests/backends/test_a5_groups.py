@@ -27,6 +27,12 @@ from aiodist.types import ReduceOp
 SUM = ReduceOp.SUM
 Call = Callable[[ShmNative, int, Done], None]
 
+
+def begun(kind: str, t: Tensor) -> Call:
+    """Return what begins an operation on `t`."""
+    return lambda native, key, done: native.start(Operation(kind, t), key, done)
+
+
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
@@ -265,9 +271,7 @@ async def test_a5_groups_of_one_neighbourhood_work_at_once() -> None:
                 ]
                 results.append((ts, folded(values, SUM)))
                 for i, t in enumerate(ts):
-                    ends.append(
-                        here.issue(i, lambda n, k, d, t=t: n.start(Operation("allreduce", t), k, d), key, groups[name])
-                    )  # type: ignore[misc]
+                    ends.append(here.issue(i, begun("allreduce", t), key, groups[name]))
         await asyncio.gather(*ends)
         assert all(torch.equal(t, total) for ts, total in results for t in ts)
 
@@ -399,8 +403,8 @@ async def test_a5_a_step_that_fails_is_told_and_nobody_hangs(monkeypatch: pytest
 
         monkeypatch.setitem(COMBINE, SUM, broken)
         ts[1].fill_(1)
-        ends = [here.issue(r, lambda n, k, d, r=r: n.start(Operation("allreduce", ts[r]), k, d), 77) for r in range(3)]  # type: ignore[misc]
-        later = [here.issue(r, lambda n, k, d, r=r: n.start(Operation("scan", ts[r]), k, d), 78) for r in range(3)]  # type: ignore[misc]
+        ends = [here.issue(r, begun("allreduce", ts[r]), 77) for r in range(3)]
+        later = [here.issue(r, begun("scan", ts[r]), 78) for r in range(3)]
         with pytest.raises(BackendError, match=r"allreduce float32\[9\] sum failed: out of order") as caught:
             await ends[1]
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -418,10 +422,7 @@ async def test_a5_a_step_that_fails_is_told_and_nobody_hangs(monkeypatch: pytest
         assert not any(native.group.busy for native in here.natives)
         other = here.group("other")
         fresh = here.place([torch.ones(9)] * 3, "all")
-        ends = [
-            here.issue(r, lambda n, k, d, r=r: n.start(Operation("broadcast", fresh[r]), k, d), 1, other)
-            for r in range(3)
-        ]  # type: ignore[misc]
+        ends = [here.issue(r, begun("broadcast", fresh[r]), 1, other) for r in range(3)]
         await asyncio.gather(*ends)
 
 
@@ -454,10 +455,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         for i in range(20):
             natives = here.group(f"g{i}")
             ts = [torch.ones(400_000), torch.ones(400_000)]
-            ends = [
-                here.issue(r, lambda n, k, d, t=t: n.start(Operation("allreduce", t), k, d), 1, natives)
-                for r, t in enumerate(ts)
-            ]  # type: ignore[misc]
+            ends = [here.issue(r, begun("allreduce", t), 1, natives) for r, t in enumerate(ts)]
             await asyncio.gather(*ends)
             with transport_lock:
                 for native in natives:

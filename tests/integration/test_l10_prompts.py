@@ -55,7 +55,7 @@ def prompts(folder: Path, size: int, text: str) -> list[subprocess.CompletedProc
             process.stdin.write(text)
             process.stdin.close()
             process.stdin = None
-        ended = [process.communicate(timeout=50) for process in started]
+        ended = _all_ended(started, 50)
     finally:
         for process in started:
             process.kill()
@@ -63,6 +63,16 @@ def prompts(folder: Path, size: int, text: str) -> list[subprocess.CompletedProc
         subprocess.CompletedProcess(command, process.returncode, *texts)
         for process, texts in zip(started, ended, strict=True)
     ]
+
+
+def _all_ended(started: list[subprocess.Popen[str]], seconds: float) -> list[tuple[str, str]]:
+    """Return what each wrote: of one that fails alone the others' texts tell, too."""
+    try:
+        return [process.communicate(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 @RANKS
@@ -115,26 +125,24 @@ def test_l10_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
         )
         for rank in range(size)
     ]
-    try:
-        for process in started:
-            text, errors = process.communicate(timeout=80)
-            assert process.returncode == 0, errors
-            assert text.splitlines() == [f"sum {size}", "mean 1048576.0", f"again {size}"], errors
-    finally:
-        for process in started:
-            process.kill()
+    ended = _all_ended(started, 80)
+    for process, (text, _) in zip(started, ended, strict=True):
+        assert process.returncode == 0, ended
+        assert text.splitlines() == [f"sum {size}", "mean 1048576.0", f"again {size}"], ended
 
 
 NOTEBOOK = """
-import sys
-import nbclient, nbformat
+import os, sys
+import jupyter_client, nbclient, nbformat
 
 cells = [
     {"cell_type": "code", "id": str(i), "source": text, "metadata": {}, "outputs": [], "execution_count": None}
     for i, text in enumerate(sys.argv[1:])
 ]
 notebook = nbformat.from_dict({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
-nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+# By sockets of this folder: ports that are found to be free may be another kernel's when this one takes them.
+kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"kernel-{os.getpid()}")
+nbclient.NotebookClient(notebook, km=kernel, timeout=60).execute()
 for cell in notebook.cells:
     for output in cell.outputs:
         print(output.get("text") or output.get("data", {}).get("text/plain"), end="")
