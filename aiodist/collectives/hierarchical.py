@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from aiodist.backends.base import Begin, Operation, Wanted
+from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
 from aiodist.collectives.traffic import Differ, Traffic
-from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 __all__ = ["Hierarchical"]
@@ -26,17 +25,13 @@ __all__ = ["Hierarchical"]
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 
-class Hierarchical:
+class Hierarchical(Implementation):
     """See the module, and `Implementation`.
 
     Hosts that differ on an operation stop what goes between them. The ranks within a host, which agree, all go on to
     the end: none may wait for one that has stopped.
     """
 
-    finishes = False
-    inline_bytes = LARGE_BYTES
-    in_order = False
-    recallable = False
     compares = True
 
     def __init__(
@@ -69,10 +64,6 @@ class Hierarchical:
     def lacks(self, wanted: Wanted) -> str | None:
         """Return why it cannot do that, None where it can."""
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return None: it takes several steps."""
-        return None
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; an allreduce in pieces that are on their way at once."""

@@ -43,11 +43,8 @@ _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name i
 _MOST_PICKED = 10_000
 
 
-class NativeCollectives:
+class NativeCollectives(Implementation):
     """The collectives of the library that carries the communicator, or of memory that all its ranks map."""
-
-    recallable = False
-    compares = False
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name

@@ -7,6 +7,7 @@ loop's thread: no task of the loop is needed between two steps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done, Operation, Transport, Wanted, ours
 from aiodist.collectives.traffic import Traffic
+from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 __all__ = [
@@ -96,27 +98,30 @@ class Endpoint:
             yield [self.traffic.agreed]
 
 
-class Implementation(Protocol):
+class Implementation(ABC):
     """A way in which a communicator can run collectives, known by a name."""
 
     name: str
-    finishes: bool
+    finishes: bool = False
     """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int
+    inline_bytes: int = LARGE_BYTES
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
-    in_order: bool
+    in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
-    recallable: bool
+    recallable: bool = False
     """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
-    compares: bool
+    compares: bool = False
     """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
 
+    @abstractmethod
     def lacks(self, wanted: Wanted) -> str | None:
         """Return why it cannot do that, None where it can; the same on all ranks."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return what reduces such tensors, as they are, in place and with a single call; None where there is none."""
+        return None
 
+    @abstractmethod
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation that it does not lack."""
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Operation, Wanted
+from aiodist.backends.base import Operation, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.program import Call, Endpoint, Program, concurrently
-from aiodist.handles import LARGE_BYTES
+from aiodist.collectives.program import Call, Endpoint, Implementation, Program, concurrently
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -70,7 +69,7 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
     return other
 
 
-class Scheduled:
+class Scheduled(Implementation):
     """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
@@ -81,11 +80,7 @@ class Scheduled:
     programs in lockstep take one chunk. A chain may have more.
     """
 
-    finishes = False
-    inline_bytes = LARGE_BYTES
-    in_order = False
     recallable = True
-    compares = False
 
     def __init__(self, name: str, chunks: int | None = None, limits: Mapping[str, int] = USUAL_LIMITS) -> None:
         known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
@@ -105,10 +100,6 @@ class Scheduled:
         if self._schedule in names:
             return None
         return f"there is no schedule {self._schedule!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
-
-    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return None: it takes several steps."""
-        return None
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""

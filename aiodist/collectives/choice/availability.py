@@ -13,7 +13,7 @@ from aiodist.types import Impl
 
 __all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
 
-ONE_FORM = {name: "direct" for name in ("gather", "scatter", "alltoall", "alltoall_single")} | {"exscan": "chain"}
+ONE_FORM = dict.fromkeys(("gather", "scatter", "alltoall", "alltoall_single"), "direct") | {"exscan": "chain"}
 """Operations with one implementation, made of messages: `impl=` changes nothing."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 

@@ -40,16 +40,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted
+from aiodist.backends.base import Done, Operation, Wanted
 from aiodist.backends.cuda_ipc import Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.metadata import as_bytes, as_tensor
-from aiodist.collectives.program import Call, Endpoint, Program
+from aiodist.collectives.program import Call, Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError
-from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Events
 from aiodist.streams.events import idle
 from aiodist.types import ReduceOp
@@ -66,7 +65,7 @@ Places = Sequence[str]  # the physical devices that they lie on, by name
 Work = Callable[[Parts, Places], None]
 
 
-class CudaIpc:
+class CudaIpc(Implementation):
     """See the module, and `Implementation`; its programs run under `on_devices`.
 
     Raises BackendError on all ranks where the memory of one of them cannot be mapped, MismatchError where they bring
@@ -75,9 +74,6 @@ class CudaIpc:
 
     name = "cuda_ipc"
     finishes = True
-    inline_bytes = LARGE_BYTES
-    in_order = False
-    recallable = False
     compares = True  # the device is not held up
 
     def __init__(self, mappings: Mappings, ranks: Sequence[int], events: Events, limits: Mapping[str, int]) -> None:
@@ -93,10 +89,6 @@ class CudaIpc:
         if wanted.operation not in OPERATIONS:
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return None: an operation takes several steps."""
-        return None
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; an allreduce is equal to the bit on all ranks."""

@@ -5,32 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from aiodist.backends.base import Begin, Operation, Wanted
+from aiodist.backends.base import Operation, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program, run
+from aiodist.collectives.program import Endpoint, Implementation, Program, run
 from aiodist.collectives.scheduled import on_lane
-from aiodist.handles import LARGE_BYTES
-from aiodist.types import ReduceOp
 
 __all__ = ["Nccl"]
 
 _ID_LANE = 1  # its messages and those of the operation that needs it go side by side
 
 
-class Nccl:
+class Nccl(Implementation):
     """See `Implementation`; `slot_of` knows the group of an operation on such tensors, and its slot there."""
 
     name = "nccl"
-    finishes = False
-    inline_bytes = LARGE_BYTES
-    in_order = False  # its launch order sees to that
-    recallable = False
     compares = True  # the device is not held up
 
     def __init__(self, slot_of: Callable[[int, Tensor], tuple[NcclGroup, LaunchSlot]], repertoire: Repertoire) -> None:
@@ -43,10 +37,6 @@ class Nccl:
         if supports(wanted.operation, wanted.kind, wanted.op):
             return None
         return f"NCCL has no {wanted}"
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return None: it has an order of its own."""
-        return None
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Queue it at its place in the launch order."""

@@ -16,18 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted
+from aiodist.backends.base import Done, Operation, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.cuda.device_messages import StagedMessages, staged_irecv, staged_isend
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program, concurrently
+from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
 from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
-from aiodist.types import ReduceOp
 
 __all__ = ["Staged", "StagedMessages", "chunks_of", "cut", "staged_irecv", "staged_isend"]
 
@@ -66,7 +65,7 @@ class _Chunk(NamedTuple):
     """The collective on the buffer."""
 
 
-class Staged:
+class Staged(Implementation):
     """The host's collectives on pinned chunks; an `Implementation` for tensors of CUDA devices.
 
     Each chunk is copied to the host, reduced there and copied back. A few of them are on their way at once, each on a
@@ -75,9 +74,6 @@ class Staged:
 
     name = "staged"
     finishes = True
-    inline_bytes = LARGE_BYTES
-    in_order = False
-    recallable = False
     compares = True  # the device is not held up
 
     def __init__(
@@ -103,10 +99,6 @@ class Staged:
         if wanted.operation not in OPERATIONS:
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return None: there are copies before it and behind it."""
-        return None
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; of an allgather my elements do not leave the device on their way to their place."""
