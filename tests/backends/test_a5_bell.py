@@ -88,15 +88,15 @@ def test_a5_rings_that_overtake_one_another_are_heard(page: mmap.mmap) -> None:
             if not seen:
                 seen.append(value)
                 other.ring()
-                mine.wait(1.0)  # which hears the other
+                mine.wait(20.0)  # which hears the other
             stale.set(value)
 
     slow._count = Stopped()  # type: ignore[assignment]
     began = time.monotonic()
     slow.ring()
-    mine.wait(1.0)
+    mine.wait(20.0)
     assert seen
-    assert time.monotonic() - began < 0.9, "the second ring was not heard"
+    assert time.monotonic() - began < 15, "the second ring was not heard"
 
 
 def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:

@@ -337,7 +337,7 @@ async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[
         began = time.perf_counter()
         for transports in (split, opened):
             await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
-        assert time.perf_counter() - began < 4
+        assert time.perf_counter() - began < 12
         assert [type(error) for error in await outcome(pending)] == [BackendError] * len(pending)
         assert isinstance((await outcome([send(opened[0], torch.zeros(1), 1)]))[0], BackendError)
         await until(lambda: not ours())
@@ -485,7 +485,7 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)  # a connection that is closed takes the other's last frames with it
         await sub.aclose(drained=False)
         await world.aclose(drained=False)
-        print("within", time.perf_counter() - began < 4)
+        print("within", time.perf_counter() - began < 12)
         """,
         tmp_path,
         expect=[0, -9, 0],

@@ -42,12 +42,12 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
     began = time.monotonic()
     if coll.rank == 0:
         handle = coll.allreduce(torch.ones(numel))
-        time.sleep(1.5)  # noqa: ASYNC251
+        time.sleep(3)  # noqa: ASYNC251
         await handle
     else:
         await asyncio.sleep(0.2)
         assert (await coll.allreduce(torch.ones(numel)))[0] == coll.size
-        assert time.monotonic() - began < 1.2
+        assert time.monotonic() - began < 2.5
 
 
 @on_processes

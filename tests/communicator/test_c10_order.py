@@ -80,7 +80,7 @@ async def disagree(coll: Communicator, what: str, *, odd: int = 0) -> str:
     began = time.monotonic()
     with pytest.raises(aiodist.MismatchError) as caught:
         await (first if coll.rank == odd else second)(coll)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10  # and nobody waits for the time-out
     text = str(caught.value)
     assert re.search(ours, text), text
     assert re.search(theirs, text), text

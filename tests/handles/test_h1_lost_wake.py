@@ -105,5 +105,5 @@ async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
     thread.sleep_at(after)
     before.ring()  # by one who saw it a while ago
     began = time.monotonic()
-    thread._bell.wait(5)
-    assert time.monotonic() - began < 1
+    thread._bell.wait(20)
+    assert time.monotonic() - began < 10
