@@ -1,0 +1,106 @@
+"""H1: what an await costs, as counts: Python calls, objects left behind, wake-ups. Times depend on the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from aiodist import Communicator
+from aiodist.handles import progress
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+MOST_CALLS = {"mpi": 30, "gloo": 35, "shm": 90}
+"""By backend: the Python functions that an allreduce of 4 B calls, and some more."""
+
+
+class Calls:
+    """Counts the Python functions that this thread calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Calls:
+        self.count = 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        self.count += event == "call"
+
+
+@pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
+async def test_h1_an_await_calls_few_functions(coll: Communicator) -> None:
+    """The fewest of many: at times the other rank is late, and is looked for."""
+    t, calls = torch.ones(1), Calls()
+    issued = []
+    for _ in range(300):
+        with calls:
+            handle = coll.allreduce(t)
+        issued.append(calls.count)
+        await handle
+    assert min(issued) <= MOST_CALLS[coll.backend]
+    with calls:
+        await handle  # which is over
+    assert calls.count <= 3
+
+
+@pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
+async def test_h1_awaits_leave_nothing_behind(coll: Communicator) -> None:
+    t = torch.ones(1)
+
+    async def blocks_after(count: int) -> int:
+        for _ in range(count):
+            await coll.allreduce(t)
+        await coll.barrier()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    await blocks_after(6000)  # the oplog and other rings are full
+    grown = [-await blocks_after(0) + await blocks_after(1000) for _ in range(3)]
+    assert min(grown) < 200, grown  # less than one for five awaits
+
+
+@pytest.mark.ranks(2, backend=("gloo", "shm"))
+async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other rank rings a bell, the progress thread looks every millisecond at most."""
+    passes = _counted(monkeypatch)
+    await coll.barrier()
+    if coll.rank == 1:
+        await asyncio.sleep(2)
+        await coll.allreduce(1)
+        return
+    waiting = coll.allreduce(1)
+    await asyncio.sleep(1)  # the progress thread looks on for a while before it sleeps
+    before, began = passes(), time.monotonic()
+    await asyncio.sleep(0.5)
+    assert passes() - before < 1500 * (time.monotonic() - began), "it looks more often than every millisecond"
+    assert await waiting == 2
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return what tells how often the progress thread has looked for what is pending."""
+    look = progress._ProgressThread._pass
+    lock, count = threading.Lock(), 0
+
+    def counted(thread: progress._ProgressThread) -> tuple[float | None, bool]:
+        nonlocal count
+        with lock:
+            count += 1
+        return look(thread)
+
+    monkeypatch.setattr(progress._ProgressThread, "_pass", counted)
+    return lambda: count
