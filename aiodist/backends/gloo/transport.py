@@ -93,9 +93,7 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
-        wanted = PostedReceive(src, tag, t, done)
-        if not self._receiving.take(wanted):
-            self._receiving.expect(wanted)
+        self._receiving.receive(PostedReceive(src, tag, t, done))
 
     # What the wire tells.
 
