@@ -85,7 +85,7 @@ async def opened(
     environment = Environment.read()
     place = given or await find_place(environment, backend, limits)
     transport, channel = place.transport, place.channel
-    near, alone, sharing = await find_neighbours(channel, transport, environment, limits)
+    near, alone, sharing = await find_neighbours(channel, place.hosts, transport, environment, limits)
     registry = Registry(
         channel,
         Communicator,
@@ -97,7 +97,7 @@ async def opened(
     )
     process, patience = os.getpid(), None
     try:
-        topology = await unless_lost(channel, find_topology(channel, environment, limits))
+        topology = await unless_lost(channel, find_topology(channel, place.hosts, environment, limits))
         world = registry.world(transport, topology)
         Watch.of(Progress.current(), channel).report.after = report
         _limit_spinning(world)

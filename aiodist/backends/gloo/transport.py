@@ -160,13 +160,14 @@ class GlooTransport:
                 self._meeting.devices.clear()
 
 
-async def open_world(channel: Channel) -> GlooTransport:
+async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
     """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
 
+    `one_host`: all ranks are, so that they can use the loopback interface.
     gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
     Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
     """
-    meeting = GlooRendezvous(channel)
+    meeting = GlooRendezvous(channel, one_host=one_host)
     if channel.size == 1:
         return GlooTransport(meeting, None, _WORLD, (0,), None)
     frames = await meeting.group("frames", channel.rank, channel.size)
