@@ -66,7 +66,7 @@ class LocalHub:
         else:
             self._waiting[at].expect(receive)
 
-    def forget(self, at: Address) -> None:
+    def abort(self, at: Address) -> None:
         """The rank is gone: what it or others wait for never happens, and their buffers are free again."""
         comm, rank = at
         gone = BackendError(f"rank {rank} of {comm!r} has left")
@@ -150,4 +150,4 @@ class LocalTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Forget what waits for this rank."""
         with transport_lock:
-            self._hub.forget((self._comm, self.rank))
+            self._hub.abort((self._comm, self.rank))

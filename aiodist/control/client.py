@@ -137,7 +137,7 @@ class SocketChannel(Listening):
                 loop.call_soon_threadsafe(_settle, answer, value, error)
 
         number = self._ask(pack(list(question)), resolve)
-        answer.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
+        answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return answer
 
     def _ask(self, body: bytes, resolve: _Resolve) -> int:
@@ -150,7 +150,7 @@ class SocketChannel(Listening):
             resolve(None, self._gone())
         return number
 
-    def _withdraw(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         if self._replies.pop(number, None):
             self._write(frame(Kind.CANCEL, number))
 
@@ -196,7 +196,7 @@ class SocketChannel(Listening):
         pulse = Pulse(settings["heartbeat"], lambda: (link,))
         self._thread.stack.push_async_callback(self._leave, link, pulse)
 
-    def give_up(self, cause: str) -> None:
+    def abort(self, cause: str) -> None:
         """Tell the hub why this rank waits no more for the others. On the thread."""
         self._ask(pack(["bye", cause]), lambda value, error: None)
 

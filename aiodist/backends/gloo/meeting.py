@@ -46,7 +46,7 @@ class _ChannelStore(Store):
         for key in keys:
             self.get(key)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Have what waits raise, from the loop's thread."""
         self._given_up = True
         if self._asking is not None:
@@ -81,7 +81,7 @@ class GlooRendezvous:
         try:
             return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
         except asyncio.CancelledError:
-            store.give_up()
+            store.abort()
             raise
         except Exception as error:
             if isinstance(store.error, AiodistError):

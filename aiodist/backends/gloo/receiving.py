@@ -91,7 +91,7 @@ class Receiving:
             self._untold = error
         tell((wanted.done, again(error)) for wanted in failed)
 
-    def give_up(self, error: BackendError) -> None:
+    def abort(self, error: BackendError) -> None:
         """Fail all receives, now and later."""
         self._over = error
         tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())

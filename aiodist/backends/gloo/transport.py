@@ -114,7 +114,7 @@ class GlooTransport:
             return
         self._receiving.lost(rank, error)
         if self._native is not None:
-            self._native.give_up(error)
+            self._native.abort(error)
 
     # Its life.
 
@@ -138,18 +138,18 @@ class GlooTransport:
                 await self._meeting.part()
         finally:  # also when this call is cancelled
             with transport_lock:
-                self._give_up(BackendError("gloo: the transport was closed"), owner)
+                self._abort(BackendError("gloo: the transport was closed"), owner)
             closing = started(partial(self._close, owner))
         await asyncio.wrap_future(closing)
 
-    def _give_up(self, error: BackendError, owner: bool) -> None:
-        self._receiving.give_up(error)
+    def _abort(self, error: BackendError, owner: bool) -> None:
+        self._receiving.abort(error)
         if self._native is not None:
-            self._native.give_up(error)
+            self._native.abort(error)
         if self._wire is not None:
             self._wire.leave(self._comm)
             if owner:
-                self._wire.give_up(error)
+                self._wire.abort(error)
 
     def _close(self, owner: bool) -> None:
         if self._wire is not None and self._native is not None:
