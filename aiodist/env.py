@@ -62,19 +62,17 @@ class _Names:
 
     rank: str
     size: str
-    local_rank: str | None
-    local_size: str | None
 
 
 # Open MPI and MPICH; an MPI launcher that PMIx-aware Slurm replaces sets SLURM_* and one of these too.
 _MPI_NAMES = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _Names("PMI_RANK", "PMI_SIZE"),
 )
 _OTHER_NAMES = (
-    (Starter.AIODIST, _Names("AIODIST_RANK", "AIODIST_SIZE", "AIODIST_LOCAL_RANK", "AIODIST_LOCAL_SIZE")),
-    (Starter.TORCHRUN, _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    (Starter.SLURM, _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None)),
+    (Starter.AIODIST, _Names("AIODIST_RANK", "AIODIST_SIZE")),
+    (Starter.TORCHRUN, _Names("RANK", "WORLD_SIZE")),
+    (Starter.SLURM, _Names("SLURM_PROCID", "SLURM_NTASKS")),
 )
 
 
@@ -85,8 +83,6 @@ class Environment:
     starter: Starter
     rank: int
     size: int
-    local_rank: int | None
-    local_size: int | None
     mpi: bool
     """An MPI launcher started this process: MPI can be initialised over all ranks."""
     rendezvous: str | None
@@ -117,8 +113,6 @@ class Environment:
             starter=starter,
             rank=rank,
             size=size,
-            local_rank=_optional(environ, names.local_rank if names else None),
-            local_size=_optional(environ, names.local_size if names else None),
             mpi=any(n.rank in environ for n in _MPI_NAMES),
             rendezvous=_rendezvous(environ, starter),
             token=environ.get("AIODIST_TOKEN", ""),
@@ -168,10 +162,6 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"{name} is not set, though the variables beside it are") from None
     except ValueError:
         raise ConfigError(f"{name}={environ[name]!r}: expected a whole number") from None
-
-
-def _optional(environ: Mapping[str, str], name: str | None) -> int | None:
-    return _integer(environ, name) if name and name in environ else None
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:

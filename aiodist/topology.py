@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Device", "Means", "Topology", "bound"]
+__all__ = ["Device", "Means", "Topology", "bound", "named"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,17 @@ def bound(local_rank: int, physical: Sequence[str], means: Means) -> Device | No
         return None
     index = local_rank % len(physical)
     return Device(index, physical[index], means)
+
+
+def named(names: Sequence[str], hosts: Sequence[int]) -> tuple[str, ...]:
+    """Return the name of each rank's host, that of its first rank, with a number where an earlier host has the same.
+
+    >>> named(["a", "a", "b", "a"], hosts=[0, 1, 2, 0])
+    ('a', 'a#2', 'b', 'a')
+    """
+    firsts = sorted(set(hosts))
+    alike = {first: sum(names[other] == names[first] for other in firsts[: i + 1]) for i, first in enumerate(firsts)}
+    return tuple(names[host] + (f"#{alike[host]}" if alike[host] > 1 else "") for host in hosts)
 
 
 @dataclass(frozen=True)

@@ -435,7 +435,7 @@ class _Guest:
     def __repr__(self) -> str:
         return repr(self._net)
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         net = self._net
         failed: Exception | None = None
         try:
@@ -453,10 +453,10 @@ class _Guest:
         if failed is not None:
             raise failed
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         net = self._net
         net._refuses = "was given up"
-        net.compute.stream.abandon()
+        net.compute.stream.abort()
         net.reducer.release()
 
 

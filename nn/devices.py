@@ -181,7 +181,7 @@ class DeviceEnding:
     def drop(self) -> None:
         """Nothing is left to be done."""
         for work in self.works:
-            work.drop()
+            work.cancel()
 
 
 def _stream(progress: Progress, device: torch.device) -> torch.cuda.Stream:

@@ -55,7 +55,7 @@ class HostStream:
         self._worker = worker = _Worker(self.name, self._progress)
         self._put = worker.queue.put
         # It runs too when the program ends, and then waits for what runs.
-        self._finalizer = finalize(self, worker.abandon)
+        self._finalizer = finalize(self, worker.abort)
         worker.thread.start()
         _open.add(self)
         self._refuses = None
@@ -87,7 +87,7 @@ class HostStream:
         self._account.cover(self._synced)
         self._account.judge()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """End the thread after what runs now, and withdraw what is queued: the program failed. Waits for nothing."""
         if self._refuses is None:
             self._refuses = "was given up"
@@ -130,7 +130,7 @@ class HostStream:
         handle.polled = False
         work = handle.keep = _QueuedCall(handle, fn, args, kwargs)
         if cancellable:
-            handle.set_canceller(work.withdraw)
+            handle.set_canceller(work.cancel)
         self._put(work)
         return handle
 
@@ -160,7 +160,7 @@ class _Item(Protocol):
     def run(self, worker: _Worker) -> None:
         """Do it, on the stream's thread; must not raise."""
 
-    def withdraw(self) -> bool:
+    def cancel(self) -> bool:
         """Have it never done, unless it has begun; return whether it could be."""
 
 
@@ -171,7 +171,7 @@ class _Worker:
         self.queue: SimpleQueue[_Item | None] = SimpleQueue()
         self.progress = progress
         self.loop = progress.loop
-        self.abandoned = False
+        self.aborted = False
         self.ended: Handle[None] = Handle(progress, "aclose")
         self.ended.polled = False
         self.ended.add_waiter(_Cover(None))
@@ -187,20 +187,20 @@ class _Worker:
             item.run(self)
             computing.discard(me)
             del item  # the next may be long in coming, and this one's handle may be all that holds a tensor
-            if self.abandoned or self.loop.is_closed():
-                self._withdraw_all()
+            if self.aborted or self.loop.is_closed():
+                self._cancel_all()
                 break
         self.ended.resolve(None)
 
-    def _withdraw_all(self) -> None:
+    def _cancel_all(self) -> None:
         with contextlib.suppress(Empty):
             while True:
                 if (item := self.queue.get_nowait()) is not None:
-                    item.withdraw()
+                    item.cancel()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Nobody is left to submit or to wait: end after what runs now. Called by the garbage collector."""
-        self.abandoned = True
+        self.aborted = True
         self.queue.put(None)
         if not threading.main_thread().is_alive():  # the program ends, and torch does not survive that in a thread
             self.thread.join(_EXIT_SECONDS)
@@ -222,7 +222,7 @@ class _QueuedCall:
         self.context: Context = copy_context()
         self.claim = [True]  # popped by the thread that runs it or the one that withdraws it, not by both
 
-    def withdraw(self) -> bool:
+    def cancel(self) -> bool:
         if not self._claimed():
             return False
         self._release()
@@ -274,10 +274,10 @@ class _Gate:
 
     def run(self, worker: _Worker) -> None:
         while not self.handle.block(_ABANDONED_SECONDS):
-            if worker.abandoned or worker.loop.is_closed():
+            if worker.aborted or worker.loop.is_closed():
                 return
 
-    def withdraw(self) -> bool:
+    def cancel(self) -> bool:
         return True
 
 

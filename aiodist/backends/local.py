@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
+from aiodist.backends.matching import Matching
 from aiodist.errors import BackendError
 from aiodist.handles.progress import transport_lock
-from aiodist.types import ANY
 
 __all__ = ["LocalHub", "LocalTransport"]
 
@@ -44,8 +44,7 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._sent: dict[Address, list[_LocalMessage]] = {}
-        self._wanted: dict[Address, list[_Receive]] = {}
+        self._waiting: defaultdict[Address, Matching[_Receive, _LocalMessage]] = defaultdict(Matching)
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -53,35 +52,30 @@ class LocalHub:
 
     def send(self, to: Address, message: _LocalMessage) -> None:
         """Give `message` to the first receive that wants it, or keep it."""
-        wanted = self._wanted.get(to, [])
-        for receive in wanted:
-            if _matches(receive, message):
-                wanted.remove(receive)
-                self._deliver(message, receive)
-                return
-        self._sent.setdefault(to, []).append(message)
+        receive = self._waiting[to].match(message.src, message.tag)
+        if receive is not None:
+            self._deliver(message, receive)
+        else:
+            self._waiting[to].keep(message)
 
     def receive(self, at: Address, receive: _Receive) -> None:
         """Take the first message that fits, or wait for one."""
-        sent = self._sent.get(at, [])
-        for message in sent:
-            if _matches(receive, message):
-                sent.remove(message)
-                self._deliver(message, receive)
-                return
-        self._wanted.setdefault(at, []).append(receive)
+        message = self._waiting[at].take(receive.src, receive.tag)
+        if message is not None:
+            self._deliver(message, receive)
+        else:
+            self._waiting[at].expect(receive)
 
-    def forget(self, at: Address) -> None:
+    def abort(self, at: Address) -> None:
         """The rank is gone: what it or others wait for never happens, and their buffers are free again."""
         comm, rank = at
         gone = BackendError(f"rank {rank} of {comm!r} has left")
-        over = [receive.done for receive in self._wanted.pop(at, [])]
-        over += [message.done for message in self._sent.pop(at, [])]
-        for (name, _), messages in self._sent.items():
+        own = self._waiting.pop(at, None) or Matching()
+        over: list[_Receive | _LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
+        for (name, _), others in self._waiting.items():
             if name == comm:
-                over += [message.done for message in messages if message.src == rank]
-                messages[:] = [message for message in messages if message.src != rank]
-        tell((done, gone) for done in over)
+                over += others.cancel_messages(lambda message: message.src == rank)
+        tell((one.done, gone) for one in over)
 
     def _deliver(self, message: _LocalMessage, receive: _Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
@@ -110,10 +104,6 @@ class LocalHub:
         if self._ready and self._random is not None:
             self._ready.rotate(self._random.randrange(len(self._ready)))
             self._ready.popleft()()
-
-
-def _matches(receive: _Receive, message: _LocalMessage) -> bool:
-    return receive.tag == message.tag and receive.src in (ANY, message.src)
 
 
 def _copy(message: _LocalMessage, receive: _Receive) -> None:
@@ -160,4 +150,4 @@ class LocalTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Forget what waits for this rank."""
         with transport_lock:
-            self._hub.forget((self._comm, self.rank))
+            self._hub.abort((self._comm, self.rank))

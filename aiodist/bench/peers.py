@@ -94,7 +94,7 @@ class Mpi4py:
         """Return the blocking and the non-blocking form."""
         if op != "barrier" and buffers.t.dtype not in _MPI_DTYPES:
             return []
-        blocking, started = _MPI_CALLS[op](self.comm, self._mpi.IN_PLACE, buffers)
+        blocking, started = _mpi_calls(self.comm, op, self._mpi.IN_PLACE, buffers)
         return [
             Contender(f"mpi4py:{op}", blocking),
             Contender(f"mpi4py:i{op}", started),
@@ -114,107 +114,39 @@ class Mpi4py:
 _Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def _mpi_allreduce(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t = b.t
-    return lambda: comm.Allreduce(here, t.numpy()), lambda: comm.Iallreduce(here, t.numpy()).Wait()
+def _mpi_calls(comm: MPI.Intracomm, op: str, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
+    """Return a blocking call and the same call non-blocking with a wait; `here` is MPI's IN_PLACE."""
+    if op == "barrier":
+        return comm.Barrier, lambda: comm.Ibarrier().Wait()
+    if op == "sendrecv":
+        return _mpi_sendrecv(comm, b)
+    t, out = b.t.numpy(), None if b.out is None else b.out.numpy()
+    name, arguments = {
+        "allreduce": ("Allreduce", (here, t)),
+        "broadcast": ("Bcast", (t,)),
+        "reduce": ("Reduce", (here, t) if b.is_root else (t, None)),
+        "allgather": ("Allgather", (t, out)),
+        "gather": ("Gather", (t, out if b.is_root else None)),
+        "scatter": ("Scatter", (t if b.is_root else None, out)),
+        "reduce_scatter": ("Reduce_scatter_block", (t, out)),
+        "alltoall": ("Alltoall", (t, out)),
+        "scan": ("Scan", (here, t)),
+        "exscan": ("Exscan", (here, t)),
+    }[op]
+    rooted = {"root": b.root} if op in ("broadcast", "reduce", "gather", "scatter") else {}
+    blocking, started = getattr(comm, name), getattr(comm, f"I{name.lower()}")
+    return lambda: blocking(*arguments, **rooted), lambda: started(*arguments, **rooted).Wait()
 
 
-def _mpi_broadcast(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, root = b.t, b.root
-    return lambda: comm.Bcast(t.numpy(), root), lambda: comm.Ibcast(t.numpy(), root).Wait()
-
-
-def _mpi_reduce(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, root = b.t, b.root
-    if b.is_root:
-        return (
-            lambda: comm.Reduce(here, t.numpy(), root=root),
-            lambda: comm.Ireduce(here, t.numpy(), root=root).Wait(),
-        )
-    return lambda: comm.Reduce(t.numpy(), None, root=root), lambda: comm.Ireduce(t.numpy(), None, root=root).Wait()
-
-
-def _mpi_allgather(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, out = b.t, b.filled
-    return (
-        lambda: comm.Allgather(t.numpy(), out.numpy()),
-        lambda: comm.Iallgather(t.numpy(), out.numpy()).Wait(),
-    )
-
-
-def _mpi_gather(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, root = b.t, b.root
-    if b.is_root:
-        out = b.filled
-        return (
-            lambda: comm.Gather(t.numpy(), out.numpy(), root),
-            lambda: comm.Igather(t.numpy(), out.numpy(), root).Wait(),
-        )
-    return lambda: comm.Gather(t.numpy(), None, root), lambda: comm.Igather(t.numpy(), None, root).Wait()
-
-
-def _mpi_scatter(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, out, root = b.t, b.filled, b.root
-    if b.is_root:
-        return (
-            lambda: comm.Scatter(t.numpy(), out.numpy(), root),
-            lambda: comm.Iscatter(t.numpy(), out.numpy(), root).Wait(),
-        )
-    return lambda: comm.Scatter(None, out.numpy(), root), lambda: comm.Iscatter(None, out.numpy(), root).Wait()
-
-
-def _mpi_reduce_scatter(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, out = b.t, b.filled
-    return (
-        lambda: comm.Reduce_scatter_block(t.numpy(), out.numpy()),
-        lambda: comm.Ireduce_scatter_block(t.numpy(), out.numpy()).Wait(),
-    )
-
-
-def _mpi_alltoall(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, out = b.t, b.filled
-    return lambda: comm.Alltoall(t.numpy(), out.numpy()), lambda: comm.Ialltoall(t.numpy(), out.numpy()).Wait()
-
-
-def _mpi_scan(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t = b.t
-    return lambda: comm.Scan(here, t.numpy()), lambda: comm.Iscan(here, t.numpy()).Wait()
-
-
-def _mpi_exscan(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t = b.t
-    return lambda: comm.Exscan(here, t.numpy()), lambda: comm.Iexscan(here, t.numpy()).Wait()
-
-
-def _mpi_sendrecv(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    t, out, (dst, src) = b.t, b.filled, b.neighbours
+def _mpi_sendrecv(comm: MPI.Intracomm, b: Buffers) -> _Calls:
+    t, out, (dst, src) = b.t.numpy(), b.filled.numpy(), b.neighbours
 
     def started() -> None:
-        receiving = comm.Irecv(out.numpy(), src)
-        comm.Isend(t.numpy(), dst).Wait()
+        receiving = comm.Irecv(out, src)
+        comm.Isend(t, dst).Wait()
         receiving.Wait()
 
-    return lambda: comm.Sendrecv(t.numpy(), dst, recvbuf=out.numpy(), source=src), started
-
-
-def _mpi_barrier(comm: MPI.Intracomm, here: Any, b: Buffers) -> _Calls:  # noqa: ANN401
-    return comm.Barrier, lambda: comm.Ibarrier().Wait()
-
-
-_MPI_CALLS = {
-    "allreduce": _mpi_allreduce,
-    "broadcast": _mpi_broadcast,
-    "reduce": _mpi_reduce,
-    "allgather": _mpi_allgather,
-    "gather": _mpi_gather,
-    "scatter": _mpi_scatter,
-    "reduce_scatter": _mpi_reduce_scatter,
-    "alltoall": _mpi_alltoall,
-    "scan": _mpi_scan,
-    "exscan": _mpi_exscan,
-    "sendrecv": _mpi_sendrecv,
-    "barrier": _mpi_barrier,
-}
+    return lambda: comm.Sendrecv(t, dst, recvbuf=out, source=src), started
 
 
 class Gloo:

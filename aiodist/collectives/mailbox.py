@@ -64,10 +64,10 @@ class Wanted:
     work_later: Callable[[], DeviceWork] | None = None
     """Makes it, where the message may and this process has used no device yet: it opens none for what may not come."""
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Nothing of it will be done on a device."""
         if self.work is not None:
-            self.work.drop()
+            self.work.cancel()
 
 
 @dataclass(eq=False)
@@ -189,12 +189,12 @@ class Mailbox:
                 self._wanted.remove(wanted)
                 _fail(wanted, ours(error))
 
-    def withdraw(self, wanted: Wanted) -> bool:
+    def cancel(self, wanted: Wanted) -> bool:
         """Return True when nothing has matched `wanted`, which is forgotten."""
         if wanted not in self._wanted:
             return False
         self._wanted.remove(wanted)
-        wanted.drop()
+        wanted.cancel()
         return True
 
     def _listen(self) -> None:
@@ -250,7 +250,7 @@ class Mailbox:
 
         def finish(error: BaseException | None) -> None:
             if work is None:
-                wanted.drop()
+                wanted.cancel()
             if error is not None or refusal is not None:
                 wanted.finish(None, error or refusal)
             else:
@@ -353,7 +353,7 @@ def _read(frame: Tensor) -> _Unexpected:
 
 
 def _fail(wanted: Wanted, error: BaseException | None) -> None:
-    wanted.drop()
+    wanted.cancel()
     wanted.finish(None, error)
 
 

@@ -218,7 +218,7 @@ class Dispatcher:
 
         def withdraw() -> bool:
             with transport_lock:
-                withdrawn = self.mailbox.withdraw(wanted)
+                withdrawn = self.mailbox.cancel(wanted)
                 if withdrawn:
                     wanted.finish(None, asyncio.CancelledError())
             return withdrawn

@@ -112,12 +112,12 @@ class Entry:
     def settle(self, differs: bool) -> None:
         """It is known: begin it or refuse it, and tell who waits for that."""
         if differs:
-            self.give_up(Differ(self.seq))
+            self.abort(Differ(self.seq))
         else:
             self.begin()
             self._decide(None)
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Refuse it, or have it end as soon as it may if it has begun."""
         if not self.begun:
             if not self.refused:
@@ -252,7 +252,7 @@ class Gate:
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""
         if self._closed is not None:
-            entry.give_up(copy(self._closed))
+            entry.abort(copy(self._closed))
             return
         if entry.when is When.NOW:
             entry.begin()
@@ -371,4 +371,4 @@ class Gate:
             if entry.large:
                 self._progress.add_large(-1)
         for entry in (*undecided, *waiting):
-            entry.give_up(copy(error))
+            entry.abort(copy(error))

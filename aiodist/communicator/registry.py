@@ -49,10 +49,10 @@ DRAIN_SECONDS = 30.0
 class Guest(Protocol):
     """What lives on a communicator and must end before it: a training net, a parameter server."""
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         """End in order; all ranks do so at the same time."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """The program failed, or this rank was told so: end without waiting for anything."""
 
 
@@ -226,15 +226,15 @@ class Registry:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
-                self._give_up(communicator, error)
+                self._abort(communicator, error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
         for communicator in (*self._open, *self._closing):
-            self._give_up(communicator, ours(error))
+            self._abort(communicator, ours(error))
 
     @staticmethod
-    def _give_up(communicator: Communicator, error: AiodistError) -> None:
+    def _abort(communicator: Communicator, error: AiodistError) -> None:
         dispatcher = communicator.parts.dispatcher
         if dispatcher.refusal is None:
             dispatcher.abort(error)
@@ -248,7 +248,7 @@ class Registry:
     # --- guests ----------------------------------------------------------------------------------------------
 
     def admit(self, communicator: Communicator, guest: Guest) -> None:
-        """Release `guest` before `communicator` is closed, or have it give up when that is given up."""
+        """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
         communicator.parts.dispatcher.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
 
@@ -390,7 +390,7 @@ class Registry:
         drained = False
         try:
             for guest in reversed(self._guests.pop(communicator, [])):
-                await self._release(guest, communicator, until)
+                await self._close_guest(guest, communicator, until)
             dispatcher.withdraw_receives()
             if dispatcher.refusal is None:
                 await dispatcher.drain(self._left(until))
@@ -424,18 +424,18 @@ class Registry:
             return error
         return None
 
-    async def _release(self, guest: Guest, communicator: Communicator, until: float) -> None:
+    async def _close_guest(self, guest: Guest, communicator: Communicator, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                await guest.release()
+                await guest.close()
         except TimeoutError:
-            guest.give_up()
+            guest.abort()
             raise OperationTimeout(f"{guest} was not over in time", comm=communicator.name, op="aclose") from None
 
     def _left(self, until: float) -> float:
         return max(0.0, until - asyncio.get_running_loop().time())
 
-    async def abandon(self, error: AiodistError) -> None:
+    async def abort(self, error: AiodistError) -> None:
         """The program failed: give everything up at once."""
         for task in self._tasks:
             task.cancel()
@@ -444,7 +444,7 @@ class Registry:
             communicator.parts.dispatcher.abort(error)
             communicator.parts.dispatcher.disputes.close()
             for guest in reversed(self._guests.pop(communicator, [])):
-                guest.give_up()
+                guest.abort()
         for communicator in given_up:
             self._let_go(communicator)
             with suppress(OSError):

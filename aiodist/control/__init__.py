@@ -3,9 +3,10 @@
 Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank sees, `hub` for the other end.
 """
 
-from aiodist.control.channel import Channel
+from aiodist.control.channel import Channel, exchange
 from aiodist.control.exits import HUB, Exit, name_ranks
 from aiodist.control.hosting import HostedHub, host
+from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub, HubOptions
 from aiodist.control.local import InProcessHub, in_process
 from aiodist.control.rendezvous import connect
@@ -21,6 +22,8 @@ __all__ = [
     "HubOptions",
     "InProcessHub",
     "connect",
+    "exchange",
+    "find_hosts",
     "host",
     "in_process",
     "name_ranks",

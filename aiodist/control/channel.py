@@ -7,13 +7,25 @@ and `local.InProcessChannel` for ranks that are tasks of one process.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from aiodist.control.exits import Exit
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "exchange"]
+
+
+async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401
+    """Return what every rank brought to `what`, in JSON's types, by rank; each must call it, once for each name.
+
+    Raises `OperationTimeout` where a rank brings nothing within `seconds`.
+    """
+    if channel.size == 1:
+        return [mine]
+    await channel.set(f"{what}/{channel.rank}", json.dumps(mine).encode())
+    return [json.loads(await channel.get(f"{what}/{rank}", timeout=seconds)) for rank in range(channel.size)]
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from aiodist.control.exits import HUB, Exit, name_ranks
-from aiodist.control.inbox import Subscriptions
+from aiodist.control.inbox import Listening, Subscriptions
 from aiodist.control.link import Link, Pulse
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
@@ -31,7 +31,7 @@ _TRACEBACK_LIMIT = 256 << 10
 _Resolve = Callable[[Any, "Exception | None"], None]
 
 
-class SocketChannel:
+class SocketChannel(Listening):
     """A `Channel` whose other end is a hub.
 
     The methods that run on the listener thread are under their own heading; the rest may be called from any thread.
@@ -43,11 +43,9 @@ class SocketChannel:
     def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
         self.place = place
         """Where it met the others."""
+        super().__init__(rank, size, Subscriptions(self._post, self._report))
         self._of_process.add(self)
-        self._rank = rank
-        self._size = size
         self._thread = thread
-        self._inbox = Subscriptions(self._post, self._report)
         self._outbox: deque[bytes] = deque()
         self._flushing = False
         self._numbers = itertools.count()
@@ -59,16 +57,6 @@ class SocketChannel:
         self.ready: asyncio.Future[None] = thread.loop.create_future()
         """On the thread: done when all ranks have joined."""
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
 
     async def set(self, key: str, value: bytes) -> None:
         """See `Channel.set`."""
@@ -95,8 +83,7 @@ class SocketChannel:
 
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
         """See `Channel.send`."""
-        if not 0 <= dst < self._size:
-            raise ValueError(f"rank {dst} of {self._size}: expected 0 <= rank < {self._size}")
+        self._check_rank(dst)
         self._check_open()
         self._write(frame(Kind.MESSAGE, dst, pack([topic, payload])))
 
@@ -104,21 +91,6 @@ class SocketChannel:
         """See `Channel.broadcast`."""
         self._check_open()
         self._write(frame(Kind.MESSAGE, EVERYBODY, pack([topic, payload])))
-
-    def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
-        """See `Channel.subscribe`."""
-        self._check_open()
-        self._inbox.subscribe(topic, fn)
-
-    def unsubscribe(self, topic: str) -> None:
-        """See `Channel.unsubscribe`."""
-        self._check_open()
-        self._inbox.unsubscribe(topic)
-
-    def on_lost(self, fn: Callable[[Exit], None]) -> None:
-        """See `Channel.on_lost`."""
-        self._check_open()
-        self._inbox.on_lost(fn)
 
     def exits(self) -> Mapping[int, Exit]:
         """See `Channel.exits`."""
@@ -165,7 +137,7 @@ class SocketChannel:
                 loop.call_soon_threadsafe(_settle, answer, value, error)
 
         number = self._ask(pack(list(question)), resolve)
-        answer.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
+        answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return answer
 
     def _ask(self, body: bytes, resolve: _Resolve) -> int:
@@ -178,7 +150,7 @@ class SocketChannel:
             resolve(None, self._gone())
         return number
 
-    def _withdraw(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         if self._replies.pop(number, None):
             self._write(frame(Kind.CANCEL, number))
 
@@ -224,7 +196,7 @@ class SocketChannel:
         pulse = Pulse(settings["heartbeat"], lambda: (link,))
         self._thread.stack.push_async_callback(self._leave, link, pulse)
 
-    def give_up(self, cause: str) -> None:
+    def abort(self, cause: str) -> None:
         """Tell the hub why this rank waits no more for the others. On the thread."""
         self._ask(pack(["bye", cause]), lambda value, error: None)
 

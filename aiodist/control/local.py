@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiodist.control.exits import Exit
-from aiodist.control.inbox import Subscriptions
+from aiodist.control.inbox import Listening, Subscriptions
 from aiodist.control.store import Store
 from aiodist.control.wire import Kind, frame, pack, unpack
 from aiodist.errors import OperationTimeout
@@ -72,27 +72,15 @@ class InProcessHub:
             raise RuntimeError("this control channel belongs to another event loop")
 
 
-class InProcessChannel:
+class InProcessChannel(Listening):
     """A `Channel` to ranks on the same loop. Its coroutines yield once: no loop over them starves others."""
 
     def __init__(self, hub: InProcessHub, rank: int, size: int) -> None:
+        super().__init__(rank, size, Subscriptions(hub.post, self._report))
         self._hub = hub
-        self._rank = rank
-        self._size = size
-        self._inbox = Subscriptions(hub.post, self._report)
         self._open = True
         self._failed = False
         self._waiting: set[asyncio.Future[bytes]] = set()
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
 
     async def set(self, key: str, value: bytes) -> None:
         """See `Channel.set`."""
@@ -138,28 +126,12 @@ class InProcessChannel:
 
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
         """See `Channel.send`."""
-        if not 0 <= dst < self._size:
-            raise ValueError(f"rank {dst} of {self._size}: expected 0 <= rank < {self._size}")
+        self._check_rank(dst)
         self._send((dst,), topic, payload)
 
     def broadcast(self, topic: str, payload: Any) -> None:  # noqa: ANN401
         """See `Channel.broadcast`."""
         self._send((rank for rank in range(self._size) if rank != self._rank), topic, payload)
-
-    def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
-        """See `Channel.subscribe`."""
-        self._check_open()
-        self._inbox.subscribe(topic, fn)
-
-    def unsubscribe(self, topic: str) -> None:
-        """See `Channel.unsubscribe`."""
-        self._check_open()
-        self._inbox.unsubscribe(topic)
-
-    def on_lost(self, fn: Callable[[Exit], None]) -> None:
-        """See `Channel.on_lost`."""
-        self._check_open()
-        self._inbox.on_lost(fn)
 
     def exits(self) -> Mapping[int, Exit]:
         """See `Channel.exits`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.control.places import outward_host
+from aiodist.machine import boot_id
 
 if TYPE_CHECKING:
     from aiodist.control.hub import Hub
@@ -28,7 +29,7 @@ class Notice:
     the writer knows the job's token.
     """
 
-    hostname: str
+    boot_id: str
     hosts: tuple[str, ...]
     port: int
     nonce: str
@@ -38,7 +39,7 @@ class Notice:
     def of(cls, hub: Hub, nonce: str, token: str) -> Notice:
         """Return the notice for a hub on this host."""
         hosts = (outward_host(), socket.gethostname())
-        return cls(socket.gethostname(), hosts, hub.port, nonce, _prove(token, nonce))
+        return cls(boot_id(), hosts, hub.port, nonce, _prove(token, nonce))
 
     @classmethod
     def read(cls, path: Path, token: str) -> Notice:
@@ -75,7 +76,7 @@ class Notice:
 
     def reachable(self) -> tuple[str, ...]:
         """Return where to try, the likeliest first."""
-        return ("127.0.0.1", *self.hosts) if self.hostname == socket.gethostname() else self.hosts
+        return ("127.0.0.1", *self.hosts) if self.boot_id == boot_id() else self.hosts
 
 
 def _prove(token: str, nonce: str) -> str:

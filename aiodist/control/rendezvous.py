@@ -212,7 +212,7 @@ class _Meeting:
         if self.hub is not None:
             self.thread.stack.push_async_callback(self.hub.aclose, gave_up)
         else:
-            self.channel.give_up(gave_up)
+            self.channel.abort(gave_up)
         details = "; ".join(f"rank {late_rank}: {where}" for late_rank, where in sorted(late.items())[:8])
         message = f"{name_ranks(late)} of {size} had not joined {self.address} after {self.timeout:g} s ({details})"
         return OperationTimeout(message, late=late, rank=rank, op="connect")

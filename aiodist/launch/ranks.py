@@ -16,6 +16,7 @@ from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.network import LOOPBACK
 from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
+from aiodist.machine import process_table
 
 __all__ = ["Ended", "Finished", "Ranks"]
 
@@ -168,8 +169,9 @@ class Ranks:
                 case Kind.WANT:
                     self._spawn(self._feed(self._writers[rank]))
                 case Kind.STARTED:
-                    if _same_host(self._writers[rank]):
-                        self._pids[rank] = Started.decode(payload).pid
+                    started = Started.decode(payload)
+                    if started.process_table == process_table():
+                        self._pids[rank] = started.pid
                 case Kind.EXIT:
                     self._ended.add(rank)
                     self._notify(Ended(rank, Exited.decode(payload)))
@@ -189,9 +191,3 @@ class Ranks:
         if rank not in self._ended:
             self._ended.add(rank)
             self._notify(Ended(rank, Exited(-signal.SIGKILL, told=True)))
-
-
-def _same_host(writer: asyncio.StreamWriter) -> bool:
-    """Whether the other end is on this host: its process ids mean something here."""
-    ours, theirs = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
-    return ours is not None and theirs is not None and bool(ours[0] == theirs[0])

@@ -87,6 +87,8 @@ class Started(_JsonMessage):
     """The rank runs, in a session of its own whose id is `pid`."""
 
     pid: int
+    process_table: str
+    """Where that id means it, see `aiodist.machine`."""
 
 
 @dataclass(frozen=True)

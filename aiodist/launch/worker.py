@@ -23,6 +23,7 @@ from aiodist.env import Environment, replace_variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
+from aiodist.machine import process_table
 
 _CHUNK = 1 << 16
 _CONNECT = 30.0
@@ -86,7 +87,7 @@ class _RankGuard:
             signal.signal(signum, _noted)
         self._pid, self._stdin, out, err = _spawn(start)
         self._pipes = {out: Kind.OUT, err: Kind.ERR}
-        self._send(Kind.STARTED, Started(self._pid).encode())
+        self._send(Kind.STARTED, Started(self._pid, process_table()).encode())
         if self._stdin is not None:
             self._send(Kind.WANT)
 

@@ -98,7 +98,7 @@ class Calls:
                 del self._waiting[asked]
                 answered(None, error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort(self, error: AiodistError) -> None:
         """Fail everything."""
         self._refusal = error  # also of calls that were left for the lock's holder
         waiting, self._waiting = self._waiting, {}

@@ -116,11 +116,11 @@ class Client:
         self.pulls.lose(rank, error)
         self.calls.lose(rank, error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort(self, error: AiodistError) -> None:
         """Fail everything."""
-        self.pushes.give_up(error)
-        self.pulls.give_up(error)
-        self.calls.give_up(error)
+        self.pushes.abort(error)
+        self.pulls.abort(error)
+        self.calls.abort(error)
         for handle in list(self.programs):  # those too that have not begun
             if not handle.done():
                 handle.reject(error)

@@ -275,7 +275,7 @@ class Coalescer:
         else:
             self._ended = ended
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Hear nothing any more; what was sent is left to the transport."""
         self._closed = True
         for outgoing in self._outgoing:

@@ -167,7 +167,7 @@ class Pulls:
             if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
                 self._read(number, rank, error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort(self, error: AiodistError) -> None:
         """Fail everything."""
         parts, self._parts = self._parts, {}
         for number, part in parts.items():

@@ -255,7 +255,7 @@ class Pushes:
             if rank in part.applying:
                 self.refuse(number, error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort(self, error: AiodistError) -> None:
         """Fail everything."""
         self._refusal = error  # also of syncs that were left for the lock's holder
         for number in list(self._parts):

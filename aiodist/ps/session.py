@@ -65,7 +65,7 @@ class ParameterServerSession:
             await self._begin()
             await self._coll.barrier()  # nobody changes what another is still to begin with
         except BaseException as error:
-            self._abandon(error)
+            self._abort_on_all_ranks(error)
             raise
         return self
 
@@ -128,12 +128,12 @@ class ParameterServerSession:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._abandon(error)
+            self._abort_on_all_ranks(error)
             return
         try:
             await self._leave()
         except BaseException as raised:
-            self._abandon(raised)
+            self._abort_on_all_ranks(raised)
             raise
         await self._coll.aclose()
 
@@ -208,44 +208,44 @@ class ParameterServerSession:
         self._refusal = self._refusal or refusal
         self._all_said()
         with transport_lock:
-            self._context.coalescer.give_up()
+            self._context.coalescer.abort()
             self._context.service.close()
         dispatcher = self._coll.parts.dispatcher
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
 
-    def _abandon(self, error: BaseException) -> None:
+    def _abort_on_all_ranks(self, error: BaseException) -> None:
         """End at once, and have the other ranks do so too."""
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
-        self._give_up(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self._coll.rank))
+        self._abort(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self._coll.rank))
         if self._coll.parts.dispatcher.refusal is None:
             self._coll.abort(f"its parameter server was given up on rank {self._coll.rank}: {error!r}")
 
-    def _give_up(self, error: AiodistError) -> None:
+    def _abort(self, error: AiodistError) -> None:
         if self._refusal is not None:
             return
         self._close(error)
         with transport_lock:
-            self._client.give_up(error)
+            self._client.abort(error)
         with suppress(Warning):  # one that is an error must not take the place of what happened
             self._account.judge()
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         """End with the communicator; see `Guest`."""
-        self.give_up()
+        self.abort()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End without waiting for anything; see `Guest`."""
         name = self._coll.name
-        self._give_up(CommunicatorAborted(f"parameter server {name!r} was given up: its communicator ended", comm=name))
+        self._abort(CommunicatorAborted(f"parameter server {name!r} was given up: its communicator ended", comm=name))
 
     # --- other ranks' fate -----------------------------------------------------------------------------------
 
     def _lost(self, rank: int, error: AiodistError) -> None:
         if rank < 0:
-            self._give_up(error)
+            self._abort(error)
             return
         context = self._context
         context.gone[rank] = error
@@ -258,7 +258,7 @@ class ParameterServerSession:
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):
-            self._give_up(error)
+            self._abort(error)
 
     def _failed(self, rank: int | None, error: BaseException) -> None:
         """A message could not be sent or received: whose fault it is the control channel tells."""
@@ -266,7 +266,7 @@ class ParameterServerSession:
             return
         if rank is None:
             text = f"parameter server {self._coll.name!r} can hear nothing more: {error}"
-            self._progress.post(partial(self._give_up, CommunicatorAborted(text)))
+            self._progress.post(partial(self._abort, CommunicatorAborted(text)))
 
     def _heard(self, src: int, kind: int, body: memoryview) -> None:
         self._progress.liven()
@@ -278,7 +278,7 @@ class ParameterServerSession:
         except Exception as error:  # noqa: BLE001  - it must not end the progress of everything else
             message = f"parameter server {self._coll.name!r}: what rank {src} sent failed here"
             self._progress.report(message, error)
-            self._progress.post(partial(self._abandon, error))
+            self._progress.post(partial(self._abort_on_all_ranks, error))
 
     # --- handles ---------------------------------------------------------------------------------------------
 

@@ -99,6 +99,11 @@ class _Seat:
         """The channel that goes with the transport that was taken last."""
         return self._job.meeting(self._opened - 1).channels[self._rank]
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """For each rank the first of its host: they are all in this process."""
+        return (0,) * self._job.size
+
 
 def _rank_of(handle: asyncio.Handle) -> object:
     """Return whose callback it is."""

@@ -20,7 +20,7 @@ from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Origin
 from aiodist.world.tracebacks import folded
 
-__all__ = ["End", "Kept", "give_up", "leave_in_time", "the_end"]
+__all__ = ["End", "Kept", "abort", "leave_in_time", "the_end"]
 
 _LOOK_SECONDS = 0.05
 
@@ -122,7 +122,7 @@ class Kept:
             self._loop.run_until_complete(asyncio.wait_for(self.aclose(), self._seconds))
 
 
-async def give_up(registry: Registry, channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
+async def abort(registry: Registry, channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
     """Tell the others and close what is open, in `seconds` at most; no trouble of it hides the error that led here.
 
     With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.
@@ -130,7 +130,7 @@ async def give_up(registry: Registry, channel: Channel, end: End, seconds: float
     channel.fail(end.cause, end.traceback, end.exitcode)
     with suppress(TimeoutError, AiodistError, RuntimeError, OSError):
         async with asyncio.timeout(seconds):
-            await registry.abandon(CommunicatorAborted(f"this rank failed: {end.cause}"))
+            await registry.abort(CommunicatorAborted(f"this rank failed: {end.cause}"))
             while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
                 await asyncio.sleep(0.02)
             await channel.aclose()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Met, ShmTransport, meet
@@ -21,16 +18,17 @@ from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
-from aiodist.collectives.operations import broadcast_bytes
+from aiodist.collectives.operations import allgather, broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint
+from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.program import run as run_program
 from aiodist.communicator.registry import DRAIN_SECONDS
-from aiodist.control import Channel, Exit, connect, host, in_process
+from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
 from aiodist.handles import Handle, Progress
-from aiodist.topology import Means, Topology, bound
+from aiodist.machine import network
+from aiodist.topology import Means, Topology, bound, named
 from aiodist.world.leaving import the_end
 
 if TYPE_CHECKING:
@@ -74,6 +72,8 @@ class RankPlace:
 
     transport: Transport
     channel: Channel
+    hosts: tuple[int, ...]
+    """For each rank the first of its host."""
 
 
 current_place: ContextVar[RankPlace | None] = ContextVar("aiodist_place", default=None)
@@ -87,7 +87,7 @@ async def find_place(environment: Environment, asked: str | None, limits: Limits
     """
     backend = _backend(asked, environment)
     if backend == "local":
-        return RankPlace(LocalTransport(LocalHub(), 0, 1), in_process(1)[0])
+        return RankPlace(LocalTransport(LocalHub(), 0, 1), in_process(1)[0], (0,))
     mpi = None
     if environment.rendezvous is None and (backend == "mpi" or environment.mpi):
         mpi = await _start_mpi(environment, limits)
@@ -98,13 +98,14 @@ async def find_place(environment: Environment, asked: str | None, limits: Limits
             await mpi.aclose(drained=False)
         raise
     try:
-        transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, limits))
+        hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
+        transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, hosts, limits))
     except BaseException as error:
         end = await the_end(error)
         channel.fail(end.cause, end.traceback, end.exitcode)
         await channel.aclose()
         raise
-    return RankPlace(transport, channel)
+    return RankPlace(transport, channel, hosts)
 
 
 def _backend(asked: str | None, environment: Environment) -> str:
@@ -123,7 +124,7 @@ async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limi
     if (environment.size if mpi is None else mpi.size) == 1:
         return in_process(1)[0]
     if mpi is not None:
-        return await _meet_over_mpi(environment, mpi, limits)
+        return await _meet_over_mpi(mpi, limits)
     if environment.rendezvous is None:
         how = "start them with aiodist run, torchrun or mpirun"
         raise ConfigError(f"{environment.size} ranks and no rendezvous: {how}")
@@ -138,24 +139,31 @@ async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limi
 
 
 async def _transport(
-    environment: Environment, backend: str, mpi: MpiTransport | None, channel: Channel, limits: Limits
+    environment: Environment,
+    backend: str,
+    mpi: MpiTransport | None,
+    channel: Channel,
+    hosts: Sequence[int],
+    limits: Limits,
 ) -> Transport:
     if backend == "mpi":
         return mpi or await _start_mpi(environment, limits)
     if mpi is not None:  # it was needed only for the ranks to meet
         await mpi.aclose(drained=True)
     if backend == "shm":
-        return await _open_shared_memory(environment, channel, limits)
+        return await _open_shared_memory(environment, channel, hosts, limits)
     from aiodist.backends.gloo import open_world
 
-    return await open_world(channel)
+    return await open_world(channel, one_host=len(set(hosts)) == 1)
 
 
-async def _open_shared_memory(environment: Environment, channel: Channel, limits: Limits) -> ShmTransport:
+async def _open_shared_memory(
+    environment: Environment, channel: Channel, hosts: Sequence[int], limits: Limits
+) -> ShmTransport:
     """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
     if channel.size == 1:
         return open_shared_memory(None)
-    near, reason, _ = await meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    near, reason, _ = await meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
     if near is not None and len(near.members) == channel.size:
         return open_shared_memory(near)
     if near is not None:
@@ -209,51 +217,57 @@ def _settle(future: asyncio.Future[T], value: T) -> None:
         future.set_result(value)
 
 
-async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Limits) -> Channel:
+async def _meet_over_mpi(mpi: MpiTransport, limits: Limits) -> Channel:
     """Plain mpirun: rank 0 runs the hub and tells the others over MPI where it is."""
     hub = None
     told = None
+    primitives = Primitives(Endpoint(mpi, 0), Repertoire(mpi))
+    networks = await _run(allgather(primitives, as_tensor(network().encode()), None))
     if mpi.rank == 0:
         token = secrets.token_hex(16)
-        one_host = environment.local_size == mpi.size
+        one_host = len({as_bytes(one) for one in networks}) == 1
         hub = await host(mpi.size, host="127.0.0.1" if one_host else "", token=token)
         told = as_tensor(f"{hub.address} {token}".encode())
-    progress = Progress.current()
-    handle: Handle[torch.Tensor] = Handle(progress, "rendezvous")
+    address, token = as_bytes(await _run(broadcast_bytes(primitives, told, 0))).decode().split()
+    return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
 
-    def finish(result: torch.Tensor | None, error: BaseException | None) -> None:
+
+async def _run(program: Program[T]) -> T:
+    """Return what a program returns that no communicator issues."""
+    progress = Progress.current()
+    handle: Handle[T] = Handle(progress, "rendezvous")
+
+    def finish(result: T | None, error: BaseException | None) -> None:
         if result is not None:
             handle.resolve(result)
         elif error is not None:
             handle.reject(error)
 
-    program = broadcast_bytes(Primitives(Endpoint(mpi, 0), Repertoire(mpi)), told, 0)
     progress.start(partial(run_program, program, finish))
-    address, token = as_bytes(await handle).decode().split()
-    return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
+    return await handle
 
 
-async def find_topology(channel: Channel, environment: Environment, limits: Limits) -> Topology:
+async def find_topology(channel: Channel, hosts: Sequence[int], environment: Environment, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
     devices = visible_devices(environment)
     mine = [socket.gethostname(), devices, means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()]
-    places: list[Any] = [mine]
-    if channel.size > 1:
-        await channel.set(f"host/{channel.rank}", json.dumps(mine).encode())
-        told = [await channel.get(f"host/{rank}", timeout=limits.rendezvous) for rank in range(channel.size)]
-        places = [json.loads(one) for one in told]
-    hosts = Topology(tuple([host for host, _, _ in places]), channel.rank)
+    places = await exchange(channel, "place", mine, limits.rendezvous)
+    topology = Topology(named([name for name, _, _ in places], hosts), channel.rank)
     bindings = [
-        bound(hosts.ranks_on(host).index(rank), physical, Means(*means))
-        for rank, (host, physical, means) in enumerate(places)
+        bound(topology.ranks_on(topology.host_of[rank]).index(rank), physical, Means(*means))
+        for rank, (_, physical, means) in enumerate(places)
     ]
-    return replace(hosts, devices=tuple(bindings) if any(bindings) else ())
+    return replace(topology, devices=tuple(bindings) if any(bindings) else ())
 
 
-async def find_neighbours(channel: Channel, transport: Transport, environment: Environment, limits: Limits) -> Met:
+async def find_neighbours(
+    channel: Channel, hosts: Sequence[int], transport: Transport, environment: Environment, limits: Limits
+) -> Met:
     """Return the ranks of this host that share memory with this one, or why there are none."""
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")
     if isinstance(transport, ShmTransport):
         return Met(transport.near, "", () if transport.near is None else (transport.near.members,))
-    return await unless_lost(channel, meet(channel, allowed=environment.shared_memory, seconds=limits.rendezvous))
+    return await unless_lost(
+        channel, meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    )

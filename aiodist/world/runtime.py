@@ -26,7 +26,7 @@ from aiodist.env import Environment, Starter
 from aiodist.handles import Handle, Progress, from_future
 from aiodist.streams import CudaStream, event_handle
 from aiodist.world.isolation import isolate
-from aiodist.world.leaving import Kept, give_up, leave_in_time, the_end
+from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import Limits, current_place, find_neighbours, find_place, find_topology, unless_lost
 from aiodist.world.pinning import pinned
 from aiodist.world.tracebacks import fold_tracebacks
@@ -85,7 +85,7 @@ async def opened(
     environment = Environment.read()
     place = given or await find_place(environment, backend, limits)
     transport, channel = place.transport, place.channel
-    near, alone, sharing = await find_neighbours(channel, transport, environment, limits)
+    near, alone, sharing = await find_neighbours(channel, place.hosts, transport, environment, limits)
     registry = Registry(
         channel,
         Communicator,
@@ -97,7 +97,7 @@ async def opened(
     )
     process, patience = os.getpid(), None
     try:
-        topology = await unless_lost(channel, find_topology(channel, environment, limits))
+        topology = await unless_lost(channel, find_topology(channel, place.hosts, environment, limits))
         world = registry.world(transport, topology)
         Watch.of(Progress.current(), channel).report.after = report
         _limit_spinning(world)
@@ -125,7 +125,7 @@ async def opened(
                 fold_tracebacks()
             if given is None and transport.size > 1:
                 await leave_in_time(end.exitcode, limits.leave)
-            await give_up(registry, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
+            await abort(registry, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
             await registry.close_memory()
         raise
     if os.getpid() == process:

@@ -94,7 +94,7 @@ class World:
 @asynccontextmanager
 async def world(size: int, *, ordered: bool = True) -> AsyncIterator[World]:
     async with asyncio.timeout(20):
-        met = await asyncio.gather(*[meet(channel) for channel in in_process(size)])
+        met = await asyncio.gather(*[meet(channel, [0] * size) for channel in in_process(size)])
         nears = [one.near for one in met if one.near is not None]
         assert len(nears) == size
         for near in nears:

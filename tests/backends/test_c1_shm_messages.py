@@ -72,7 +72,7 @@ def _started(call: Callable[[Done], None]) -> Ended:
 async def ranks(count: int, *, ordered: bool = True, drained: bool = True) -> AsyncIterator[list[Rank]]:
     """Open `count` ranks; at the end nothing may be left of theirs in their arenas."""
     async with asyncio.timeout(10):
-        met = await asyncio.gather(*[meet(channel) for channel in in_process(count)])
+        met = await asyncio.gather(*[meet(channel, [0] * count) for channel in in_process(count)])
         nears = [one.near for one in met if one.near is not None]
         assert len(nears) == count
         for near in nears:
@@ -320,15 +320,13 @@ async def test_c1_closing_fails_all_that_is_pending_once() -> None:
         del ends, failures, b
 
 
-async def test_c1_where_memory_is_not_shared_the_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_c1_where_memory_is_not_shared_the_backend_says_why() -> None:
     off = Environment.read({"AIODIST_SHM": "0"})
-    calls = [_open_shared_memory(off, channel, Limits()) for channel in in_process(2)]
+    calls = [_open_shared_memory(off, channel, [0, 0], Limits()) for channel in in_process(2)]
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, BackendUnavailable)
         assert "rank 0: it was turned off (AIODIST_SHM=0); rank 1" in str(error)
-    hosts = iter(["here", "here", "there"])
-    monkeypatch.setattr("aiodist.backends.shm.neighbours._identity", lambda: next(hosts))
-    calls = [_open_shared_memory(Environment.read({}), channel, Limits()) for channel in in_process(3)]
+    calls = [_open_shared_memory(Environment.read({}), channel, [0, 0, 2], Limits()) for channel in in_process(3)]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, BackendUnavailable) for error in errors)
     assert [str(error).rpartition(": ")[2] for error in errors] == [

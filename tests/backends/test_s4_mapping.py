@@ -40,7 +40,7 @@ class Pair:
         loan = Loan(self.borrower, torch.empty(0, dtype=like.dtype))
         loan.hear(0, said, like.numel())
         seen = loan.tensor(0)
-        loan.let_go()
+        loan.release()
         return loan, seen
 
     def lend(self, t: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     del t
     other = torch.ones(2)
     pair.lender._lent.popitem()[1].users = 0
-    pair.borrower.drop(0, [1])
+    pair.borrower.release(0, [1])
     with pytest.raises(AssertionError, match="once"):
         pair.mapper.open(description, CPU)
     pair.lend(other)

@@ -19,6 +19,7 @@ from aiodist.control import Channel, Hub, HubOptions, connect, host
 from aiodist.control.notice import _prove
 from aiodist.control.places import FilePlace, TcpPlace, parse
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+from aiodist.machine import boot_id
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 
@@ -114,7 +115,7 @@ async def test_l9_a_stale_file_fools_nobody(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     async with Hub(2, token="other") as other:
         left = {
-            "hostname": socket.gethostname(), "hosts": ["127.0.0.1"], "port": free_port(), "nonce": "old", "proof": "x"
+            "boot_id": boot_id(), "hosts": ["127.0.0.1"], "port": free_port(), "nonce": "old", "proof": "x"
         }  # fmt: skip
 
         for content in (

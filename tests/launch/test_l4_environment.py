@@ -80,22 +80,11 @@ def test_l4_each_starter_is_recognised(
     assert (here.mpi, here.rendezvous) == (mpi, rendezvous)
 
 
-@pytest.mark.parametrize("environ", [OPENMPI, MPICH, TORCHRUN, {**OURS, **PLACE}])
-def test_l4_the_place_on_the_host_is_known(environ: Mapping[str, str]) -> None:
-    here = Environment.read(environ)
-    assert (here.local_rank, here.local_size) == (1, 2)
-
-
-def test_l4_slurm_says_the_local_rank_alone() -> None:
-    here = Environment.read(SRUN)
-    assert (here.local_rank, here.local_size) == (1, None)
-
-
 @pytest.mark.parametrize("environ", [{}, SALLOC, {"RANK": "3"}, {"WORLD_SIZE": "4"}, {"AIODIST_RANK": "1"}])
 def test_l4_plain_python_is_one_rank(environ: Mapping[str, str]) -> None:
     here = Environment.read(environ)
     assert (here.starter, here.rank, here.size) == (Starter.ALONE, 0, 1)
-    assert (here.local_rank, here.local_size, here.mpi, here.rendezvous) == (None, None, False, None)
+    assert (here.mpi, here.rendezvous) == (False, None)
 
 
 def test_l4_settings_are_read_under_any_starter() -> None:
@@ -118,7 +107,7 @@ def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
         ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=2"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
         ({**PLACE, "AIODIST_RANK": "-1"}, "AIODIST_RANK=-1 and AIODIST_SIZE=2"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x'"),
         ({"AIODIST_SHM": "maybe"}, "AIODIST_SHM='maybe': expected 0 or 1"),
     ],
 )

@@ -211,10 +211,10 @@ def test_l5_ranks_learn_their_place_the_hub_and_the_secret(launcher: Launcher) -
     script = launcher.script("""
         from aiodist.env import Environment
         here = Environment.read()
-        say(here.starter, here.rank, here.size, here.local_rank, here.local_size, here.rendezvous[:6], len(here.token))
+        say(here.starter, here.rank, here.size, here.rendezvous[:6], len(here.token))
     """)
     done = launcher.run(script, n=3)
-    assert sorted(done.stdout.splitlines()) == [f"[{r}] aiodist run {r} 3 {r} 3 tcp:// 32" for r in range(3)]
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] aiodist run {r} 3 tcp:// 32" for r in range(3)]
 
 
 def test_l5_a_job_within_a_job_is_a_new_job(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,11 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         place: Any = current_place.get()
         return f"host{place._rank % 2}"
 
+    def hosts(place: Any) -> tuple[int, ...]:
+        return tuple(rank % 2 for rank in range(place._job.size))
+
     monkeypatch.setattr("socket.gethostname", name)
+    monkeypatch.setattr("aiodist.testing.ranks._Seat.hosts", property(hosts))
 
 
 async def halves(coll: Communicator) -> Any:

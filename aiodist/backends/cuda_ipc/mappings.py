@@ -196,7 +196,7 @@ class Mappings:
         return self._mapper.place(device)
 
     def collect_dead(self) -> Mapping[int, Sequence[int]]:
-        """Forget all that died, and return what each rank is to `drop`, unless it has heard of it already."""
+        """Forget all that died, and return what each rank is to `release`, unless it has heard of it already."""
         for key, lent in list(self._lent.items()):
             if lent.dead and not lent.users:
                 self._forget(key)
@@ -242,17 +242,17 @@ class Mappings:
         borrowed = self._borrowed.get((rank, number))
         if borrowed is not None:
             borrowed.users -= 1
-            self._let_go(rank, number, borrowed)
+            self._release(rank, number, borrowed)
 
-    def drop(self, rank: int, numbers: Sequence[int]) -> None:
+    def release(self, rank: int, numbers: Sequence[int]) -> None:
         """Let go of what `rank` has declared dead, as soon as no loan uses it."""
         for number in numbers:
             borrowed = self._borrowed.get((rank, number))
             if borrowed is not None:
                 borrowed.dead = True
-                self._let_go(rank, number, borrowed)
+                self._release(rank, number, borrowed)
 
-    def _let_go(self, rank: int, number: int, borrowed: _Borrowed) -> None:
+    def _release(self, rank: int, number: int, borrowed: _Borrowed) -> None:
         if borrowed.dead and not borrowed.users:
             del self._borrowed[rank, number]
             borrowed.close()
@@ -312,14 +312,14 @@ class Loan:
         """Return a name of the physical device that what `rank` announced lies on."""
         return self._heard[rank][0].place
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop what was declared dead to me, which waits for the device.
 
         So it is done when nothing is queued, and once what is new is mapped: an allocation stays mapped as long as
         some storage in it is.
         """
         for rank, (announced, _) in self._heard.items():
-            self._mappings.drop(rank, announced.dead)
+            self._mappings.release(rank, announced.dead)
 
     def end(self) -> None:
         """Say that it is over for all: nobody uses what was lent, and nothing that is queued what was borrowed."""

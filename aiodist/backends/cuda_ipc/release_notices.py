@@ -44,7 +44,7 @@ class ReleaseNotices:
 
     def _told(self, rank: int, numbers: Sequence[int]) -> None:
         """Let go of what `rank` has declared dead; called on the channel's thread."""
-        self._progress.post(partial(self._progress.start, partial(self._mappings.drop, rank, numbers)))
+        self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
 
     def close(self) -> None:
         """Look no more; on the loop."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import socket
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodist.backends.gloo.library import CLOSE_SECONDS, PrefixStore, ProcessGroup, Store, backend_error, c10d
@@ -48,7 +46,7 @@ class _ChannelStore(Store):
         for key in keys:
             self.get(key)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Have what waits raise, from the loop's thread."""
         self._given_up = True
         if self._asking is not None:
@@ -68,21 +66,22 @@ class _ChannelStore(Store):
 class GlooRendezvous:
     """How process groups are made: over the control channel."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, one_host: bool) -> None:
+        """`one_host`: all ranks are, so that they can use the loopback interface."""
         self._channel = channel
+        self._one_host = one_host
         self.devices: list[Any] = []
         self.rank = channel.rank
 
     async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
         """Return the process group `name`, which all its ranks make at the same time."""
         if not self.devices:
-            one_host = await self._on_one_host()
-            self.devices = [await in_thread(partial(_device, one_host))]
+            self.devices = [await in_thread(partial(_device, self._one_host))]
         store = _ChannelStore(self._channel, asyncio.get_running_loop())
         try:
             return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
         except asyncio.CancelledError:
-            store.give_up()
+            store.abort()
             raise
         except Exception as error:
             if isinstance(store.error, AiodistError):
@@ -97,13 +96,6 @@ class GlooRendezvous:
         options._timeout = timedelta(seconds=_SETUP_SECONDS)
         return cast(ProcessGroup, make(store, rank, size, options))
 
-    async def _on_one_host(self) -> bool:
-        """Return whether all ranks are, so that they can use the loopback interface."""
-        channel = self._channel
-        await channel.set(f"gloo/host/{channel.rank}", _host().encode())
-        hosts = [await channel.get(f"gloo/host/{rank}", timeout=_SETUP_SECONDS) for rank in range(channel.size)]
-        return len(set(hosts)) == 1
-
     async def part(self) -> None:
         """Wait until all ranks are about to close: a connection that is closed takes what is under way with it."""
         with suppress(AiodistError, RuntimeError):
@@ -116,10 +108,3 @@ def _device(one_host: bool) -> Any:  # noqa: ANN401
     if one_host:
         return c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return c10d.ProcessGroupGloo.create_default_device()
-
-
-def _host() -> str:
-    """Return what no two hosts share: containers may have the same name."""
-    with suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
-    return socket.gethostname()

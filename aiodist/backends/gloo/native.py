@@ -165,7 +165,7 @@ class GlooNative:
             error = backend_error(raised)
         round.done(error)
 
-    def give_up(self, error: BackendError) -> None:
+    def abort(self, error: BackendError) -> None:
         """What is under way never ends."""
         rounds, self._rounds = self._rounds, {}
         self.group.cut()

@@ -184,10 +184,10 @@ class Peer:
     def _gone(self, error: BackendError) -> None:
         if self.error is None:
             self.error = error
-            self.give_up(error)
+            self.abort(error)
             self._wire.lost(self.rank, error)
 
-    def give_up(self, error: BackendError) -> None:
+    def abort(self, error: BackendError) -> None:
         """What was not taken never will be."""
         offers, self._offers = self._offers, {}
         tell((done, again(error)) for _, done in offers.values())

@@ -19,6 +19,7 @@ from aiodist.backends.gloo.library import again
 from aiodist.backends.gloo.memory import empty
 from aiodist.backends.gloo.peer import Peer
 from aiodist.backends.inplace import bytes_of
+from aiodist.backends.matching import Matching
 from aiodist.errors import BackendError
 from aiodist.types import ANY
 
@@ -54,55 +55,46 @@ class Receiving:
 
     def __init__(self, peers: Mapping[int, Peer]) -> None:
         self._peers = peers
-        self._wanted: list[PostedReceive] = []
-        self._unexpected: list[ArrivedMessage] = []
+        self._matching: Matching[PostedReceive, ArrivedMessage] = Matching()
         self._untold: BackendError | None = None
         """A loss that no receive from any source has been told of."""
         self._over: BackendError | None = None
 
-    def take(self, wanted: PostedReceive) -> bool:
-        """Deliver a message that came before `wanted`; return False where there is none."""
-        for i, message in enumerate(self._unexpected):
-            if _matches(wanted, message):
-                del self._unexpected[i]
-                self._deliver(message, wanted)
-                return True
-        return False
-
-    def expect(self, wanted: PostedReceive) -> None:
-        """Have `wanted` wait for its message; fail it where none will come, see [Note: lost peers]."""
+    def receive(self, wanted: PostedReceive) -> None:
+        """Deliver the message for `wanted`, now or when it comes; fail it where none will, see [Note: lost peers]."""
+        message = self._matching.take(wanted.src, wanted.tag)
+        if message is not None:
+            self._deliver(message, wanted)
+            return
         peer = self._peers.get(wanted.src)
         error = self._over or (None if peer is None else peer.error)
         if wanted.src == ANY and error is None:
             error, self._untold = self._untold, None
         if error is None:
-            self._wanted.append(wanted)
+            self._matching.expect(wanted)
         else:
             wanted.done(again(error))
 
     def arrived(self, message: ArrivedMessage) -> None:
         """Deliver `message` to the first receive that waits for it, or keep it for one."""
-        for i, wanted in enumerate(self._wanted):
-            if _matches(wanted, message):
-                del self._wanted[i]
-                self._deliver(message, wanted)
-                return
-        self._unexpected.append(message if message.offer else message.kept())
+        wanted = self._matching.match(message.src, message.tag)
+        if wanted is not None:
+            self._deliver(message, wanted)
+        else:
+            self._matching.keep(message if message.offer else message.kept())
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank`, see [Note: lost peers]."""
-        self._unexpected = [message for message in self._unexpected if message.src != rank or not message.offer]
-        failed = [wanted for wanted in self._wanted if wanted.src in (rank, ANY)]
-        self._wanted = [wanted for wanted in self._wanted if wanted.src not in (rank, ANY)]
+        self._matching.cancel_messages(lambda message: message.src == rank and message.offer != 0)
+        failed = self._matching.cancel_receives(lambda wanted: wanted.src in (rank, ANY))
         if all(wanted.src == rank for wanted in failed):
             self._untold = error
         tell((wanted.done, again(error)) for wanted in failed)
 
-    def give_up(self, error: BackendError) -> None:
+    def abort(self, error: BackendError) -> None:
         """Fail all receives, now and later."""
         self._over = error
-        waiting, self._wanted = self._wanted, []
-        tell((wanted.done, again(error)) for wanted in waiting)
+        tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())
 
     def _deliver(self, message: ArrivedMessage, wanted: PostedReceive) -> None:
         guarded(partial(self._take, message, wanted), wanted.done)
@@ -124,7 +116,3 @@ class Receiving:
 
 def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> None:
     done(error or refusal)
-
-
-def _matches(wanted: PostedReceive, message: ArrivedMessage) -> bool:
-    return wanted.tag == message.tag and wanted.src in (ANY, message.src)

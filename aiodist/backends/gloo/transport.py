@@ -93,9 +93,7 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
-        wanted = PostedReceive(src, tag, t, done)
-        if not self._receiving.take(wanted):
-            self._receiving.expect(wanted)
+        self._receiving.receive(PostedReceive(src, tag, t, done))
 
     # What the wire tells.
 
@@ -116,7 +114,7 @@ class GlooTransport:
             return
         self._receiving.lost(rank, error)
         if self._native is not None:
-            self._native.give_up(error)
+            self._native.abort(error)
 
     # Its life.
 
@@ -140,18 +138,18 @@ class GlooTransport:
                 await self._meeting.part()
         finally:  # also when this call is cancelled
             with transport_lock:
-                self._give_up(BackendError("gloo: the transport was closed"), owner)
+                self._abort(BackendError("gloo: the transport was closed"), owner)
             closing = started(partial(self._close, owner))
         await asyncio.wrap_future(closing)
 
-    def _give_up(self, error: BackendError, owner: bool) -> None:
-        self._receiving.give_up(error)
+    def _abort(self, error: BackendError, owner: bool) -> None:
+        self._receiving.abort(error)
         if self._native is not None:
-            self._native.give_up(error)
+            self._native.abort(error)
         if self._wire is not None:
             self._wire.leave(self._comm)
             if owner:
-                self._wire.give_up(error)
+                self._wire.abort(error)
 
     def _close(self, owner: bool) -> None:
         if self._wire is not None and self._native is not None:
@@ -162,13 +160,14 @@ class GlooTransport:
                 self._meeting.devices.clear()
 
 
-async def open_world(channel: Channel) -> GlooTransport:
+async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
     """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
 
+    `one_host`: all ranks are, so that they can use the loopback interface.
     gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
     Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
     """
-    meeting = GlooRendezvous(channel)
+    meeting = GlooRendezvous(channel, one_host=one_host)
     if channel.size == 1:
         return GlooTransport(meeting, None, _WORLD, (0,), None)
     frames = await meeting.group("frames", channel.rank, channel.size)

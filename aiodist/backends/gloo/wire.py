@@ -86,12 +86,12 @@ class Wire:
             for member in list(self._open.values()):
                 member.lost(rank, error)
 
-    def give_up(self, error: BackendError) -> None:
+    def abort(self, error: BackendError) -> None:
         """Nothing is sent or received any more."""
         self._closing = True
         for peer in self.peers.values():
             peer.error = peer.error or error
-            peer.give_up(error)
+            peer.abort(error)
 
     def _at_exit(self) -> None:
         """Nobody closed it. A thread that comes back from gloo while the interpreter ends would end the process."""

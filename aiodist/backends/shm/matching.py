@@ -1,16 +1,15 @@
-"""Which message goes to which receive: by communicator, source and tag, each in the order of its issue or arrival."""
+"""What is sent and received, and how both meet: by communicator, source and tag."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from aiodist.backends.base import Done
+from aiodist.backends.matching import Matching
 from aiodist.backends.shm.memory import Place
 from aiodist.errors import BackendError
-from aiodist.types import ANY
 
 __all__ = ["Box", "Message", "Receive", "Send", "too_long"]
 
@@ -63,59 +62,8 @@ class Message:
     """It is this rank's own."""
 
 
-class Box:
-    """The receives and messages of one communicator that have not met; either side may be there first."""
-
-    def __init__(self) -> None:
-        self._receives: dict[int, list[Receive]] = {}
-        self._messages: dict[int, list[Message]] = {}
-
-    def receive(self, receive: Receive) -> Message | None:
-        """Return the first message that fits; without one `receive` waits."""
-        messages = self._messages.get(receive.tag, ())
-        for i, message in enumerate(messages):
-            if receive.src in (ANY, message.src):
-                self._remove(self._messages, receive.tag, i)
-                return message
-        self._receives.setdefault(receive.tag, []).append(receive)
-        return None
-
-    def match(self, src: int, tag: int) -> Receive | None:
-        """Return the first receive that fits a message, which waits no longer."""
-        for i, receive in enumerate(self._receives.get(tag, ())):
-            if receive.src in (ANY, src):
-                self._remove(self._receives, tag, i)
-                return receive
-        return None
-
-    def keep(self, message: Message) -> None:
-        """Have `message`, which `match` found nothing for, wait."""
-        self._messages.setdefault(message.tag, []).append(message)
-
-    def forget(self, src: int, number: int) -> bool:
-        """Take out the long message `number` of `src`; True if it was there."""
-        for tag, messages in self._messages.items():
-            for i, message in enumerate(messages):
-                if message.src == src and message.number == number:
-                    self._remove(self._messages, tag, i)
-                    return True
-        return False
-
-    def receives(self) -> Iterator[Receive]:
-        """Yield the receives that wait."""
-        for waiting in self._receives.values():
-            yield from waiting
-
-    def messages(self) -> Iterator[Message]:
-        """Yield the messages that wait."""
-        for waiting in self._messages.values():
-            yield from waiting
-
-    @staticmethod
-    def _remove(table: dict[int, list[Receive]] | dict[int, list[Message]], tag: int, i: int) -> None:
-        del table[tag][i]
-        if not table[tag]:
-            del table[tag]
+Box = Matching[Receive, Message]
+"""The receives and messages of one communicator that have not met."""
 
 
 def too_long(nbytes: int, receive: Receive) -> BackendError | None:

@@ -128,17 +128,16 @@ class Messages:
         if box is None:
             self.over(receive, BackendError("the communicator is closed"))
             return
-        if self._gone and (error := self._never(receive, box)) is not None:
-            self.over(receive, error)
-            return
-        message = box.receive(receive)
+        message = box.take(receive.src, receive.tag)
         if message is not None:
             self._deliver(message, receive)
+        elif self._gone and (error := self._never(receive)) is not None:
+            self.over(receive, error)
+        else:
+            box.expect(receive)
 
-    def _never(self, receive: Receive, box: Box) -> BackendError | None:
-        """Return why `receive` has to fail, see [Note: ranks that are gone]."""
-        if any(message.tag == receive.tag and receive.src in (ANY, message.src) for message in box.messages()):
-            return None
+    def _never(self, receive: Receive) -> BackendError | None:
+        """Return why `receive`, for which nothing has come, has to fail, see [Note: ranks that are gone]."""
         if receive.src == ANY:
             rank = self._untold.pop(receive.comm, None)
         else:
@@ -253,10 +252,7 @@ class Messages:
         for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
             box = self.box(comm)
             assert box is not None
-            waiting: list[Receive] = []
-            for tag in {receive.tag for receive in box.receives()}:
-                while (receive := box.match(peer.rank, tag)) is not None:
-                    waiting.append(receive)
+            waiting = box.cancel_receives(lambda receive: receive.src in (ANY, peer.rank))
             failed += waiting
             if all(receive.src != ANY for receive in waiting):
                 self._untold[comm] = peer.rank
@@ -297,9 +293,9 @@ class Messages:
             self.over(copy.operation, error)
         if box is None:
             return
-        for receive in list(box.receives()):
+        for receive in box.cancel_receives():
             self.over(receive, error)
-        for message in list(box.messages()):
+        for message in box.cancel_messages():
             if message.own is not None:
                 self.over(message.own, error)
             else:

@@ -18,7 +18,6 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from aiodist.backends.shm.memory import Arena, Place
 from aiodist.backends.threads import in_thread
+from aiodist.control import exchange
 from aiodist.errors import BackendError
 from aiodist.handles.bell import FutexBell, SharedWord, futex_number
 from aiodist.handles.progress import leave_bell, sleep_at
@@ -263,18 +263,18 @@ class Met(NamedTuple):
     """All groups of ranks that share memory, on this host and on others."""
 
 
-async def meet(channel: Channel, *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
+async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
     """Return this rank's neighbourhood, or why there is none, and which other ranks share memory.
 
-    Every rank must call it. It has all ranks of this host that can share memory, or none: where one of them cannot,
-    they all do without.
+    `hosts` is what `find_hosts` returned. Every rank must call it. It has all ranks of this host that can share memory,
+    or none: where one of them cannot, they all do without.
     """
     listener, reason = _listen() if allowed else (None, "it was turned off (AIODIST_SHM=0)")
     try:
         address = listener.getsockname()[1:].decode() if listener else ""
-        contacts = await _exchange(channel, "contact", [_identity(), address, reason], seconds)
-        mine = [rank for rank, contact in enumerate(contacts) if contact[0] == contacts[channel.rank][0]]
-        refusals = [f"rank {rank}: {contacts[rank][2]}" for rank in mine if not contacts[rank][1]]
+        contacts = await exchange(channel, "shm/contact", [address, reason], seconds)
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[channel.rank]]
+        refusals = [f"rank {rank}: {contacts[rank][1]}" for rank in mine if not contacts[rank][0]]
         links: dict[int, socket.socket] = {}
         if listener is not None and not refusals and len(mine) > 1:
             try:
@@ -284,8 +284,8 @@ async def meet(channel: Channel, *, allowed: bool = True, seconds: float = _MEET
     finally:
         if listener is not None:
             listener.close()
-    met = await _exchange(channel, "met", refusals, seconds)
-    sharing = _sharing(contacts, met)
+    met = await exchange(channel, "shm/met", refusals, seconds)
+    sharing = _sharing(hosts, met)
     if any(channel.rank in group for group in sharing):
         return Met(Neighbourhood(channel.rank, links), "", sharing)
     for link in links.values():
@@ -294,28 +294,12 @@ async def meet(channel: Channel, *, allowed: bool = True, seconds: float = _MEET
     return Met(None, "; ".join(refusals) or "no other rank is on this host", sharing)
 
 
-def _sharing(contacts: Sequence[Sequence[str]], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
     """Return the groups of two and more ranks that are on one host and met nothing that speaks against it."""
-    hosts: dict[str, list[int]] = {}
-    for rank, contact in enumerate(contacts):
-        hosts.setdefault(str(contact[0]), []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values() if len(ranks) > 1 and not any(met[rank] for rank in ranks))
-
-
-async def _exchange(channel: Channel, what: str, mine: Any, seconds: float) -> list[Any]:  # noqa: ANN401
-    """Return what every rank brought."""
-    await channel.set(f"shm/{what}/{channel.rank}", json.dumps(mine).encode())
-    return [
-        json.loads(await channel.get(f"shm/{what}/{rank}", timeout=seconds)) if rank != channel.rank else mine
-        for rank in range(channel.size)
-    ]
-
-
-def _identity() -> str:
-    """Return what ranks have in common that can map one another's memory."""
-    namespace, boot = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")
-    network = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {network} {os.getuid()}"
+    groups: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1 and not any(met[rank] for rank in ranks))
 
 
 def _listen() -> tuple[socket.socket | None, str]:
@@ -341,7 +325,7 @@ def _connect(
         for other in (r for r in mine if r < rank):
             link = links[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             link.settimeout(seconds)
-            link.connect("\0" + contacts[other][1])
+            link.connect("\0" + contacts[other][0])
             link.send(str(rank).encode())
         listener.settimeout(seconds)
         while len(links) < len(mine) - 1:

@@ -313,7 +313,7 @@ class Peer:
 
     def _withdrawn(self, number: int) -> tuple[Receive, BaseException] | None:
         for box in self._messages.boxes.values():
-            if box.forget(self.rank, number):
+            if box.cancel_messages(lambda message: message.src == self.rank and message.number == number):
                 break
         receive = self._brought.pop(number, None) or self._fetched.pop(number, None)
         self._say(_REFUSED, number)
@@ -406,8 +406,7 @@ class Peer:
         """It is gone: return what is pending with it, which nothing here moves any more; forget what it announced."""
         self.gone = True
         for box in self._messages.boxes.values():
-            for message in [one for one in box.messages() if one.src == self.rank and one.data is None]:
-                box.forget(self.rank, message.number)
+            box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
         pending: list[Send | Receive] = [one for one in self._waiting if isinstance(one, Send)]
         pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
         for operation in pending:

@@ -201,7 +201,7 @@ class CudaIpc(Implementation):
         heard = yield from _exchanged(ep, said, lenders)
         failure = failure or self._queue(ep, loan, t, {rank: (heard[rank], lent[rank]) for rank in lenders}, work)
         failure = (yield from self._settle(t)) or failure
-        loan.let_go()
+        loan.release()
         failure = yield from self._agree(ep, lenders, hearers, failure)
         loan.end()
         if failure is not None:

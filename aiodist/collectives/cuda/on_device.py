@@ -46,7 +46,7 @@ class DeviceWork:
             try:
                 self._behind = self._events.record(self._caller)
             except RuntimeError as error:
-                self.drop()  # the launch order goes on to the next operation
+                self.cancel()  # the launch order goes on to the next operation
                 raise self._events.lost(error) from error
 
     def current(self) -> AbstractContextManager[object]:
@@ -85,7 +85,7 @@ class DeviceWork:
         """Return what the operation fails with: torch's word for a device that is lost, as one of ours."""
         return self._events.lost(error) if isinstance(error, torch.AcceleratorError) else error
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Nothing of it will be done; from any thread."""
         if self._behind is not None:
             self._events.give_back(self.stream.device_index, self._behind)
@@ -162,7 +162,7 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
         yield []  # as far as `next` takes it, so that closing it runs what follows
     except GeneratorExit:
         program.close()
-        work.drop()
+        work.cancel()
         raise
     error: BaseException | None = None
     try:

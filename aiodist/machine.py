@@ -1,0 +1,32 @@
+"""What tells one kernel and its namespaces from another. Names of hosts tell nothing: two hosts may have the same."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["boot_id", "network", "process_table"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return what the kernel drew when it started; empty where it does not say."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def network() -> str:
+    """Return what is equal for processes with the same loopback interface and the same abstract sockets."""
+    return _namespace("net")
+
+
+def process_table() -> str:
+    """Return what is equal for processes to which an id means the same process."""
+    return _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
+    namespace = Path("/proc/self/ns") / kind
+    return f"{boot_id()} {namespace.stat().st_ino if namespace.exists() else 0}"
