@@ -165,14 +165,14 @@ class Compute:
             loss = forward()
             _check_loss(loss, how)
             reduction = self._begin(differs=self.reducer.differs())
-            if reduction.refused is None:
+            if reduction.terms.refused is None:
                 reduction.on_arrival = on_arrival
                 loss.backward(**how)
         except BaseException as error:
             self.reducer.close(reduction or self._begin(opinion=False), error)
             raise
         self.reducer.close(reduction)
-        if reduction.refused is not None:
+        if reduction.terms.refused is not None:
             self.wait(reduction.finished)
         return loss.detach(), reduction
 

@@ -21,6 +21,7 @@ from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.deals import Deal, Dealer, Sizes
 from aiodist.nn.devices import Devices
+from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
 from aiodist.nn.paths import WINDOW_BYTES, Arrival, Paths
 from aiodist.nn.reduction import Reduction
@@ -237,17 +238,15 @@ class Reducer:
             header = self.packed_status(StatusKind.JOIN, opinion=opinion)
         for bucket in self._deal.buckets:
             bucket.open()
-        self.last = Reduction(
-            self._paths,
-            self._deal.buckets,
-            self,
-            self._deal.columns,
+        terms = Terms(
+            members=self._deal.columns,
             active=active,
-            behind=self.last if self.devices else None,
+            prompt=not self.joining,
             header=header,
             refused=verdict if refused else None,
         )
-        self.last.prompt = not self.joining
+        behind = self.last if self.devices else None
+        self.last = Reduction(self._paths, self._deal.buckets, self, terms, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
 
@@ -266,7 +265,7 @@ class Reducer:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = self.thread = None
         trouble = None
-        if error is None and reduction.active and not reduction.refused:
+        if error is None and reduction.terms.active and not reduction.terms.refused:
             trouble = self._surplus(reduction)
             if trouble is None:
                 self._study(reduction)
@@ -353,7 +352,7 @@ class Reducer:
         """Return which buckets are full now: of `device` alone, those of others are filled in their own threads."""
         deal = self._deal
         self._fired[index] = self._fired.get(index, 0) + 1
-        if deal.learning or reduction.refused:
+        if deal.learning or reduction.terms.refused:
             return ()
         number = deal.sentinels.get(index)
         if number is not None and number not in self._due and not reduction.is_full(number):
@@ -390,18 +389,16 @@ class Reducer:
         statistics.passes += 1
         statistics.buckets += len(reduction.spans)
         statistics.nbytes += sum(bucket.nbytes for bucket in reduction.buckets)
-        statistics.seconds += (seconds := _union(reduction.spans))
+        statistics.seconds += (seconds := reduction.spans.seconds)
+        statistics.exposed += reduction.spans.exposed
         if seconds:
             window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * sum(b.nbytes for b in reduction.buckets) / seconds))
             self._paths = replace(self._paths, window=window)
-        if reduction.closed is not None:
-            statistics.exposed += _union(
-                [(max(a, reduction.closed), b) for a, b in reduction.spans if b > reduction.closed]
-            )
-        if reduction.ending and reduction.error is not None:
+        status = reduction.status
+        if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)
-        if self._deal.learnt or not reduction.participants or not reduction.sound:
+        if self._deal.learnt or status is None or not status.active or not status.sound:
             over()
         else:
             self._learn(self._deal, over)
@@ -428,20 +425,6 @@ class Reducer:
             rest = [index for index in sorted(dealt.members, reverse=True) if index not in known]
             dealt.learnt = dealt.new_order = [*came, *rest]
         over()
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of what intervals cover together.
-
-    >>> _union([(0, 2), (1, 3), (5, 6)])
-    4.0
-    """
-    total, end = 0.0, float("-inf")
-    for a, b in sorted(spans):
-        if b > end:
-            total += b - max(a, end)
-            end = b
-    return total
 
 
 def _which(chosen: Sequence[bool]) -> list[int]:

@@ -3,33 +3,42 @@
 Threads that compute say which buckets are full, the loop issues their reductions in an order that is the same on every
 rank, and awaits them. What is more to know travels as the *pass status*, a small sum on a communicator of its own:
 which parameters had a gradient, which ranks failed or have no data left, how far each had come when its backward ended.
+`pass_machine` decides what is done when; here it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from aiodist.errors import (
-    AiodistError,
-    CommunicatorError,
-    MismatchError,
-    OperationTimeout,
-    PeerError,
-)
-from aiodist.handles import Handle, Permit
-from aiodist.nn.accounts import PassAccount, explained, some_in_join
+from aiodist.errors import OperationTimeout
+from aiodist.handles import Handle, Permit, join
+from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
-from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.nn.pass_machine import (
+    Abort,
+    Action,
+    Arrive,
+    End,
+    Explain,
+    Fail,
+    PassMachine,
+    Reduce,
+    Settle,
+    Tell,
+    TellHeader,
+    Terms,
+)
+from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.paths import Arrival, Paths
 from aiodist.nn.queued import Queued
+from aiodist.nn.spans import Spans
 from aiodist.nn.steps import Steps
 from aiodist.world.tracebacks import folded
 
@@ -66,70 +75,40 @@ class Reduction:
         paths: Paths,
         buckets: Sequence[Bucket],
         observer: Observer,
-        members: Sequence[float],
+        terms: Terms,
         *,
-        active: bool = True,
         behind: Reduction | None = None,
-        header: Tensor | None = None,
-        refused: PassStatus | None = None,
     ) -> None:
-        """`members` has 1.0 for each parameter of the module that is in a bucket, else 0.0."""
         self.paths = paths
         self.buckets = tuple(buckets)
-        self.active = active
+        self.terms = terms
+        self.spans = Spans()
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
-        self.prompt = True
-        """Not only when the pass status is known, which may change it."""
-        self.began = perf_counter()
-        self.closed: float | None = None
-        """When backward ended, seconds of `perf_counter`."""
-        self.spans: list[tuple[float, float]] = []
-        """From when to when each bucket was on its way."""
         self.finished: Handle[None] = self._handle("reduction of the gradients")
         self.usable = self._handle("gradients") if paths.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
         self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
-        self._unsettled = len(self.buckets)
-        """How many of those are not done."""
+        usable = self.usable  # and not this object, which would know itself
+        self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
         self._observer = observer
-        self._members = members
-        self._error: BaseException | None = None
-        self._unsendable: Exception | None = None
-        """Why this rank cannot send what the others wait for."""
-        self._full = [False] * len(self.buckets)
-        self._order = list(range(len(self.buckets)))
-        self._next = 0
-        """How many buckets, of `_order`, were asked leave for."""
-        self._open = True
-        """Backward goes on."""
-        self._ended = False
-        self._frozen = False
-        """The ranks are about to agree on an order: nothing new is begun."""
-        self._moving: dict[int, Permit | None] = {}
-        self._was_late = False
+        self._filled: set[int] = set()
+        self._permits: dict[int, Permit | None] = {}
+        """Of the buckets that wait for leave, or are under way."""
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
-        self._reduced: set[int] = set()
         self._queued = Queued(paths.devices, self.buckets)
         """Those on CUDA devices."""
         self._ordered: set[int] = set()
-        self.refused = refused
-        """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
-        self._header = header
-        """What is told before all else."""
-        self._behind = behind
-        self._waits = self._closing = False
-        """For the pass before: to issue something; to send its status too."""
-        self._began: dict[int, float] = {}
-        self._backward: list[torch.cuda.Stream] = []
-        """The streams on which backward ended."""
-        self._status: PassStatus | None = None
-        self._status_pending = 0
-        self._text: str | None = None
-
-        if header is not None:
-            self.paths.progress.post(self._issue)
+        self._late: OperationTimeout | None = None
+        """What was told of deadlines: once, as of any; the next await waits on."""
+        waits = behind is not None and not behind.over.done()
+        window = paths.window if paths.urgent else None
+        self._machine = PassMachine(self.buckets, terms, rank=paths.data.rank, window=window, waits=waits)
+        if behind is not None and waits:
+            paths.progress.post(partial(behind.over.add_done_callback, self._begin))
+        elif terms.header is not None:
+            paths.progress.post(self._begin)
 
     def _handle(self, name: str) -> Handle[None]:
         handle: Handle[None] = Handle(self.paths.progress, name)
@@ -139,19 +118,34 @@ class Reduction:
 
     def is_full(self, index: int) -> bool:
         """Bucket `index` was filled."""
-        return self._full[index]
+        return index in self._filled
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, as far as is known."""
+        return self._machine.error
+
+    @property
+    def status(self) -> PassStatus | None:
+        """What the ranks have told each other at its end, as far as is known."""
+        return self._machine.status
+
+    @property
+    def participants(self) -> int:
+        """How many ranks brought data; known when it is finished."""
+        return 0 if self.status is None else self.status.active
 
     # --- from the threads that run backward -------------------------------------------------------------------
 
     def full(self, index: int) -> None:
         """All gradients of bucket `index` are there; in the thread in which the last of them came."""
         self._fill(index)
-        self.paths.progress.post(self._issue)
+        self.paths.progress.post(lambda: self._do(self._machine.full(index)))
 
     def _fill(self, index: int, *, blank: bool = False) -> None:
         bucket = self.buckets[index]
         with bucket.lock:
-            if self._full[index]:
+            if index in self._filled:
                 return
             if blank:
                 bucket.blank()
@@ -159,13 +153,13 @@ class Reduction:
                 self._queued.gather(index)
                 bucket.fill()
             self._queued.filled(index)
-            self._full[index] = True
+            self._filled.add(index)
 
     def close(self, error: BaseException | None = None) -> None:
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
         try:
-            for index in range(len(self.buckets)):
-                if not self._full[index] and error is None and self.active and self.refused is None:
+            if error is None and self.terms.active and self.terms.refused is None:
+                for index in range(len(self.buckets)):
                     self._fill(index)
         except BaseException as raised:
             error = raised
@@ -174,19 +168,23 @@ class Reduction:
             self._close_with(error)
 
     def _close_with(self, error: BaseException | None) -> None:
+        unsendable: Exception | None = None
         try:
             for index in range(len(self.buckets)):
-                if not self._full[index]:
-                    self._fill(index, blank=True)
+                self._fill(index, blank=True)
         except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
-            self._unsendable = raised
+            unsendable = raised
             error = error or raised
-        self.closed = perf_counter()
-        self._backward = self.paths.devices.currents()
-        if error is not None:
-            self._error = error
-            self._text = folded(error, programs=True)
-        self.paths.progress.post(self._close)
+        self.spans.closed = perf_counter()
+        streams = self.paths.devices.currents()
+        failure = None if error is None else folded(error, programs=True)
+
+        def tell() -> None:
+            for stream in streams:
+                self.paths.devices.time(stream, self.spans.close)
+            self._do(self._machine.close(error, failure, unsendable))
+
+        self.paths.progress.post(tell)
 
     # --- from the thread that uses the gradients ---------------------------------------------------------------
 
@@ -205,67 +203,47 @@ class Reduction:
         """Every bucket was ordered."""
         return len(self._ordered) == len(self.buckets)
 
-    # --- on the loop: issuing ---------------------------------------------------------------------------------
+    # --- on the loop: what the machine wants done ----------------------------------------------------------------
 
-    def _is_next(self) -> bool:
-        """The pass before is over; else what is to be sent is asked for again when it is."""
-        if self._behind is None:
-            return True
-        if self._behind.over.done():
-            self._behind = None
-            return True
-        if not self._waits:
-            self._waits = True
-            self._behind.over.add_done_callback(self._go_on)
-        return False
+    def _begin(self, _: Handle[None] | None = None) -> None:
+        self._do(self._machine.begin())
 
-    def _go_on(self, _: Handle[None]) -> None:
-        if self._closing:
-            self._close()
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Reduce(index):
+                self._request(index)
+            case Settle(index):
+                self._settle(index)
+            case Arrive(index):
+                self._arrived(index)
+            case TellHeader():
+                self._tell(self._header(), self._machine.header_told)
+            case Tell():
+                self._tell(self._packed(action), self._machine.told)
+            case Explain(failure):
+                self._ask(partial(self._explain, failure), self._machine.explained)
+            case Abort(why, wholly):
+                self._abort(why, wholly=wholly)
+            case Fail(error):
+                self._fail(error)
+            case End():
+                self._end()
+
+    def _request(self, index: int) -> None:
+        self._permits[index] = None
+        bucket = self.buckets[index]
+        if bucket.on_device and not self.paths.lane.waiting:
+            self._granted(index)  # what devices have queued limits nothing here: a step must not wait for them
+            return
+        permit = self.paths.lane.request(bucket.nbytes, partial(self._granted, index))
+        if index in self._permits:
+            self._permits[index] = permit
         else:
-            self._issue()
-
-    def _close(self) -> None:
-        if not self._is_next():
-            self._closing = True
-            return
-        self._tell_header()
-        self._open = False
-        if self._unsendable is not None:
-            self._leave_out(self._unsendable)
-        for stream in self._backward:
-            self.paths.devices.time(stream, self._backward_ended)
-        if self.paths.urgent:
-            self._frozen = self._next < len(self.buckets)
-        self._send_status()
-        self._issue()
-
-    def _backward_ended(self, when: float) -> None:
-        self.closed = max(when, self.closed or when)
-
-    def _issue(self) -> None:
-        if not self._is_next():
-            return
-        self._tell_header()
-        while not self._frozen and self._next < len(self._order) and self._full[self._order[self._next]]:
-            if self.paths.urgent and not self._fits(self.buckets[self._order[self._next]]):
-                return
-            index = self._order[self._next]
-            self._next += 1
-            self._moving[index] = None
-            bucket = self.buckets[index]
-            if bucket.on_device and not self.paths.lane.waiting:
-                self._granted(index)  # what devices have queued limits nothing here: a step must not wait for them
-                continue
-            permit = self.paths.lane.request(bucket.nbytes, partial(self._granted, index))
-            if index in self._moving:
-                self._moving[index] = permit
-            else:
-                permit.release()
-
-    def _fits(self, bucket: Bucket) -> bool:
-        moving = sum(self.buckets[index].nbytes for index in self._moving)
-        return len(self._moving) < 2 or moving + bucket.nbytes <= self.paths.window
+            permit.release()
 
     def _granted(self, index: int) -> None:
         """Start it, in order; but not as a call of the task that has just given back leave."""
@@ -283,217 +261,115 @@ class Reduction:
         try:
             handle = self._reduce(index)
         except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
-            permit = self._moving.pop(index)
-            if permit is not None:
-                permit.release()
-            if isinstance(error, (CommunicatorError, PeerError)):
-                self._fail(error)
-            else:
-                self._leave_out(error)
-            self._conclude()
+            self._release(index)
+            self._do(self._machine.unsent(index, error))
         else:
-            self._began.setdefault(index, perf_counter())
+            self.spans.issued(index)
             handle.add_waiter(self._arrival(partial(self._came, index)))
-            self._settle(index)
-
-    def _leave_out(self, error: Exception) -> None:
-        """Send no more, which the others would wait for: nobody can go on."""
-        self._next = len(self._order)
-        self._frozen = False
-        self.paths.data.abort(f"rank {self.paths.data.rank} cannot send its gradients: {error}")
-        self._fail(self._error or error)
+            if self.buckets[index].on_device:
+                self._do(self._machine.queued(index))
 
     def _reduce(self, index: int) -> Handle[Any]:
         allreduce = partial(self.paths.data.allreduce, self.buckets[index].data, self.paths.op)
         if self.buckets[index].on_device:
-            return self._queued.issue(index, allreduce, partial(self._began.__setitem__, index))
+            return self._queued.issue(index, allreduce, partial(self.spans.begin, index))
         return allreduce()
 
-    def _tell_header(self) -> None:
-        """In a `join` block: tell those whose data have ended which parameters are trained; they answer nothing."""
-        header, self._header = self._header, None
-        if header is not None:
-            self._send(header, self._compare_header)
-
-    def _compare_header(self, status: PassStatus) -> None:
-        if not status.all_are(StatusKind.JOIN):
-            self._part(status)
-
-    def _send_status(self) -> None:
-        data = self.paths.data
-        if self.refused is not None and StatusKind.JOIN not in self.refused.kinds:
-            self._take_status(self.refused)  # the others have taken what this rank asked for its status in this pass
-            return
-        used = list(self._members)
-        for bucket in self.buckets:
-            for slot in bucket.unused:
-                used[slot.index] = 0.0
-        failed = self._text is not None or self.refused is not None
-        steps = self._observer.steps.made if self.active else None
-        told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=self._next)
-        self._send(told, self._take_status)
-
-    def _send(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:
-        def come(error: BaseException | None) -> None:
-            self._status_pending -= 1
-            if error is not None:
-                self._fail(error)
-            else:
-                then(PassStatus.unpack(told, self.paths.data.size))
-            self._conclude()
-
-        try:
-            handle = self.paths.status.allreduce(told)
-        except Exception as error:  # noqa: BLE001
-            self._fail(error)
-            self._conclude()
-        else:
-            self._status_pending += 1
-            handle.add_waiter(self._arrival(come))
-
-    def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
-        return Arrival(self.paths, self._late, then)
-
-    def _late(self, error: OperationTimeout) -> None:
-        """Tell it once, as any deadline: the next await waits on."""
-        if not self._was_late:
-            self._was_late = True
-            self._observer.late(error)
-
-    # --- on the loop: what comes back ---------------------------------------------------------------------------
-
-    def _came(self, index: int, error: BaseException | None) -> None:
-        permit = self._moving.pop(index)
+    def _release(self, index: int) -> None:
+        permit = self._permits.pop(index)
         if permit is not None:
             permit.release()
+
+    def _came(self, index: int, error: BaseException | None) -> None:
+        self._release(index)
         if error is not None:
             self._queued.let_go(index)
-            self._fail(error)
+            self._do(self._machine.failed(index, error))
         else:
-            self.spans.append((self._began[index], perf_counter()))
-            self._reduced.add(index)
-            if self.prompt:
-                self._arrived(index)
-            self._settle(index)
-        self._issue()
-        self._conclude()
-
-    def _take_status(self, status: PassStatus) -> None:
-        self._status = status
-        if StatusKind.JOIN in status.kinds:
-            self._part(status)
-        elif not status.sound:
-            self._ask_why(status)
-        if self._frozen:
-            self._turn(status.issued)
-        for index in sorted(self._reduced.union(self._queued.issued)):
-            self._settle(index)
-
-    def _part(self, status: PassStatus) -> None:
-        """Some ranks are in a `join` block, and some are not: they have no pass in common."""
-        text = some_in_join(status)
-        self._fail(MismatchError(text, rank=self.paths.data.rank))
-        for comm in (self.paths.data, self.paths.status):
-            comm.abort(text)
-
-    def _turn(self, issued: int) -> None:
-        """All ranks have issued at most so many: go on from there in the order in which forward wants them."""
-        self._order[issued:] = reversed(self._order[issued:])
-        self._frozen = False
-        self._issue()
+            self.spans.end(index)
+            self._do(self._machine.reduced(index))
 
     def _settle(self, index: int) -> None:
-        """Apply what the pass status says of a bucket that is reduced, or is being reduced on its device."""
-        if self._status is None or self._error is not None or not self._status.sound:
-            return
-        bucket = self.buckets[index]
-        reduced = index in self._reduced
-        if not self.settled[index].done() and (reduced or bucket.on_device):
-            self._apply(bucket, self._status)
-            self.settled[index].resolve(None)
-            self._unsettled -= 1
-            if not self._unsettled and self.usable is not self.finished:
-                self.usable.resolve(None)
-        if reduced and not self.prompt:
-            self._arrived(index)
-
-    def _apply(self, bucket: Bucket, status: PassStatus) -> None:
+        bucket, status = self.buckets[index], self.status
+        assert status is not None
         if self.paths.op == "mean" and 0 < status.active < self.paths.data.size:
             bucket.factor = self.paths.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
         bucket.place(status.columns.__getitem__)
-
-    def give_up(self) -> None:
-        """Nobody drives it any more: let the compute thread go on."""
-        for index in self._queued.issued:
-            self._queued.let_go(index)
+        self.settled[index].resolve(None)
+        if self.usable is not self.finished:
+            self._note_settled(None)
 
     def _arrived(self, index: int) -> None:
         if self.on_arrival is not None:
             self.on_arrival(self.buckets[index])
 
-    @property
-    def error(self) -> BaseException | None:
-        """What it failed with, as far as is known."""
-        return self._error
+    # --- on the loop: what the ranks tell each other ----------------------------------------------------------------
 
-    @property
-    def participants(self) -> int:
-        """How many ranks brought data; known when it is finished."""
-        return 0 if self._status is None else self._status.active
+    def _header(self) -> Tensor:
+        assert self.terms.header is not None
+        return self.terms.header
 
-    @property
-    def sound(self) -> bool:
-        """All ranks have made the pass, as far as is known."""
-        return self._status is not None and self._status.sound
+    def _packed(self, told: Tell) -> Tensor:
+        """Return what this rank tells at the end of its backward."""
+        used = list(self.terms.members)
+        for bucket in self.buckets:
+            for slot in bucket.unused:
+                used[slot.index] = 0.0
+        data = self.paths.data
+        steps = self._observer.steps.made if self.terms.active else None
+        return PassStatus.pack(used, data.size, data.rank, failed=told.failed, steps=steps, issued=told.issued)
 
-    @property
-    def ending(self) -> bool:
-        """Some ranks close the net, and some do not."""
-        return self._status is not None and StatusKind.CLOSE in self._status.kinds
+    def _explain(self, failure: str | None) -> Handle[list[PassAccount]]:
+        return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))
 
-    # --- on the loop: the end -------------------------------------------------------------------------------
+    def _tell(self, told: Tensor, then: Callable[[PassStatus], Iterator[Action]]) -> None:
+        def sent(_: object) -> Iterator[Action]:
+            return then(PassStatus.unpack(told, self.paths.data.size))
 
-    def _ask_why(self, status: PassStatus) -> None:
-        """Some rank failed, or is elsewhere, which all know now: have each say how it is."""
-        self._status_pending += 1
+        self._ask(partial(self.paths.status.allreduce, told), sent)
+
+    def _ask(self, send: Callable[[], Handle[Any]], then: Callable[[Any], Iterator[Action]]) -> None:
+        """Have the machine hear of the answers, or why there are none."""
         try:
-            told = self.paths.status.allgather_object(self._observer.account(self._text, active=self.active))
-        except Exception as error:  # noqa: BLE001
-            self._status_pending -= 1
-            self._fail(error)
+            handle = send()
+        except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
+            self._do(self._machine.untold(error))
         else:
-            told.add_waiter(self._arrival(partial(self._told, status, told)))
 
-    def _told(self, status: PassStatus, told: Handle[Any], error: BaseException | None) -> None:
-        self._status_pending -= 1
-        if error is not None:
-            self._fail(error)
-        else:
-            self._fail(explained(status, told.result(), self.paths.data.rank), lost=False)
-        self._conclude()
+            def come(error: BaseException | None) -> None:
+                self._do(self._machine.untold(error) if error is not None else then(handle.result()))
 
-    def _fail(self, error: BaseException, *, lost: bool = True) -> None:
-        """Those who wait for the pass are told now; what is in flight goes on. With `lost` nothing more can be sent."""
-        if self._error is None:
-            self._error = error
-        if lost and isinstance(error, AiodistError):  # the communicator is gone
-            self._next = len(self._order)
-            self._frozen = False
+            handle.add_waiter(self._arrival(come))
+
+    def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
+        return Arrival(self.paths, self._tell_late, then)
+
+    def _tell_late(self, error: OperationTimeout) -> None:
+        if self._late is None:
+            self._late = error
+            self._observer.late(error)
+
+    # --- on the loop: the end ---------------------------------------------------------------------------------------
+
+    def _abort(self, why: str, *, wholly: bool) -> None:
+        self.paths.data.abort(why)
+        if wholly:
+            self.paths.status.abort(why)
+
+    def _fail(self, error: BaseException) -> None:
         for handle in (self.finished, self.usable, *self.settled):
             if not handle.done():
-                handle.reject(self._error)
+                handle.reject(error)
 
-    def _conclude(self) -> None:
-        if self._open or self._moving or self._status_pending or self._next < len(self._order) or self._ended:
-            return
-        if not self.finished.done():
-            if self._error is not None:
-                self._fail(self._error)
-            else:
-                self.finished.resolve(None)
-        if not self.usable.done():  # there is no bucket
-            self.usable.resolve(None)
-        self._ended = True
+    def _end(self) -> None:
+        for handle in (self.finished, self.usable):  # nothing has settled where there is no bucket
+            if not handle.done():
+                handle.resolve(None)
         self._observer.ended(self, partial(self.over.resolve, None))
+
+    def give_up(self) -> None:
+        """Nobody drives it any more: let the compute thread go on."""
+        for index in self._queued.issued:
+            self._queued.let_go(index)

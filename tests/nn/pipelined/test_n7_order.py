@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn.pass_machine import Phase
 from aiodist.nn.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -61,7 +62,11 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
 
 
 def has_status(reduction: Reduction) -> bool:
-    return reduction._status is not None
+    return reduction.status is not None
+
+
+def is_agreeing(net: DataParallel) -> bool:
+    return net.reducer.last is not None and net.reducer.last._machine.phase is Phase.AGREEING
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:
@@ -120,7 +125,7 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: t
 
             work = asyncio.ensure_future(net.step(forward, opt))
             if rank == 0:  # the second bucket waits for rank 1, and the third for that
-                await course.until(lambda: net.reducer.last is not None and net.reducer.last._frozen)
+                await course.until(partial(is_agreeing, net))
                 assert held.issued in (BACKWARD[:2], BACKWARD[:3])
                 late.set()
             await work

@@ -1,0 +1,391 @@
+"""The machine of one pass: which bucket is sent when, and what becomes of the pass; no handles, no tensors, no I/O.
+
+What happens to the pass on this rank goes in as a call, and what is to be done comes out as actions, which
+`nn/reduction` performs one by one. The machines of all ranks send the same buckets in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerError
+from aiodist.nn.accounts import PassAccount, explained, some_in_join
+from aiodist.nn.pass_status import PassStatus, StatusKind
+
+__all__ = [
+    "Abort",
+    "Action",
+    "Arrive",
+    "End",
+    "Explain",
+    "Fail",
+    "PassMachine",
+    "Phase",
+    "Reduce",
+    "Settle",
+    "Stage",
+    "Tell",
+    "TellHeader",
+    "Terms",
+]
+
+
+class Phase(Enum):
+    """How far a pass is; the table stands at `PassMachine`."""
+
+    WAITING = auto()
+    HELD = auto()
+    BACKWARD = auto()
+    AGREEING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+class Stage(Enum):
+    """How far a bucket is."""
+
+    FILLING = auto()
+    FULL = auto()
+    MOVING = auto()
+    """It waits for leave to be sent, or is under way."""
+    QUEUED = auto()
+    """The same, and the device on which it lies may be told to wait for it."""
+    REDUCED = auto()
+    FAILED = auto()
+
+
+class Load(Protocol):
+    """A bucket, as far as the machine looks at it."""
+
+    nbytes: int
+    on_device: bool
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is known of a pass when it begins."""
+
+    members: Sequence[float]
+    """1.0 for each parameter of the module that is in a bucket, else 0.0."""
+    active: bool = True
+    """This rank brings data."""
+    prompt: bool = True
+    """A bucket has arrived when it is reduced; else only when the pass status, which may change it, is known too."""
+    header: Tensor | None = None
+    """What is told before all else."""
+    refused: PassStatus | None = None
+    """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
+
+
+class Reduce(NamedTuple):
+    """Send bucket `number`, behind those that were sent before: `queued`, then `reduced`, `failed` or `unsent`."""
+
+    number: int
+
+
+class TellHeader(NamedTuple):
+    """Add up the headers of all ranks: `header_told` or `untold`."""
+
+
+class Tell(NamedTuple):
+    """Add up the status of all ranks: `told` or `untold`."""
+
+    issued: int
+    """How many buckets this rank has sent."""
+    failed: bool
+
+
+class Explain(NamedTuple):
+    """Exchange accounts with all ranks: `explained` or `untold`."""
+
+    failure: str | None
+    """What this rank raised in forward or backward."""
+
+
+class Settle(NamedTuple):
+    """Bucket `number` may be used: give its gradients to the parameters, as `status` says."""
+
+    number: int
+
+
+class Arrive(NamedTuple):
+    """Tell the user that bucket `number` is reduced."""
+
+    number: int
+
+
+class Fail(NamedTuple):
+    """Tell those who wait for the pass, or for one of its buckets; what is in flight goes on."""
+
+    error: BaseException
+
+
+class Abort(NamedTuple):
+    """Give up the communicator of the gradients, with `wholly` that of the status too."""
+
+    why: str
+    wholly: bool
+
+
+class End(NamedTuple):
+    """Nothing is in flight any more: the pass has come to its end, whatever became of it."""
+
+
+Action = Reduce | TellHeader | Tell | Explain | Settle | Arrive | Fail | Abort | End
+
+
+class PassMachine:
+    """One pass on one rank; every method is an event, and belongs to the loop.
+
+    ========  ===========  ==========================================  ==============================================
+    phase     backward     buckets are sent                            what leads on
+    ========  ===========  ==========================================  ==============================================
+    WAITING   goes on      not yet: the pass before is not over        begin: BACKWARD; close: HELD
+    HELD      is over      not yet                                     begin: AGREEING or ENDING
+    BACKWARD  goes on      when they are full, in the order of `order` close: AGREEING where there is a `window`, and
+                                                                       buckets are left, else ENDING
+    AGREEING  is over      none, while the ranks agree on an order     told: ENDING, once `order` is that of all ranks;
+                                                                       ENDING too when nothing more can be sent
+    ENDING    is over      all that are left                           OVER, when the last answer is there
+    OVER      is over      none are left                               nothing
+    ========  ===========  ==========================================  ==============================================
+
+    An event returns an iterator of what is to be done: each action is to be performed before the next one is taken,
+    and what comes of it may be reported at once, while the iterator waits. `error` is what the pass failed with, as
+    far as is known; a pass that has failed goes on to its end, since the other ranks wait for what it sends, unless
+    the communicator is lost. `status` is what the ranks have told each other.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_buckets",
+        "_failure",
+        "_moving",
+        "_next",
+        "_rank",
+        "_terms",
+        "_unsendable",
+        "_window",
+        "error",
+        "order",
+        "phase",
+        "stages",
+        "status",
+    )
+
+    def __init__(
+        self, buckets: Sequence[Load], terms: Terms, *, rank: int, window: int | None = None, waits: bool = False
+    ) -> None:
+        """Where the order may still change `window` says how many bytes may be in flight; two buckets may, in any case.
+
+        Without a header, and unless it `waits` for the pass before, it has begun.
+        """
+        self.phase = Phase.WAITING if waits or terms.header is not None else Phase.BACKWARD
+        self.stages = [Stage.FILLING for _ in buckets]
+        self.order = list(range(len(buckets)))
+        """In which buckets are sent."""
+        self.status: PassStatus | None = None
+        self.error: BaseException | None = None
+        self._buckets = buckets
+        self._terms = terms
+        self._rank = rank
+        self._window = window
+        self._next = 0
+        """How many of `order` were sent, or cannot be."""
+        self._moving: set[int] = set()
+        self._answers = 0
+        """How many of other ranks' answers are still to come, to header, status and accounts."""
+        self._failure: str | None = None
+        """The traceback of what this rank raised."""
+        self._unsendable: Exception | None = None
+        """Why this rank cannot send what the others wait for."""
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> Iterator[Action]:
+        """The pass before is over."""
+        held, self.phase = self.phase is Phase.HELD, Phase.BACKWARD
+        if self._terms.header is not None:
+            self._answers += 1
+            yield TellHeader()
+        yield from self._end_backward() if held else self._issue()
+
+    def full(self, index: int) -> Iterator[Action]:
+        """Bucket `index` was filled."""
+        if self.stages[index] is Stage.FILLING:
+            self.stages[index] = Stage.FULL
+        return self._issue()
+
+    def close(
+        self, error: BaseException | None = None, failure: str | None = None, unsendable: Exception | None = None
+    ) -> Iterator[Action]:
+        """Backward is over, and every bucket full; it raised `error`, which `failure` tells to the others.
+
+        `unsendable` says why some bucket is not full in spite of that.
+        """
+        self.stages = [Stage.FULL if stage is Stage.FILLING else stage for stage in self.stages]
+        self.error = self.error if error is None else error
+        self._failure, self._unsendable = failure, unsendable
+        if self.phase is not Phase.WAITING:
+            return self._end_backward()
+        self.phase = Phase.HELD
+        return iter(())
+
+    def _end_backward(self) -> Iterator[Action]:
+        self.phase = Phase.ENDING
+        if self._unsendable is not None:
+            yield from self._leave_out(self._unsendable)
+        if self._window is not None and self._next < len(self.order):
+            self.phase = Phase.AGREEING
+        refused = self._terms.refused
+        if refused is not None and StatusKind.JOIN not in refused.kinds:
+            yield from self._take(refused)  # the others have taken what this rank asked for its status in this pass
+        else:
+            self._answers += 1
+            yield Tell(self._next, failed=self._failure is not None or refused is not None)
+        yield from self._issue()
+
+    # --- buckets ------------------------------------------------------------------------------------------------
+
+    def queued(self, index: int) -> Iterator[Action]:
+        """The reduction of bucket `index` is queued on its device."""
+        self.stages[index] = Stage.QUEUED
+        if self._counts:
+            yield Settle(index)
+
+    def reduced(self, index: int) -> Iterator[Action]:
+        """Bucket `index` is reduced."""
+        self.stages[index] = Stage.REDUCED
+        self._moving.remove(index)
+        if self._terms.prompt:
+            yield Arrive(index)
+        if self._counts:
+            if not self._buckets[index].on_device:  # one on a device was settled before
+                yield Settle(index)
+            if not self._terms.prompt:
+                yield Arrive(index)
+        yield from self._issue()
+        yield from self._conclude()
+
+    def failed(self, index: int, error: BaseException) -> Iterator[Action]:
+        """The reduction of bucket `index` failed."""
+        self._drop(index)
+        yield from self._fail(error)
+        yield from self._issue()
+        yield from self._conclude()
+
+    def unsent(self, index: int, error: Exception) -> Iterator[Action]:
+        """Bucket `index` could not be sent; where the communicator still works the others would wait for it."""
+        self._drop(index)
+        yield from self._fail(error) if isinstance(error, (CommunicatorError, PeerError)) else self._leave_out(error)
+        yield from self._conclude()
+
+    def _drop(self, index: int) -> None:
+        self.stages[index] = Stage.FAILED
+        self._moving.remove(index)
+
+    def _issue(self) -> Iterator[Action]:
+        while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.order):
+            index = self.order[self._next]
+            if self.stages[index] is not Stage.FULL or not self._fits(index):
+                return
+            self._next += 1
+            self.stages[index] = Stage.MOVING
+            self._moving.add(index)
+            yield Reduce(index)
+
+    def _fits(self, index: int) -> bool:
+        if self._window is None or len(self._moving) < 2:
+            return True
+        return sum(self._buckets[i].nbytes for i in (*self._moving, index)) <= self._window
+
+    @property
+    def _counts(self) -> bool:
+        """All ranks have made the pass, as far as is known."""
+        return self.status is not None and self.error is None and self.status.sound
+
+    # --- what the ranks tell each other ---------------------------------------------------------------------------
+
+    def header_told(self, status: PassStatus) -> Iterator[Action]:
+        """The headers of all ranks are there."""
+        self._answers -= 1
+        if not status.all_are(StatusKind.JOIN):
+            yield from self._part(status)
+        yield from self._conclude()
+
+    def told(self, status: PassStatus) -> Iterator[Action]:
+        """The status of all ranks is there."""
+        self._answers -= 1
+        yield from self._take(status)
+        yield from self._conclude()
+
+    def explained(self, accounts: Sequence[PassAccount]) -> Iterator[Action]:
+        """The accounts of all ranks are there."""
+        self._answers -= 1
+        assert self.status is not None
+        yield from self._fail(explained(self.status, accounts, self._rank), lost=False)
+        yield from self._conclude()
+
+    def untold(self, error: BaseException) -> Iterator[Action]:
+        """Header, status or accounts could not be exchanged."""
+        self._answers -= 1
+        yield from self._fail(error)
+        if self.phase is Phase.AGREEING:  # nobody will say in which order to go on
+            self._lose()
+        yield from self._conclude()
+
+    def _take(self, status: PassStatus) -> Iterator[Action]:
+        ready = [i for i, stage in enumerate(self.stages) if stage in (Stage.QUEUED, Stage.REDUCED)]
+        self.status = status
+        if StatusKind.JOIN in status.kinds:
+            yield from self._part(status)
+        elif not status.sound:
+            self._answers += 1
+            yield Explain(self._failure)
+        if self.phase is Phase.AGREEING:
+            # No rank has sent more than so many: all go on from there in the order in which forward wants them.
+            self.order[status.issued :] = reversed(self.order[status.issued :])
+            self.phase = Phase.ENDING
+            yield from self._issue()
+        for index in ready if self._counts else ():
+            yield Settle(index)
+            if self.stages[index] is Stage.REDUCED and not self._terms.prompt:
+                yield Arrive(index)
+
+    def _part(self, status: PassStatus) -> Iterator[Action]:
+        """Some ranks are in a `join` block, and some are not: they have no pass in common."""
+        text = some_in_join(status)
+        yield from self._fail(MismatchError(text, rank=self._rank))
+        yield Abort(text, wholly=True)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _leave_out(self, error: Exception) -> Iterator[Action]:
+        """Send no more, which the others would wait for: nobody can go on."""
+        self._lose()
+        yield Abort(f"rank {self._rank} cannot send its gradients: {error}", wholly=False)
+        yield from self._fail(error)
+
+    def _fail(self, error: BaseException, *, lost: bool = True) -> Iterator[Action]:
+        """Keep the first error; with `lost` one of the communicator means that nothing more can be sent."""
+        self.error = error if self.error is None else self.error
+        if lost and isinstance(error, AiodistError):
+            self._lose()
+        yield Fail(self.error)
+
+    def _lose(self) -> None:
+        self._next = len(self.order)
+        if self.phase is Phase.AGREEING:
+            self.phase = Phase.ENDING
+
+    def _conclude(self) -> Iterator[Action]:
+        if self.phase is Phase.ENDING and not self._moving and not self._answers and self._next == len(self.order):
+            self.phase = Phase.OVER
+            if self.error is not None:
+                yield Fail(self.error)
+            yield End()

@@ -1,0 +1,62 @@
+"""When the buckets of one pass were on their way, and how much of that was after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+__all__ = ["Spans"]
+
+
+class Spans:
+    """Times of one pass, in seconds of `perf_counter`; `len` is how many buckets were reduced."""
+
+    def __init__(self) -> None:
+        self.closed: float | None = None
+        """When backward ended."""
+        self._began: dict[int, float] = {}
+        self._spans: list[tuple[float, float]] = []
+
+    def issued(self, index: int) -> None:
+        """Bucket `index` is on its way, unless its device tells otherwise."""
+        self._began.setdefault(index, perf_counter())
+
+    def begin(self, index: int, when: float) -> None:
+        """Its device began with bucket `index`."""
+        self._began[index] = when
+
+    def end(self, index: int) -> None:
+        """Bucket `index` is reduced."""
+        self._spans.append((self._began[index], perf_counter()))
+
+    def close(self, when: float) -> None:
+        """A device came to the end of backward."""
+        self.closed = max(when, self.closed or when)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def seconds(self) -> float:
+        """In which something was on its way."""
+        return _union(self._spans)
+
+    @property
+    def exposed(self) -> float:
+        """Those of them after backward had ended."""
+        closed = self.closed
+        return 0.0 if closed is None else _union([(max(a, closed), b) for a, b in self._spans if b > closed])
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what intervals cover together.
+
+    >>> _union([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    total, end = 0.0, float("-inf")
+    for a, b in sorted(spans):
+        if b > end:
+            total += b - max(a, end)
+            end = b
+    return total

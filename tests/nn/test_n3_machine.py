@@ -1,0 +1,447 @@
+"""N3: the machines of one pass on several ranks, walked at random beside a model of what lies between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiodist.errors import CommunicatorAborted, PeerLost
+from aiodist.nn.accounts import PassAccount
+from aiodist.nn.pass_machine import (
+    Abort,
+    Action,
+    Arrive,
+    End,
+    Explain,
+    Fail,
+    PassMachine,
+    Phase,
+    Reduce,
+    Settle,
+    Stage,
+    Tell,
+    TellHeader,
+    Terms,
+)
+from aiodist.nn.pass_status import PassStatus, StatusKind
+
+pytestmark = pytest.mark.timeout(300)
+
+HEALTHY = ("plain", "asked", "join")
+UNSOUND = ("other steps", "ask for different", "some ask", "join for different", "some join")
+"""Passes that cannot count, since the odd ranks do something else than the even ones."""
+ERRORS = (PeerLost("gone", lost=0), OSError("broken"))
+MISHAPS = ("memory", "trouble", "data", "both", *[""] * 16)
+PICKS = st.integers(0, 9)
+
+
+T = TypeVar("T")
+
+
+def chosen(things: list[T], pick: int) -> T:
+    return things[pick % len(things)]
+
+
+@dataclass
+class Load:
+    nbytes: int
+    on_device: bool
+
+
+class Wire:
+    """A communicator: the n-th that one rank sends meets the n-th of every other rank."""
+
+    def __init__(self, size: int) -> None:
+        self.sent: list[list[Any]] = [[] for _ in range(size)]
+        self.lost: Exception | None = None
+        self._then: list[dict[int, Callable[[Exception | None, list[Any]], None]]] = [{} for _ in range(size)]
+
+    def send(self, rank: int, payload: Any, then: Callable[[Exception | None, list[Any]], None]) -> None:
+        """Have `then` called with what all ranks sent, or with an error where the communicator is lost before."""
+        if self.lost is not None:
+            then(self.lost, [])
+            return
+        self._then[rank][len(self.sent[rank])] = then
+        self.sent[rank].append(payload)
+
+    def able(self) -> list[tuple[int, int]]:
+        """Return which operations can end: rank, and number."""
+        met = min(map(len, self.sent))
+        return [(r, n) for r, then in enumerate(self._then) for n in then if n < met or self.lost is not None]
+
+    def deliver(self, rank: int, n: int) -> None:
+        """End an operation of a rank."""
+        then = self._then[rank].pop(n)
+        if all(len(sent) > n for sent in self.sent):
+            then(None, [sent[n] for sent in self.sent])
+        else:
+            then(self.lost, [])
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass on one rank, and what its machine wanted."""
+
+    number: int
+    machine: PassMachine
+    refused: bool
+    begun: bool
+    sent: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    answers: int = 0
+    """How many are still to come."""
+    closed: bool = False
+    told: BaseException | None = None
+    ended: bool = False
+
+    def state(self) -> list[Any]:
+        values = [getattr(self.machine, name) for name in self.machine.__slots__]
+        return [value.copy() if isinstance(value, list | set) else value for value in values]
+
+
+class Rank:
+    """One rank and its passes."""
+
+    def __init__(self, walk: Walk, number: int) -> None:
+        self.walk = walk
+        self.number = number
+        self.passes: list[Pass] = []
+        self.startable: deque[tuple[Pass, int]] = deque()
+        self.odd = number % 2 == 1
+        self.asking = False
+        self.trouble: Exception | None = None
+        """What the next reduction raises when it is issued."""
+
+    @property
+    def newest(self) -> Pass | None:
+        return self.passes[-1] if self.passes else None
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    def may_start(self, kinds: list[str]) -> bool:
+        newest = self.newest
+        if newest is None or newest.ended:
+            return not self.asking
+        # Who asks the others before a pass waits for the end of the last one.
+        return newest.closed and not any(map(self.asks, kinds[len(self.passes) :][:1]))
+
+    def asks(self, kind: str) -> bool:
+        return kind in ("asked", "ask for different") or (self.odd and kind in ("some ask", "join for different"))
+
+    def start(self, kind: str) -> None:
+        """Begin a pass; ask the others before it, where it is of that kind."""
+        if self.asks(kind):
+            how = StatusKind.JOIN if kind == "join for different" else StatusKind.ASK
+            self.asking = True
+            self.walk.status.send(self.number, self.packed(kind=how, other=self.odd and kind != "asked"), self.asked)
+        else:
+            joins = kind in ("join", "join for different") or (self.odd and kind == "some join")
+            self.make(Terms([1.0], header=self.packed(kind=StatusKind.JOIN) if joins else None, prompt=not joins))
+
+    def packed(self, *, other: bool = False, steps: int = 5, **how: Any) -> torch.Tensor:
+        return PassStatus.pack([float(not other)], len(self.walk.ranks), self.number, steps=steps, **how)
+
+    def unpacked(self, payloads: list[Any]) -> PassStatus:
+        return PassStatus.unpack(torch.stack(payloads).sum(0), len(self.walk.ranks))
+
+    def asked(self, error: Exception | None, payloads: list[Any]) -> None:
+        self.asking = False
+        verdict = None if error is not None else self.unpacked(payloads)
+        accepted = verdict is None or (
+            (verdict.all_are(StatusKind.ASK) or verdict.all_are(StatusKind.JOIN)) and verdict.wanted() is not None
+        )
+        self.make(Terms([1.0], refused=None if accepted else verdict))
+
+    def make(self, terms: Terms) -> None:
+        waits = self.newest is not None and not self.newest.ended
+        machine = PassMachine(self.walk.loads, terms, rank=self.number, window=self.walk.window, waits=waits)
+        begun, refused = machine.phase is not Phase.WAITING, terms.refused is not None
+        self.passes.append(Pass(len(self.passes), machine, refused, begun))
+
+    def waiting(self) -> list[Pass]:
+        """Return the pass that waits for another that is over, or for its header to be sent."""
+        befores = [None, *self.passes]
+        pairs = zip(befores, self.passes, strict=False)
+        return [this for before, this in pairs if not this.begun and (before is None or before.ended)]
+
+    def begin(self, this: Pass) -> None:
+        this.begun = True
+        self.do(this, this.machine.begin())
+
+    def close(self, this: Pass, error: Exception | None) -> None:
+        this.closed = True
+        unsendable = error if isinstance(error, MemoryError) else None
+        self.do(this, this.machine.close(error, None if error is None else f"Traceback\n{error!r}\n", unsendable))
+
+    # --- what machines want ---------------------------------------------------------------------------------------
+
+    def do(self, this: Pass, actions: Iterator[Action]) -> None:
+        for action in actions:
+            assert not this.ended
+            self.perform(this, action)
+
+    def perform(self, this: Pass, action: Action) -> None:
+        match action:
+            case Reduce(index):
+                self.reduce(this, index)
+            case TellHeader():
+                self.send(this, self.packed(kind=StatusKind.JOIN), this.machine.header_told)
+            case Tell(issued, failed):
+                assert this.closed
+                steps = 6 if self.walk.kinds[this.number] == "other steps" and self.odd else 5
+                self.send(this, self.packed(issued=issued, failed=failed, steps=steps), this.machine.told)
+            case Explain(failure):
+                self.send(this, PassAccount(failure, (), this.number, ""), this.machine.explained)
+            case Settle(index):
+                assert this.machine.stages[index] in (Stage.REDUCED, Stage.QUEUED)
+                assert self.walk.loads[index].on_device or this.machine.stages[index] is Stage.REDUCED
+                this.settled.append(index)
+            case Arrive(index):
+                assert this.machine.stages[index] is Stage.REDUCED
+                this.arrived.append(index)
+            case Abort(why, wholly):
+                self.walk.lose(CommunicatorAborted(why), wholly=wholly)
+            case Fail(error):
+                this.told = this.told or error
+            case End():
+                assert this.closed
+                assert this.answers == 0
+                this.ended = True
+
+    def send(self, this: Pass, payload: Any, then: Callable[[Any], Iterator[Action]]) -> None:
+        def answer(error: Exception | None, payloads: list[Any]) -> None:
+            this.answers -= 1
+            if error is not None:
+                self.do(this, this.machine.untold(error))
+                return
+            assert len({type(payload) for payload in payloads}) == 1  # nobody takes an account for a status
+            self.do(this, then(payloads if isinstance(payload, PassAccount) else self.unpacked(payloads)))
+
+        this.answers += 1
+        self.walk.status.send(self.number, payload, answer)
+
+    def reduce(self, this: Pass, index: int) -> None:
+        """Have a bucket wait for leave."""
+        assert this.begun
+        assert this.machine.phase in (Phase.BACKWARD, Phase.ENDING)
+        assert index not in this.sent
+        this.sent.append(index)
+        this.answers += 1
+        self.startable.append((this, index))
+        if self.walk.eager:
+            self.let()
+
+    def let(self) -> bool:
+        """Give leave to the first bucket that waits for it."""
+        if not self.startable:
+            return False
+        this, index = self.startable.popleft()
+        error, self.trouble = self.walk.data.lost or self.trouble, None
+        if error is not None:
+            this.answers -= 1
+            self.do(this, this.machine.unsent(index, error))
+            return True
+
+        def come(error: Exception | None, payloads: list[Any]) -> None:
+            this.answers -= 1
+            assert len(set(payloads)) < 2  # all ranks send the same buckets in the same order
+            self.do(this, this.machine.reduced(index) if error is None else this.machine.failed(index, error))
+
+        self.walk.data.send(self.number, (this.number, index), come)
+        if self.walk.loads[index].on_device:
+            self.do(this, this.machine.queued(index))
+        return True
+
+
+class Walk(RuleBasedStateMachine):
+    """Ranks go through the same passes, each at its own pace, and lose memory, messages and one another."""
+
+    calm = True
+
+    @initialize(
+        size=st.integers(1, 3),
+        loads=st.lists(st.builds(Load, st.integers(1, 5), st.booleans()), min_size=1, max_size=5),
+        window=st.none() | st.integers(1, 12),
+        eager=st.booleans(),
+        calm=st.booleans(),
+    )
+    def set_up(self, size: int, loads: list[Load], window: int | None, eager: bool, calm: bool) -> None:
+        """With `eager` leave is there at once; where there is a `window` the order may change when backward ends."""
+        self.loads, self.window, self.eager, self.calm = loads, window, eager, calm
+        self.kinds: list[str] = []
+        self.whole = True
+        """No communicator was lost."""
+        self.data, self.status = Wire(size), Wire(size)
+        self.ranks = [Rank(self, number) for number in range(size)]
+        self.failed: set[tuple[int, int]] = set()
+        """The passes in which backward raised, and the ranks."""
+
+    # --- what may happen --------------------------------------------------------------------------------------------
+
+    def startable(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.may_start(self.kinds)]
+
+    @precondition(lambda self: self.startable())
+    @rule(pick=PICKS, kind=st.sampled_from([*HEALTHY, *HEALTHY, *UNSOUND]))
+    def start(self, pick: int, kind: str) -> None:
+        """The first rank to come to a pass says what it is like."""
+        rank = chosen(self.startable(), pick)
+        if len(self.kinds) == len(rank.passes):
+            early = rank.newest is not None and not rank.newest.ended
+            self.kinds.append("plain" if (self.calm and kind in UNSOUND) or (early and rank.asks(kind)) else kind)
+        rank.start(self.kinds[len(rank.passes)])
+
+    def waiting(self) -> list[tuple[Rank, Pass]]:
+        return [(rank, this) for rank in self.ranks for this in rank.waiting()]
+
+    @precondition(lambda self: self.waiting())
+    @rule(pick=PICKS)
+    def begin(self, pick: int) -> None:
+        rank, this = chosen(self.waiting(), pick)
+        rank.begin(this)
+
+    def backward(self) -> list[tuple[Rank, Pass]]:
+        return [(rank, rank.newest) for rank in self.ranks if rank.newest is not None and not rank.newest.closed]
+
+    @precondition(lambda self: self.backward())
+    @rule(pick=PICKS, number=PICKS)
+    def fill(self, pick: int, number: int) -> None:
+        """The last gradient of a bucket comes; there is no backward in a pass that is refused."""
+        rank, this = chosen(self.backward(), pick)
+        filling = [i for i, stage in enumerate(this.machine.stages) if stage is Stage.FILLING and not this.refused]
+        if filling:
+            rank.do(this, this.machine.full(chosen(filling, number)))
+
+    @precondition(lambda self: self.backward())
+    @rule(pick=PICKS)
+    def close(self, pick: int) -> None:
+        """Backward ends; what is not full by then is of parameters that were not used."""
+        rank, this = chosen(self.backward(), pick)
+        rank.close(this, None)
+
+    @precondition(lambda self: self.data.able())
+    @rule(pick=PICKS)
+    def reduced(self, pick: int) -> None:
+        self.data.deliver(*chosen(self.data.able(), pick))
+
+    @precondition(lambda self: self.status.able())
+    @rule(pick=PICKS)
+    def told(self, pick: int) -> None:
+        self.status.deliver(*chosen(self.status.able(), pick))
+
+    def asking_leave(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.startable]
+
+    @precondition(lambda self: self.asking_leave())
+    @rule(pick=PICKS)
+    def grant(self, pick: int) -> None:
+        chosen(self.asking_leave(), pick).let()
+
+    # --- what may go wrong ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.calm and self.backward())
+    @rule(pick=PICKS)
+    def raise_in_backward(self, pick: int) -> None:
+        rank, this = chosen(self.backward(), pick)
+        self.failed.add((this.number, rank.number))
+        rank.close(this, ValueError("raised"))
+
+    @precondition(lambda self: not self.calm)
+    @rule(
+        pick=PICKS,
+        what=st.sampled_from(["memory", "trouble", "data", "both", *[""] * 16]),
+        error=st.sampled_from(ERRORS),
+    )
+    def go_wrong(self, pick: int, what: str, error: Exception) -> None:
+        """There is no memory for zeros, a reduction cannot be issued, or a communicator is lost: seldom."""
+        self.whole = self.whole and not what
+        if what == "memory":
+            for rank, this in self.backward()[:1]:
+                rank.close(this, MemoryError("none"))
+        elif what == "trouble":
+            chosen(self.ranks, pick).trouble = RuntimeError("in trouble")
+        elif what:
+            self.lose(error, wholly=what == "both")
+
+    def lose(self, error: Exception, *, wholly: bool) -> None:
+        for wire in (self.data, self.status)[: 1 + wholly]:
+            wire.lost = wire.lost or error
+
+    # --- what holds -------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def all_send_the_same(self) -> None:
+        for sent in zip_longest(*self.data.sent):
+            assert len({bucket for bucket in sent if bucket is not None}) == 1
+
+    @invariant()
+    def no_more_is_in_flight_than_may_be(self) -> None:
+        for this in (this for rank in self.ranks for this in rank.passes):
+            moving = [i for i in this.sent if this.machine.stages[i] in (Stage.MOVING, Stage.QUEUED)]
+            if self.window is not None and len(moving) > 2:
+                assert sum(self.loads[i].nbytes for i in moving) <= self.window
+            assert this.begun or not this.sent
+
+    @invariant()
+    def a_bucket_that_is_full_already_changes_nothing(self) -> None:
+        for this in (this for rank in self.ranks for this in rank.passes):
+            before = this.state()
+            for index, stage in enumerate(this.machine.stages):
+                assert stage is Stage.FILLING or list(this.machine.full(index)) == []
+            assert this.state() == before
+
+    def teardown(self) -> None:
+        """Bring all ranks to the end of the same pass, whatever was lost: nothing may be left."""
+        while self.go_on():
+            pass
+        for rank in self.ranks:
+            assert len(rank.passes) == len(self.kinds)
+            assert not rank.startable
+            assert all(this.ended and this.machine.phase is Phase.OVER for this in rank.passes)
+        for number in range(len(self.kinds) if self.whole else 0):
+            self.check_whole(number)
+
+    def go_on(self) -> bool:
+        """Do one thing that is left, if there is one."""
+        for rank, this in self.backward()[:1] or self.waiting()[:1]:
+            rank.begin(this) if this.closed else rank.close(this, None)
+            return True
+        for rank in self.asking_leave():
+            return rank.let()
+        for wire in (self.data, self.status):
+            for operation in wire.able():
+                wire.deliver(*operation)
+                return True
+        for rank in self.startable():
+            if len(rank.passes) < len(self.kinds):
+                rank.start(self.kinds[len(rank.passes)])
+                return True
+        return False
+
+    def check_whole(self, number: int) -> None:
+        """Every bucket was reduced once, and either all ranks have made the pass, or none has."""
+        alone = len(self.ranks) == 1
+        if not alone and "some join" in self.kinds[: number + 1]:
+            return  # that has the ranks give up
+        fails = any(failed == number for failed, _ in self.failed) or (not alone and self.kinds[number] in UNSOUND)
+        everything = list(range(len(self.loads)))
+        for rank in self.ranks:
+            this = rank.passes[number]
+            assert sorted(this.sent) == everything
+            assert (type(this.machine.error) is ValueError) == ((number, rank.number) in self.failed)
+            assert (this.machine.error is not None) == (this.told is not None) == fails
+            assert sorted(this.settled) == sorted(this.arrived if this.settled else []) == ([] if fails else everything)
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=150, stateful_step_count=60)
