@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
@@ -22,12 +22,12 @@ from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
-from aiodist.nn.reducer import Reducer, Statistics
+from aiodist.nn.reducer import Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
 from aiodist.streams import HostStream
 
-__all__ = ["DataParallel", "Driver", "check_one_pass"]
+__all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,6 +37,27 @@ SIZES = Sizes(4 << 20, 1 << 20)
 SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
 """The same with parameters on CUDA devices: what the host does for a bucket, it does while the devices compute."""
 _BACKGROUND_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class DataParallelStatistics:
+    """What reducing gradients has cost so far, on this rank."""
+
+    passes: int
+    """How many backwards had their gradients reduced."""
+    buckets: int
+    """How many reductions of buckets these were."""
+    nbytes: int
+    """Bytes of the gradients that were reduced."""
+    reduction_seconds: float
+    """How long reductions were on their way; where several were, that time counts once."""
+    exposed_seconds: float
+    """How long they still were after backward had ended: the part of `reduction_seconds` that training waited for."""
+
+    @property
+    def hidden(self) -> float:
+        """The share of `reduction_seconds` in which backward went on, 0.0 to 1.0."""
+        return 1 - self.exposed_seconds / self.reduction_seconds if self.reduction_seconds else 0.0
 
 
 @runtime_checkable
@@ -348,9 +369,10 @@ class DataParallel:
         self._check()
         return synchronize_buffers(self._module, self._side, how=how, root=root)
 
-    def statistics(self) -> Statistics:
-        """Return what the reductions have cost so far: bytes, seconds, the share hidden behind backward."""
-        return replace(self.reducer.statistics)
+    def statistics(self) -> DataParallelStatistics:
+        """Return what the reductions of gradients have cost so far on this rank; local, at once."""
+        known = self.reducer.statistics
+        return DataParallelStatistics(known.passes, known.buckets, known.nbytes, known.seconds, known.exposed)
 
     # --- steps --------------------------------------------------------------------------------------------------
 

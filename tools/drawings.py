@@ -1,8 +1,9 @@
 """Write the drawing and the list of modules of each package into the pages of docs/ that ask for them.
 
 A page asks with a line `<!-- modules: aiodist.ps -->`; what stands between it and the next `<!-- end -->` is written
-anew. An arrow is an import, left out where a longer way leads there too. The lines are the first ones of the
-docstrings. Modules are parsed, not imported: this needs nothing but Python.
+anew. `<!-- statistics -->` asks for the records that owners return. An arrow is an import, left out where a longer way
+leads there too. The lines are the first ones of the docstrings. Modules are parsed, not imported: this needs nothing
+but Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_BLOCK = re.compile(r"(<!-- modules: (aiodist[\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?:modules: (aiodist[\w.]*)|statistics) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Graph = dict[str, set[str]]
 """Each module or folder of a package, with those beside it that it leads to."""
@@ -34,12 +35,14 @@ def packages() -> set[str]:
 
 def asked(text: str) -> list[str]:
     """Return the packages whose drawings a page asks for."""
-    return [package for _, package, _ in _BLOCK.findall(text)]
+    return [package for _, package, _ in _BLOCK.findall(text) if package]
 
 
 def rewritten(text: str) -> str:
     """Return a page with its drawings as the code is now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{drawing(block[2])}\n\n{block[3]}", text)
+    return _BLOCK.sub(
+        lambda block: f"{block[1]}\n{drawing(block[2]) if block[2] else statistics()}\n\n{block[3]}", text
+    )
 
 
 @cache
@@ -60,6 +63,23 @@ def drawing(package: str) -> str:
     ]
     rows = [f"| `{_shown(members[name])}` | {_first_line(members[name])} |" for name in order]
     return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```", "", "| | |", "|---|---|", *rows])
+
+
+@cache
+def statistics() -> str:
+    """Return the records `<class>Statistics`, which `statistics()` of each class returns, as a drawing in mermaid."""
+    paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
+    top = [node for path in sorted(paths) for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    lines = []
+    for node in top:
+        if isinstance(node, ast.ClassDef) and (owner := node.name.removesuffix("Statistics")) not in ("", node.name):
+            lines.append(f"    {owner} --> {node.name} : statistics()")
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            types = [re.sub(r"[\[\]]", "~", ast.unparse(field.annotation)) for field in fields]
+            lines += [
+                f"    {node.name} : {of} {ast.unparse(field.target)}" for field, of in zip(fields, types, strict=True)
+            ]
+    return "\n".join(["```mermaid", "classDiagram", *lines, "```"])
 
 
 def _members(folder: Path) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aiodist.communicator.arguments import check_rank
+from aiodist.communicator.base import CommunicatorStatistics
 from aiodist.communicator.hierarchy import Hierarchy, build
 from aiodist.communicator.levels import Form
 from aiodist.communicator.movement import Movement
@@ -18,7 +19,7 @@ from aiodist.communicator.registry import Guest
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "CommunicatorStatistics"]
 
 
 class Communicator(Reductions, Movement, Objects):

@@ -16,12 +16,12 @@ from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.raw import flat
 from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import Reads
 
 __all__ = ["ParameterServer"]
@@ -135,10 +135,13 @@ class ParameterServer(Naming):
         """This rank pushes, and counts in the clocks."""
         return self.rank in self.workers
 
-    def metrics(self) -> Metrics:
-        """Return what happened on this rank so far; local, at once, and a copy."""
+    def statistics(self) -> ParameterServerStatistics:
+        """Return what happened on this rank since the block was entered; local, at once.
+
+        Raises RuntimeError before the block.
+        """
         self._check_opened()
-        return self._server.measured()
+        return self._server.statistics()
 
     def __repr__(self) -> str:
         return f"<ParameterServer {len(self._names.names)} names, servers {self.servers}, workers {self.workers}>"

@@ -24,7 +24,6 @@ from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
 from aiodist.ps.service import Service
@@ -110,7 +109,6 @@ class ParameterServerSession:
             service=Service(progress, f"aiodist-ps-{self._coll.name}"),
             pool=Pool(buffer),
             near=near,
-            metrics=Metrics(),
         )
         self._context.coalescer = Coalescer(self._coll.parts.transport, self._heard, self._failed, self._context.ring)
         self._server = Server(self._context)

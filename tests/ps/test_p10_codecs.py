@@ -123,9 +123,9 @@ async def test_p10_integers_and_complex_numbers_pass_as_they_are(coll: Communica
         for name, t in tensors.items():
             found = await ps.pull(name, torch.empty_like(t))
             assert torch.equal(found, torch.arange(SMALL).to(t.dtype) + 6)
-        metrics = ps.metrics()
+        statistics = ps.statistics()
         own = sum(t.nbytes for name, t in tensors.items() if ps._names[name].spans[0].rank == coll.rank)
-        assert metrics.push_sent_bytes == metrics.push_bytes - own > 0
+        assert statistics.push_sent_bytes == statistics.push_bytes - own > 0
         await ps.barrier()
 
 
@@ -219,9 +219,9 @@ async def test_p10_a_rank_pushes_to_itself_and_reads_itself_without_codes(coll: 
         value = draw(LARGE, 1, torch.float32)
         assert torch.equal(await ps.push_pull("w", value), value)
         assert torch.equal(await ps.push_pull("w", value), 2 * value)
-        metrics = ps.metrics()
-        assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
-        assert (metrics.push_sent_bytes, metrics.pull_received_bytes) == (0, 0)
+        statistics = ps.statistics()
+        assert (statistics.encode_seconds, statistics.decode_seconds) == (0.0, 0.0)
+        assert (statistics.push_sent_bytes, statistics.pull_received_bytes) == (0, 0)
 
 
 # --- what fails --------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_no
             assert torch.equal(await ps.pull("w"), 2 * torch.ones(numel))
         await coll.barrier()
         if ps.is_server:
-            metrics = ps.metrics()
-            assert metrics.applied == 2
+            statistics = ps.statistics()
+            assert statistics.applied == 2
 
 
 @pytest.mark.ranks(2)
@@ -406,10 +406,10 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
 
             coalescer.receive = later  # type: ignore[method-assign]
             reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
-            metrics = ps._context.metrics
+            counts = ps._context.counts
             code = 16 + TopK(0.01).encode(value).nbytes
             async with asyncio.timeout(SECONDS):
-                while metrics.pull_received_bytes < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
+                while counts["pull_received_bytes"] < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             coalescer.receive = receive  # type: ignore[method-assign]
             with transport_lock:
@@ -447,6 +447,6 @@ async def test_p10_nothing_is_encoded_unless_asked(coll: Communicator) -> None:
         if ps.is_worker:
             value = draw(LARGE, 1, torch.float32)
             assert torch.equal(await ps.push_pull("w", value), value)
-            metrics = ps.metrics()
-            assert metrics.push_sent_bytes == metrics.push_bytes == value.nbytes
-            assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
+            statistics = ps.statistics()
+            assert statistics.push_sent_bytes == statistics.push_bytes == value.nbytes
+            assert (statistics.encode_seconds, statistics.decode_seconds) == (0.0, 0.0)

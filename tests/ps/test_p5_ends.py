@@ -46,8 +46,8 @@ def zeros(numel: int = 5) -> Tensor:
 
 
 async def counted(coll: Communicator, ps: ParameterServer, what: str) -> int:
-    """Return a count of the metrics, over all ranks."""
-    return int(await coll.allreduce(int(getattr(ps.metrics(), what))))
+    """Return one of the counts, over all ranks."""
+    return int(await coll.allreduce(int(getattr(ps.statistics(), what))))
 
 
 async def same_for_all(coll: Communicator, ps: ParameterServer, *names: str) -> list[Tensor]:
@@ -252,7 +252,7 @@ def test_p5_a_sync_of_some_waits_for_the_steps_of_all() -> None:
                 assert t[0] >= step, "it saw its own step, of all"
         await ps.barrier()
         assert [t[0] for t in await ps.pull(["x", "y"])] == [5.0, 5.0]
-        assert ps.metrics().incomplete == 0
+        assert ps.statistics().incomplete == 0
 
     for layout in LAYOUTS:
         worked(LAYOUTS[layout], work, Synchronous("mean"))
