@@ -50,12 +50,13 @@ class Naming(ParameterServerSession):
         codec: ObjectCodec | None = None,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Make names known: `what` is one with its value, or a list with a list of values.
+        """Make names known: `what` is one with its value, or a list with a list of values; tensors of any shape.
 
         Done when the first values lie on the servers; whose they are `start` says, and a rank that comes later waits.
         With `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
         init()ed it cannot push or pull. Raises KeyError for a name that it has, TypeError for integers under a
         consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
+        Cost: a word to one server for each name, and an answer; the values once from the rank whose they are.
         """
         self._check()
         names = [what] if isinstance(what, str) else listed("names", what)
@@ -134,7 +135,10 @@ class Naming(ParameterServerSession):
             yield from self._client.calls.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
-        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
+        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
+
+        Raises KeyError for an unknown name. Cost: a word to one server for each name, and an answer.
+        """
         self._check()
         entries = list(dict.fromkeys(self._names.resolve(what)[0]))
         check_timeout(timeout)
@@ -156,7 +160,8 @@ class Naming(ParameterServerSession):
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.
 
         For all tensors, or for those of `what`: a group. On every shard between the same two versions. Raises
-        ValueError and TypeError for settings that a rule does not have or refuses.
+        ValueError and TypeError for settings that a rule does not have or refuses. Cost: a word to each server of a
+        tensor.
         """
         self._check()
         entries, _ = self._names.resolve(what)

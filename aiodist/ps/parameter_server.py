@@ -169,9 +169,10 @@ class ParameterServer(Naming):
         """Have servers apply `values` to tensors: by `rule`, else by that of each tensor.
 
         `what` is None (all that it was opened with), a name, a tensor that was init()ed, a list of these, or a module.
-        `values`: a tensor, a list of tensors, or an object; None: what lies in the tensors themselves, or in their
-        `.grad`, where the rule takes gradients. Done when applied on the servers; with `Synchronous` and `Quorum` when
-        they have it for its step. Until then it must not be changed, if it has more than some 30 KB.
+        `values`: a tensor of the shape that was init()ed, a list of tensors, or an object; None: what lies in the
+        tensors themselves, or in their `.grad`, where the rule takes gradients. Done when applied on the servers; with
+        `Synchronous` and `Quorum` when they have it for its step. Until then it must not be changed, if it has more
+        than some 30 KB.
 
         Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of values, for
         an unknown rule and on a rank that is no worker; RemoteError on await for what a rule raised on a server,
@@ -202,9 +203,14 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Return the tensors as they are on the servers: in place, in `out`, or for an object a new one.
 
-        `what` as in `push`; the result is one, or a list. It holds what this rank pushed before. With "snapshot" all of
-        a tensor is of one version, at least `at_least`; with "lock-free" it is read while others write. The handle's
-        `version` says which (of a list the lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
+        `what` as in `push`; the result is one, or a list, and `out` one tensor of the shape that was init()ed, or a
+        list. It holds what this rank pushed before. With "snapshot" all of a tensor is of one version, at least
+        `at_least`; with "lock-free" it is read while others write. The handle's `version` says which (of a list the
+        lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
+
+        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of `out`;
+        PeerLost on await when the server is gone. Cost: its bytes once over the network; none within a host, from an
+        arena.
         """
         self._check()
         entries, single = self._names.resolve(what)
@@ -225,7 +231,7 @@ class ParameterServer(Naming):
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Push, and return what the tensors are after that: `push` and `pull` in one; raises what both do."""
+        """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
         self._check()
         pushed, _ = self._pushed(what, values, rule, alpha)
         entries, single = self._names.resolve(what)
@@ -253,7 +259,7 @@ class ParameterServer(Naming):
         return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._progress)
 
     def prefetch(self, what: object = None, *, timeout: float | None = None) -> Handle[Any]:
-        """Begin to pull into new memory, for the next `integrate`; returns that memory."""
+        """Begin to pull into new memory, for the next `integrate`; returns that memory. Raises and costs as `pull`."""
         self._check()
         entries, single = self._names.resolve(what)
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
@@ -268,8 +274,9 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Call `fn(mine, theirs)` for each tensor, on the loop, with what was prefetched, or is pulled now.
 
-        `fn` changes `mine`, the tensor that was init()ed, in place, without autograd. Returns the tensors. What `fn`
-        raises is raised by the await.
+        Both have the shape that was init()ed; `fn` changes `mine`, the tensor that was given, in place, without
+        autograd. Returns the tensors. Raises TypeError for an object, ValueError for a tensor twice, on await what `fn`
+        raises. Cost: a `pull` of what was not prefetched.
         """
         self._check()
         entries, single = self._names.resolve(what)
@@ -278,8 +285,6 @@ class ParameterServer(Naming):
                 raise TypeError(f"integrate of {entry.name!r}: expected a tensor, not an object")
         if len(set(entries)) != len(entries):
             raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each of them once")
-        if len(set(entries)) != len(entries):
-            raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each tensor once")
         missing = [entry for entry in entries if entry.name not in self._prefetched]
         if missing:
             self.prefetch([entry.name for entry in missing], timeout=timeout)
@@ -295,7 +300,8 @@ class ParameterServer(Naming):
         """Be done when every push that this rank issued before is applied (or dropped, as the consistency says).
 
         Where every worker waits here or at a barrier, each for pushes that nobody will make, steps are made of what
-        there is. Raises, on await, what made one fail after it was accepted. Covers push handles that nobody awaited.
+        there is. Covers push handles that nobody awaited. Raises, on await, what made one fail after it was accepted.
+        Cost: nothing is sent, but a word to each server where the consistency has workers wait.
         """
         self._check()
         handle = self._handle("sync", 0, timeout)
@@ -307,8 +313,9 @@ class ParameterServer(Naming):
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push.
 
-        Who waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it all go on
-        from the same step, however many each had pushed. Raises ValueError on a rank that is no worker.
+        A worker that waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it
+        all go on from the same step, however many each had pushed. Raises ValueError on a rank that is no worker,
+        PeerLost on await when the first server is gone. Cost: a word to each server, and an answer.
         """
         self._check()
         if not self.is_worker:
