@@ -35,7 +35,7 @@ def draw(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def residual(ps: ParameterServer, name: str) -> Tensor:
     """Return what this rank has still to send of what it pushed."""
-    return ps._client.codes.residual(ps._names[name])
+    return ps._session.client.codes.residual(ps._names[name])
 
 
 def sent(codec: Codec, t: Tensor) -> Tensor:
@@ -276,11 +276,11 @@ async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_no
     async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=half) as ps:
         if ps.is_worker:
             await ps.push("w", torch.ones(numel))
-            encode = ps._client.codes.encode
-            ps._client.codes.encode = lambda *_: ([(codes[damage](), True)], 1.0)  # type: ignore[method-assign]
+            encode = ps._session.client.codes.encode
+            ps._session.client.codes.encode = lambda *_: ([(codes[damage](), True)], 1.0)  # type: ignore[method-assign]
             with pytest.raises(RemoteError, match="server 1 raised ValueError: a code"):
                 await ps.push("w", torch.ones(numel), timeout=SECONDS)
-            ps._client.codes.encode = encode  # type: ignore[method-assign]
+            ps._session.client.codes.encode = encode  # type: ignore[method-assign]
             assert torch.equal(await ps.pull("w"), torch.ones(numel))
             await ps.push("w", torch.ones(numel), timeout=SECONDS)
             assert torch.equal(await ps.pull("w"), 2 * torch.ones(numel))
@@ -399,14 +399,14 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
             await ps.init("w", torch.zeros(numel))
             value = draw(numel, 1, torch.float32)
             await ps.push("w", value)
-            coalescer, receive, held = ps._context.coalescer, ps._context.coalescer.receive, []
+            coalescer, receive, held = ps._session.context.coalescer, ps._session.context.coalescer.receive, []
 
             def later(t: Tensor, src: int, number: int, done: Any) -> None:
                 receive(t, src, number, lambda error: held.append(partial(done, error)))
 
             coalescer.receive = later  # type: ignore[method-assign]
             reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
-            counts = ps._context.counts
+            counts = ps._session.context.counts
             code = 16 + TopK(0.01).encode(value).nbytes
             async with asyncio.timeout(SECONDS):
                 while counts["pull_received_bytes"] < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
@@ -434,11 +434,11 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
                 last = [ps.push("w", value), ps.pull("w")]
                 await ps.free("w", timeout=SECONDS)
                 await asyncio.wait_for(asyncio.gather(*last), SECONDS)
-            assert not ps._client.codes.kept
+            assert not ps._session.client.codes.kept
         await coll.barrier()
         if ps.is_server:
-            assert ps._server._outgoing is not None
-            assert not ps._server._outgoing._held
+            assert ps._session.server._outgoing is not None
+            assert not ps._session.server._outgoing._held
 
 
 @pytest.mark.ranks(2)

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "barrier": lambda ps: ps.barrier(),
     "free": lambda ps: ps.free("w"),
 }
-LOCAL = {"statistics", "give_up", "release", "pushing"}
+LOCAL = {"statistics", "pushing"}
 """`pushing` is a block; the rest say nothing to other ranks, or are for the registry of communicators."""
 
 

@@ -125,7 +125,7 @@ def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> Non
             for _ in range(4 if ps.rank == i else 1):
                 ps.push(name, value).add_done_callback(lambda done: done.result())
         await ps.sync()
-        assert not ps._client.pushes.busy
+        assert not ps._session.client.pushes.busy
         await ps.pull("x")
         await ps.barrier()
 
