@@ -53,6 +53,10 @@ test-all:  ## make test, and then the tests that it leaves out
 rows: $(BIN)/python  ## each row of docs/features.md with its tests
 	$(BIN)/python tools/rows.py
 
+.PHONY: drawings
+drawings: $(BIN)/python  ## the drawings and lists of modules in docs/, from the code
+	$(BIN)/python tools/drawings.py
+
 .PHONY: soak
 soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times
 	$(BIN)/python -m pytest -m soak --timeout 1800 --aiodist-timeout 600 $(PYTEST_ARGS)

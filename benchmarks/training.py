@@ -237,7 +237,7 @@ async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[s
     times: dict[str, list[float]] = {t.name: [] for t in trainers}
     for _ in range(_WARMUPS):
         await _turns(session, trainers)
-    before = {t.name: replace(t.net.statistics()) for t in trainers if t.net is not None}
+    before = {t.name: t.net.statistics() for t in trainers if t.net is not None}
     began = perf_counter()
     rounds = 1
     turn = 0
@@ -252,8 +252,9 @@ async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[s
     for t in trainers:
         if t.net is not None:
             now, then = t.net.statistics(), before[t.name]
-            if now.seconds > then.seconds:
-                overlaps[t.name] = 1 - (now.exposed - then.exposed) / (now.seconds - then.seconds)
+            spent = now.reduction_seconds - then.reduction_seconds
+            if spent > 0:
+                overlaps[t.name] = 1 - (now.exposed_seconds - then.exposed_seconds) / spent
     return times, overlaps
 
 

@@ -47,7 +47,7 @@ async def main() -> None:
 
         if coll.rank == 0:
             spent = ready.statistics()
-            print(f"preparing took {spent.reading:.2f} s, of which {spent.hidden:.0%} were hidden")
+            print(f"preparing took {spent.reading_seconds:.2f} s, of which {spent.hidden:.0%} were hidden")
             report(net.module, images, labels)
 
 

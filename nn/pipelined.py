@@ -96,7 +96,7 @@ class PipelinedOptimizer:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
-        """Take what `state_dict` gave, of the same buckets."""
+        """Take what `state_dict` gave; raise ValueError unless it is of as many buckets."""
         if len(state) != len(self._parts):
             raise ValueError(f"state of {len(state)} buckets: expected {len(self._parts)}")
         for optimizer, one in zip(self.optimizers, state, strict=True):
@@ -108,7 +108,10 @@ class PipelinedOptimizer:
         return bool(self._left)
 
     async def flush(self) -> None:
-        """Return when every update is made: the correct last step. Raises what the last reduction raised."""
+        """Return when every update is made: the correct last step.
+
+        Raises what the last reduction or an update of it raised, RuntimeError once the net is closed.
+        """
         await self._net.run(self._flush)
 
     def close(self) -> None:

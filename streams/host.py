@@ -105,7 +105,10 @@ class HostStream:
         return self._enqueue(op, fn, args, kwargs, cancellable=True)
 
     def sync(self) -> Handle[None]:
-        """Return a handle that is done when all that was submitted before is; it covers handles that were dropped."""
+        """Return a handle that is done when all that was submitted before is; it covers handles that were dropped.
+
+        Raises and costs as `submit`.
+        """
         handle = self._enqueue("sync", _nothing, (), {}, cancellable=False)
         self._synced = handle.seq
         handle.add_waiter(_Cover(self._account))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Base",
+    "CommunicatorStatistics",
     "check_alike",
     "check_single",
     "described",
@@ -49,6 +50,16 @@ __all__ = [
 
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CommunicatorStatistics:
+    """What was issued on a communicator, on this rank."""
+
+    collectives: int
+    """How many were issued since it was made; as many on each rank."""
+    pending: int
+    """How many operations are not over: collectives and messages."""
 
 
 class Parts(NamedTuple):
@@ -184,9 +195,9 @@ class Base:
         """
         return self._repertoire.availability()
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many collectives were issued and how many operations are pending."""
-        return self._dispatcher.statistics()
+    def statistics(self) -> CommunicatorStatistics:
+        """Return how many operations were issued and are pending; local, at once."""
+        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()))
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"

@@ -466,10 +466,6 @@ class Dispatcher:
 
     # --- the end -------------------------------------------------------------------------------------------
 
-    def statistics(self) -> dict[str, int]:
-        """Return counts of what was issued and what is pending."""
-        return {"collectives": self.oplog.seq, "pending": len(self.pending())}
-
     def pending(self) -> list[Handle[Any]]:
         """Return what is not over, in order of issue."""
         return [handle for handle in list(self._pending) if handle.is_pending]

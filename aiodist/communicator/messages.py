@@ -32,6 +32,7 @@ class PointToPoint(Base):
     def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
         """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
 
+        A list is sent as so many messages. Raises ValueError for a `dst` or `tag` out of range.
         Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
@@ -44,9 +45,12 @@ class PointToPoint(Base):
         """Return `t`, filled in place by the first message from `src` with `tag`; ANY takes all.
 
         Without `t`, a new tensor of the sender's shape and dtype. A shorter message fills the front (the handle's
-        `nbytes` says how much came); a longer one, or one of another dtype, raises on await and is consumed.
-        Receives match in the order of issue. `cancel()` withdraws one that nothing matched, and loses no message.
-        The handle's `source` and `tag` say where the message came from.
+        `nbytes` says how much came). Receives match in the order of issue. `cancel()` withdraws one that nothing
+        matched, and loses no message. The handle's `source` and `tag` say where the message came from. A list receives
+        so many messages.
+
+        Raises on await TypeError for a message of another dtype and BackendError for one that is longer than `t`, which
+        is consumed; PeerLost where `src` is gone. Cost: as `send`.
         """
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         if isinstance(t, list):
@@ -89,7 +93,10 @@ class PointToPoint(Base):
         *,
         timeout: float | None = None,
     ) -> Handle[Tensor]:
-        """Return what `src` sent, in `out` or in new memory, while `t` goes to `dst`: both at once."""
+        """Return what `src` sent, in `out` or in new memory, while `t` goes to `dst`: both at once.
+
+        Sizes and shapes as of `send` and `recv`. Raises ValueError where `out` overlaps `t`. Cost: as both.
+        """
         dst, src, tag = check_rank(dst, self.size, "dst"), check_rank(src, self.size, "src"), check_tag(tag)
         t = check_tensor(t)
         into = None if out is None else check_out(out, t, numel=0)

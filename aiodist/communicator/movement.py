@@ -51,10 +51,13 @@ class Movement(Base):
     def broadcast(
         self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: Impl = "auto"
     ) -> Handle[Data]:
-        """Return root's elements, in place: `t` keeps its shape, only the number of elements counts.
+        """Return root's elements, in place: `t` keeps its shape, only dtype and number of elements must be root's.
 
         A list is one operation; with `across=True` root's first tensor goes into every tensor of every list, which are
         as in `allreduce`. A Python number gives root's number.
+        Cost: at most log2(p) messages of n bytes (tree), or one in parts along a chain (long tensors). Source: Thakur,
+        Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521; Pješivac-Grbović et al. 2007, DOI
+        10.1007/s10586-007-0012-0.
         """
         root = check_rank(root, self.size)
         if across:
@@ -94,9 +97,15 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return every rank's tensor: a list by rank, or with `out` all of them concatenated along dim 0.
 
-        Sizes may differ between ranks, dtypes may not. `out` grows when it is too small and owns its memory, and
-        `t` may be this rank's own block of it. A list of tensors gives a list of such results; with `across=True`
-        one flat list in the order rank * len + i, of tensors as in `allreduce`.
+        Sizes may differ between ranks, dtypes may not; with `out` each is `(rows, ...)`, of the same trailing shape,
+        and a number counts as one row. `out` grows when it is too small and owns its memory, and `t` may be this rank's
+        own block of it. A list of tensors gives a list of such results; with `across=True` one flat list in the order
+        rank * len + i, of tensors as in `allreduce`.
+
+        Raises ValueError on await where shapes cannot be concatenated.
+        Cost: shapes and dtypes first, then p-1 messages and all other ranks' bytes (ring), or log2(p) messages of as
+        many (doubling, Bruck). Source: Bruck et al. 1997, DOI 10.1109/71.642949; Chan et al. 2007, DOI
+        10.1002/cpe.1206.
         """
         if across:
             return self._allgather_across(t, out, timeout, impl)
@@ -133,7 +142,10 @@ class Movement(Base):
         timeout: float | None = None,
         impl: Impl = "auto",
     ) -> Handle[Any]:
-        """Return on `root` what `allgather` returns, and None elsewhere. Cost: one message per rank, to root."""
+        """Return on `root` what `allgather` returns, and None elsewhere; `out` counts on root alone.
+
+        Cost: two messages to root from each other rank, shape and dtype first.
+        """
         root = check_rank(root, self.size)
         ts = tensors_of(t)
         out = out if self.rank == root else None
@@ -156,7 +168,11 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
 
-        Sizes may differ. On root `ts` may be a list of such lists; the result is then a list, on every rank.
+        The p tensors may be of any shapes. On root `ts` may be a list of such lists; the result is then a list, on
+        every rank.
+
+        Raises TypeError or ValueError on root unless `ts` is a list of p tensors, and ValueError for `out` beside a
+        list of lists. Cost: two messages from root to each other rank, shape and dtype first.
         """
         root = check_rank(root, self.size)
         if out is not None:
@@ -189,9 +205,12 @@ class Movement(Base):
     ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
-        `out` is a list of tensors, one for each source. A list of lists gives a list of results. Cost: p-1
-        messages out and in; with `impl="bruck"` about log2(p) messages of half of all, for short tensors that are
-        alike on all ranks (else a ValueError, or MismatchError).
+        `out` is a list of p tensors, one for each source; each grows as in `allgather`. A list of lists gives a list of
+        results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with `impl="bruck"` ValueError where
+        they are not alike, and MismatchError on await where those of other ranks are not.
+
+        Cost: 2(p-1) messages out and in, shape and dtype first; with `impl="bruck"` about log2(p) messages of half of
+        all, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
         """
         lists, nested = self._lists(ts, out)
         form = how(None, impl, extra=f"{len(lists)} lists" if nested else "")
@@ -256,6 +275,8 @@ class Movement(Base):
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Return None once every rank has called it. Covers the handles before it that nobody awaited.
 
-        Cost: what every collective costs that moves nothing, a comparison of the ranks.
+        Cost: what every collective costs that moves nothing, the comparison of the ranks: a word in memory within a
+        host, log2(hosts) small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two
+        algorithms for barrier synchronization.
         """
         return self._dispatcher.barrier(timeout)

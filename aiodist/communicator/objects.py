@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 
 class Objects(PointToPoint):
-    """The collectives and messages of any picklable object, pickled at the call."""
+    """The collectives and messages of any picklable object, pickled at the call.
+
+    Each raises at the call what pickle raises, on await what unpickling raises. Unpickling runs code of the sender's
+    choice: all of them trust their peers. They cost what those of a uint8 tensor with the pickled bytes cost.
+    """
 
     def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> Handle[T]:
-        """Return root's object on every rank. Pickled at the call: later changes are not seen.
+        """Return root's object on every rank; later changes to it are not seen. Root gets the very object back.
 
-        Unpickling runs code of the sender's choice: all object calls trust their peers.
+        Cost: one broadcast of a short object, two of a longer one.
         """
         root = check_rank(root, self.size)
         packed = objects.pack(obj) if self.rank == root else None
@@ -41,13 +45,13 @@ class Objects(PointToPoint):
         return self._issue(what, program, [], [], timeout, objects.unpack)
 
     def allgather_object(self, obj: object, *, timeout: float | None = None) -> Handle[list[Any]]:
-        """Return every rank's object, by rank."""
+        """Return every rank's object, by rank. Cost: as `allgather`."""
         packed = objects.pack(obj)
         program = operations.allgather(self._primitives("auto"), packed, None)
         return self._issue(Fingerprint("allgather_object"), program, [], [packed], timeout, objects.unpack_each)
 
     def gather_object(self, obj: object, root: int = 0, *, timeout: float | None = None) -> Handle[list[Any] | None]:
-        """Return every rank's object on `root`, by rank, and None elsewhere."""
+        """Return every rank's object on `root`, by rank, and None elsewhere. Cost: as `gather`."""
         root = check_rank(root, self.size)
         packed = objects.pack(obj)
         program = operations.gather(self._primitives("auto"), packed, None, root)
@@ -55,7 +59,10 @@ class Objects(PointToPoint):
         return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], timeout, convert)
 
     def scatter_object(self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Handle[Any]:
-        """Return object number `rank` of root's list; `objs` is ignored elsewhere."""
+        """Return object number `rank` of root's list; `objs` is ignored elsewhere.
+
+        Raises ValueError on root unless there are p objects. Cost: as `scatter`.
+        """
         root = check_rank(root, self.size)
         packed = [self._pack_each(objs)] if self.rank == root else None
         program = operations.scatter(self._primitives("auto"), packed, False, None, root)
@@ -63,18 +70,24 @@ class Objects(PointToPoint):
         return self._issue(what, program, [], packed[0] if packed else [], timeout, objects.unpack)
 
     def alltoall_object(self, objs: Sequence[Any], *, timeout: float | None = None) -> Handle[list[Any]]:
-        """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r."""
+        """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r.
+
+        Raises ValueError unless there are p objects. Cost: as `alltoall`.
+        """
         packed = self._pack_each(objs)
         program = operations.alltoall(self._primitives("auto"), packed, None)
         return self._issue(Fingerprint("alltoall_object"), program, [], packed, timeout, objects.unpack_each)
 
     def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
-        """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it."""
+        """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it.
+
+        Cost: as `send`.
+        """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
-        """Return the next object from `src` with `tag`; matching as in `recv`."""
+        """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost as of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         handle, finish = self._dispatcher.message("recv_object", 0, [], timeout, Peer(src, None, tag), _unpacked)
         self._dispatcher.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))

@@ -56,13 +56,15 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the elementwise sum (or other `op`) over all ranks, in place; sum unless said otherwise.
 
-        Every rank gives a tensor of the same dtype and number of elements; with `out` the input is left alone and
-        `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
+        Every rank gives a tensor of the same shape and dtype. With `out`, of as many elements, the input is left alone
+        and `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
         reduces over the list too, and every tensor of it becomes the total: they are alike, and on the CPU or each on a
-        CUDA device of its own. A Python number gives a number.
+        CUDA device of its own. A Python number gives a number. 16-bit floats are summed in float32 and rounded once.
 
-        `mean` of integers raises TypeError; 16-bit floats are summed in float32 and rounded once. Cost: the native
-        library's, or 2(p-1) messages of the tensor's size through rank 0 (`impl="direct"`).
+        Raises TypeError for `mean` of integers and for operators that the dtype lacks.
+        Cost: 2(p-1) messages and 2n(p-1)/p bytes (ring, for long tensors), or log2(p) messages of n bytes (doubling,
+        for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
+        DOI 10.1177/1094342005051521.
         """
         one: Any = t
         if self._can_be_quick and out is None and type(t) in (Tensor, Parameter) and one.is_cpu:
@@ -90,7 +92,9 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
 
-        As `allreduce` otherwise. Cost without a native form: a chain of p-1 messages.
+        Shapes, `out`, lists and errors as of `allreduce`.
+        Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis, Steele 1986, DOI
+        10.1145/7902.7903.
         """
         return self._reduction("scan", operations.scan, t, op, out, timeout, impl)
 
@@ -105,7 +109,7 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
 
-        As `scan` otherwise.
+        Shapes, `out`, lists and errors as of `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
         """
         return self._reduction("exscan", operations.exscan, t, op, out, timeout, impl)
 
@@ -122,7 +126,10 @@ class Reductions(Base):
     ) -> Handle[Any]:
         """Return the reduction on `root`, in place there, and None elsewhere, where `t` is left alone.
 
-        Sum unless said otherwise. With `across=True` a list is reduced too, into root's first tensor.
+        Sum unless said otherwise; shapes, `out` (on root), lists and errors as of `allreduce`. With `across=True` a
+        list is reduced too, into root's first tensor.
+        Cost: one message of n bytes, in log2(p) steps (tree, for short tensors), or in parts along a chain. Source:
+        Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
         root = check_rank(root, self.size)
         mine = self.rank == root
@@ -183,8 +190,13 @@ class Reductions(Base):
     ) -> Handle[Any]:
         """Return this rank's block of the reduction, in new memory or in `out`; `t` is left alone.
 
-        `t` is cut along dim 0 into p blocks, the remainder going to the first ranks, or flat as `sizes` says (a
-        number of elements per rank, the same list on every rank). Sum unless said otherwise.
+        Every rank gives a `t` of the same shape `(rows, ...)`, cut along dim 0 into p blocks; the remainder goes to the
+        first ranks, a row each. With `sizes`, a number of elements per rank, the same list everywhere, it is cut flat,
+        and the result has shape `(sizes[rank],)`. Sum unless said otherwise; lists as in `allreduce`.
+
+        Raises ValueError unless `sizes` add up to t's elements, and for a `t` without dimensions that has no `sizes`;
+        TypeError as `allreduce`. Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many
+        (halving). Source: Chan et al. 2007, DOI 10.1002/cpe.1206.
         """
         ts = tensors_of(t)
         kinds = [check_op(op, x.dtype) for x in ts]

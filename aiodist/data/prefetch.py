@@ -23,7 +23,7 @@ from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
-__all__ = ["Prefetch", "Prefetched", "Statistics", "prefetch"]
+__all__ = ["Prefetch", "Prefetched", "PrefetchedStatistics", "prefetch"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -34,27 +34,27 @@ _PRIORITY = 0  # reductions have 10: somebody waits for them
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What a pass did so far; times in seconds."""
+class PrefetchedStatistics:
+    """What one pass did so far, counted for the items that its consumer took."""
 
     items: int
-    """How many the consumer took."""
+    """How many these are."""
     nbytes: int
     """Bytes of the tensors, arrays and byte strings in them."""
-    waited: float
+    waited_seconds: float
     """How long the consumer waited for them."""
-    reading: float
+    reading_seconds: float
     """How long the source took to give them."""
-    transforming: float
+    transforming_seconds: float
     """How long `transform` took for them, added up over the workers."""
-    copying: float
+    copying_seconds: float
     """How long it took to bring them to the device, each from when it was ready on the host until it was there."""
 
     @property
     def hidden(self) -> float:
         """The share of reading, transforming and copying that the consumer did not wait for, 0.0 to 1.0."""
-        work = self.reading + self.transforming + self.copying
-        return max(0.0, 1.0 - self.waited / work) if work > 0 else 0.0
+        work = self.reading_seconds + self.transforming_seconds + self.copying_seconds
+        return max(0.0, 1.0 - self.waited_seconds / work) if work > 0 else 0.0
 
 
 @overload
@@ -232,7 +232,7 @@ class Prefetched(Generic[T]):
         """The one that ended the stream: nothing comes after it."""
         self._taking = False
         self._closed = False
-        self._taken = Statistics(0, 0, 0.0, 0.0, 0.0, 0.0)
+        self._taken = PrefetchedStatistics(0, 0, 0.0, 0.0, 0.0, 0.0)
 
     def __aiter__(self) -> Self:
         return self
@@ -268,7 +268,7 @@ class Prefetched(Generic[T]):
         """Return how many items the pass has in all; raise `TypeError` where the source does not know."""
         return len(cast(Sized, self._source))
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> PrefetchedStatistics:
         """Return counts and times of what was taken so far; also after the block."""
         return self._taken
 
@@ -346,13 +346,13 @@ class Prefetched(Generic[T]):
         self._items.popleft().drop()
         self._fill()
         taken = self._taken
-        self._taken = Statistics(
+        self._taken = PrefetchedStatistics(
             taken.items + (made.outcome is Outcome.VALUE),
             taken.nbytes + made.nbytes,
-            taken.waited + waited,
-            taken.reading + made.reading,
-            taken.transforming + made.transforming,
-            taken.copying + made.copying,
+            taken.waited_seconds + waited,
+            taken.reading_seconds + made.reading,
+            taken.transforming_seconds + made.transforming,
+            taken.copying_seconds + made.copying,
         )
 
     # --- the end -------------------------------------------------------------------------------------------

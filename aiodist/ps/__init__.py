@@ -6,11 +6,11 @@ them), `consistency` (pure machines that decide in which order), `rules` and `op
 """
 
 from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import roles_of
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, Schedule, elastic_alpha
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "Asynchronous",
     "Bounded",
     "Downpour",
-    "Metrics",
     "ParameterServer",
+    "ParameterServerStatistics",
     "Policy",
     "Quorum",
     "RMSprop",

@@ -78,7 +78,7 @@ class Codes:
                 found.append((self._code(part, block, adds), True))
             if not adds and _replaces(rule):
                 self._forget_residual(part)
-        self._context.metrics.encode_seconds += perf_counter() - began
+        self._context.counts["encode_seconds"] += perf_counter() - began
         return found, alpha
 
     def _code(self, part: _Part, block: Tensor, adds: bool) -> Tensor:
@@ -138,7 +138,7 @@ class Codes:
         assert self._incoming is not None
         began = perf_counter()
         copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
-        self._context.metrics.decode_seconds += perf_counter() - began
+        self._context.counts["decode_seconds"] += perf_counter() - began
 
     # --- the end -------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +16,6 @@ from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.consistency import Policy
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
@@ -45,7 +46,8 @@ class Context:
     service: Service
     pool: Pool
     near: Neighbourhood | None
-    metrics: Metrics
+    counts: defaultdict[str, Any] = field(default_factory=lambda: defaultdict(int))
+    """Of `ParameterServerStatistics`, those that are counted as things happen."""
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)

@@ -12,14 +12,13 @@ from torch import Tensor
 from aiodist.backends.base import DTYPES
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
-from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
 from aiodist.ps.names import NameEntry, Names, Span
 from aiodist.ps.raw import flat
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import STARTS, RuleLike, Settings, Start, one_of
+from aiodist.ps.settings import STARTS, RuleLike, Start, one_of
 from aiodist.ps.sharding import place
 
 __all__ = ["Naming"]
@@ -27,11 +26,12 @@ __all__ = ["Naming"]
 _MISSING: Any = object()
 
 
-class Naming(ParameterServerSession):
-    """A session that knows tensors and objects by name."""
+class Naming:
+    """The calls about names."""
 
-    def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
-        super().__init__(coll, settings, timeout)
+    def __init__(self, session: ParameterServerSession) -> None:
+        self._session = session
+        self._settings = session.settings
         self._names = Names()
         self._prefetched: dict[str, tuple[Handle[Any], int | None]] = {}
 
@@ -50,14 +50,15 @@ class Naming(ParameterServerSession):
         codec: ObjectCodec | None = None,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Make names known: `what` is one with its value, or a list with a list of values.
+        """Make names known: `what` is one with its value, or a list with a list of values; tensors of any shape.
 
         Done when the first values lie on the servers; whose they are `start` says, and a rank that comes later waits.
         With `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
         init()ed it cannot push or pull. Raises KeyError for a name that it has, TypeError for integers under a
         consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
+        Cost: a word to one server for each name, and an answer; the values once from the rank whose they are.
         """
-        self._check()
+        self._session.check()
         names = [what] if isinstance(what, str) else listed("names", what)
         given = [values] if isinstance(what, str) else listed("values", values)
         if len(names) != len(given):
@@ -111,7 +112,7 @@ class Naming(ParameterServerSession):
 
     def _opened_by(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         leader = entry.spans[0].rank
-        said = yield from self._client.calls.call(
+        said = yield from self._session.client.calls.call(
             leader,
             "open",
             name=entry.name,
@@ -121,21 +122,28 @@ class Naming(ParameterServerSession):
             start=start,
             servers=[span.rank for span in entry.spans],
             codec=repr(entry.codec),
-            worker=self._coll.rank in self._settings.workers,
+            worker=self._session.coll.rank in self._settings.workers,
         )
         entry.key = said["key"]
         if said["fill"]:
             data = flat(value)
-            spans = entry.spans if start != "own" else [span for span in entry.spans if span.rank == self._coll.rank]
+            spans = (
+                entry.spans
+                if start != "own"
+                else [span for span in entry.spans if span.rank == self._session.coll.rank]
+            )
             if entry.codec is not None:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
             with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                yield from self._client.filling(entry, data, spans)
-            yield from self._client.calls.call(leader, "ready", name=entry.name, key=entry.key)
+                yield from self._session.client.filling(entry, data, spans)
+            yield from self._session.client.calls.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
-        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it."""
-        self._check()
+        """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
+
+        Raises KeyError for an unknown name. Cost: a word to one server for each name, and an answer.
+        """
+        self._session.check()
         entries = list(dict.fromkeys(self._names.resolve(what)[0]))
         check_timeout(timeout)
         for entry in entries:
@@ -147,8 +155,8 @@ class Naming(ParameterServerSession):
 
     def _freeing(self, entry: NameEntry) -> Program[None]:
         try:
-            yield [partial(self._client.when_over, entry)]
-            yield from self._client.calls.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
+            yield [partial(self._session.client.when_over, entry)]
+            yield from self._session.client.calls.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
             self._names.settle(entry.name, None)
 
@@ -156,19 +164,20 @@ class Naming(ParameterServerSession):
         """Change settings of server-side optimizers, such as `lr` and `weight_decay`, from the next push on.
 
         For all tensors, or for those of `what`: a group. On every shard between the same two versions. Raises
-        ValueError and TypeError for settings that a rule does not have or refuses.
+        ValueError and TypeError for settings that a rule does not have or refuses. Cost: a word to each server of a
+        tensor.
         """
-        self._check()
+        self._session.check()
         entries, _ = self._names.resolve(what)
         if not settings:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for entry in entries:
             check_settings(entry, settings)
-        programs = [self._client.calls.configuring(entry, settings) for entry in entries]
+        programs = [self._session.client.calls.configuring(entry, settings) for entry in entries]
         return self._run_all("configure", programs, timeout)
 
     def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
-        return self._run(op, _each(programs), timeout)
+        return self._session.run(op, _each(programs), timeout)
 
 
 def _each(programs: Sequence[Program[None]]) -> Program[None]:

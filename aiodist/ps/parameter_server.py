@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.integration import Integration
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.raw import flat
+from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import Reads
 
 __all__ = ["ParameterServer"]
@@ -104,16 +106,30 @@ class ParameterServer(Naming):
             pull_codec=pull_codec,
             split_bytes=split_bytes,
         )
-        super().__init__(coll, settings, timeout)
+        super().__init__(ParameterServerSession(coll, settings, timeout))
         self._tensors = named(tensors)
         self._reads = READS[one_of("reads", reads, tuple(READS))]
+
+    async def __aenter__(self) -> Self:
+        await self._session.open(self._begin)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._session.exit(error)
 
     # --- who -------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """This rank's number, that of the communicator which it was made with."""
-        return self._parent.rank
+        return self._session.parent.rank
+
+    @property
+    def timeout(self) -> float | None:
+        """The time-out of calls that are given none, in seconds; None is none."""
+        return self._session.timeout
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -135,10 +151,13 @@ class ParameterServer(Naming):
         """This rank pushes, and counts in the clocks."""
         return self.rank in self.workers
 
-    def metrics(self) -> Metrics:
-        """Return what happened on this rank so far; local, at once, and a copy."""
-        self._check_opened()
-        return self._server.measured()
+    def statistics(self) -> ParameterServerStatistics:
+        """Return what happened on this rank since the block was entered; local, at once.
+
+        Raises RuntimeError before the block.
+        """
+        self._session.check_opened()
+        return self._session.server.statistics()
 
     def __repr__(self) -> str:
         return f"<ParameterServer {len(self._names.names)} names, servers {self.servers}, workers {self.workers}>"
@@ -166,26 +185,27 @@ class ParameterServer(Naming):
         """Have servers apply `values` to tensors: by `rule`, else by that of each tensor.
 
         `what` is None (all that it was opened with), a name, a tensor that was init()ed, a list of these, or a module.
-        `values`: a tensor, a list of tensors, or an object; None: what lies in the tensors themselves, or in their
-        `.grad`, where the rule takes gradients. Done when applied on the servers; with `Synchronous` and `Quorum` when
-        they have it for its step. Until then it must not be changed, if it has more than some 30 KB.
+        `values`: a tensor of the shape that was init()ed, a list of tensors, or an object; None: what lies in the
+        tensors themselves, or in their `.grad`, where the rule takes gradients. Done when applied on the servers; with
+        `Synchronous` and `Quorum` when they have it for its step. Until then it must not be changed, if it has more
+        than some 30 KB.
 
         Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of values, for
         an unknown rule and on a rank that is no worker; RemoteError on await for what a rule raised on a server,
         PeerLost when the server is gone. Cost: its bytes once over the network; 20 us for small ones, a third of that
         each when many are issued before one `sync`.
         """
-        self._check()
+        self._session.check()
         pushed, _ = self._pushed(what, values, rule, alpha)
         nbytes = pushed[0][1].nbytes if len(pushed) == 1 else sum(value.nbytes for _, value, _ in pushed)
-        handle = self._handle("push", nbytes, timeout)
-        claims = self._claim(handle, pushed, []) if nbytes > self._context.coalescer.inline_bytes else []
+        handle = self._session.handle("push", nbytes, timeout)
+        claims = self._claim(handle, pushed, []) if nbytes > self._session.context.coalescer.inline_bytes else []
         operation = Operation(handle, len(pushed), claims, _none)
         self._start_pushes(operation, pushed, alpha)
         if not pushed:
             handle.resolve(None)
-        if self._context.coalescer.congested:
-            self._progress.glance()
+        if self._session.context.coalescer.congested:
+            self._session.progress.glance()
         return handle
 
     def pull(
@@ -199,15 +219,20 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Return the tensors as they are on the servers: in place, in `out`, or for an object a new one.
 
-        `what` as in `push`; the result is one, or a list. It holds what this rank pushed before. With "snapshot" all of
-        a tensor is of one version, at least `at_least`; with "lock-free" it is read while others write. The handle's
-        `version` says which (of a list the lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
+        `what` as in `push`; the result is one, or a list, and `out` one tensor of the shape that was init()ed, or a
+        list. It holds what this rank pushed before. With "snapshot" all of a tensor is of one version, at least
+        `at_least`; with "lock-free" it is read while others write. The handle's `version` says which (of a list the
+        lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
+
+        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of `out`;
+        PeerLost on await when the server is gone. Cost: its bytes once over the network; none within a host, from an
+        arena.
         """
-        self._check()
+        self._session.check()
         entries, single = self._names.resolve(what)
         outs, version = outs_of(entries, out, single), check_version(at_least)
         mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
-        handle = self._handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
+        handle = self._session.handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
         claims = self._claim(handle, [], outs)
         self._start_pulls(handle, len(entries), claims, (entries, outs), single, (mode, version))
         return handle
@@ -222,12 +247,12 @@ class ParameterServer(Naming):
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Push, and return what the tensors are after that: `push` and `pull` in one; raises what both do."""
-        self._check()
+        """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
+        self._session.check()
         pushed, _ = self._pushed(what, values, rule, alpha)
         entries, single = self._names.resolve(what)
         outs = outs_of(entries, out, single)
-        handle = self._handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
+        handle = self._session.handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
         claims = self._claim(handle, pushed, outs)
         pulls = (entries, outs)
         self._start_pulls(handle, len(pushed) + len(entries), claims, pulls, single, (self._reads, 0), (pushed, alpha))
@@ -244,14 +269,14 @@ class ParameterServer(Naming):
         `what` as in `push`: leaf tensors that require a gradient. Leaving the block waits for the pushes. A gradient
         belongs to its push until then. Raises on leaving what a push raises.
         """
-        self._check()
+        self._session.check()
         entries, _ = self._names.resolve(what)
         tensors = [entry.tensor for entry in entries if entry.tensor is not None and entry.tensor.requires_grad]
-        return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._progress)
+        return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._session.progress)
 
     def prefetch(self, what: object = None, *, timeout: float | None = None) -> Handle[Any]:
-        """Begin to pull into new memory, for the next `integrate`; returns that memory."""
-        self._check()
+        """Begin to pull into new memory, for the next `integrate`; returns that memory. Raises and costs as `pull`."""
+        self._session.check()
         entries, single = self._names.resolve(what)
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
         handle = self.pull(what, outs[0] if single else outs, timeout=timeout)
@@ -265,23 +290,22 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Call `fn(mine, theirs)` for each tensor, on the loop, with what was prefetched, or is pulled now.
 
-        `fn` changes `mine`, the tensor that was init()ed, in place, without autograd. Returns the tensors. What `fn`
-        raises is raised by the await.
+        Both have the shape that was init()ed; `fn` changes `mine`, the tensor that was given, in place, without
+        autograd. Returns the tensors. Raises TypeError for an object, ValueError for a tensor twice, on await what `fn`
+        raises. Cost: a `pull` of what was not prefetched.
         """
-        self._check()
+        self._session.check()
         entries, single = self._names.resolve(what)
         for entry in entries:
             if entry.tensor is None:
                 raise TypeError(f"integrate of {entry.name!r}: expected a tensor, not an object")
         if len(set(entries)) != len(entries):
             raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each of them once")
-        if len(set(entries)) != len(entries):
-            raise ValueError(f"integrate of {[entry.name for entry in entries]}: expected each tensor once")
         missing = [entry for entry in entries if entry.name not in self._prefetched]
         if missing:
             self.prefetch([entry.name for entry in missing], timeout=timeout)
         fetched = [self._prefetched.pop(entry.name) for entry in entries]
-        handle = self._handle("integrate", 0, timeout)
+        handle = self._session.handle("integrate", 0, timeout)
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         Integration(handle, fn, tensors, fetched, single=single).begin()
         return handle
@@ -292,25 +316,27 @@ class ParameterServer(Naming):
         """Be done when every push that this rank issued before is applied (or dropped, as the consistency says).
 
         Where every worker waits here or at a barrier, each for pushes that nobody will make, steps are made of what
-        there is. Raises, on await, what made one fail after it was accepted. Covers push handles that nobody awaited.
+        there is. Covers push handles that nobody awaited. Raises, on await, what made one fail after it was accepted.
+        Cost: nothing is sent, but a word to each server where the consistency has workers wait.
         """
-        self._check()
-        handle = self._handle("sync", 0, timeout)
-        self._client.pushes.sync(handle, self._account)
+        self._session.check()
+        handle = self._session.handle("sync", 0, timeout)
+        self._session.client.pushes.sync(handle, self._session.account)
         if self._settings.consistency.holds and self.is_worker:
-            self._client.waits()
+            self._session.client.waits()
         return handle
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push.
 
-        Who waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it all go on
-        from the same step, however many each had pushed. Raises ValueError on a rank that is no worker.
+        A worker that waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it
+        all go on from the same step, however many each had pushed. Raises ValueError on a rank that is no worker,
+        PeerLost on await when the first server is gone. Cost: a word to each server, and an answer.
         """
-        self._check()
+        self._session.check()
         if not self.is_worker:
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        return self._run("barrier", self._client.calls.everywhere("barrier"), timeout)
+        return self._session.run("barrier", self._session.client.calls.everywhere("barrier"), timeout)
 
     # --- how it is done ----------------------------------------------------------------------------------------
 
@@ -335,7 +361,7 @@ class ParameterServer(Naming):
 
     def _claim(self, handle: Handle[Any], pushed: Sequence[Pushed], outs: Sequence[Out]) -> list[Claim]:
         """Claim what the operation reads and writes until it is over; small pushes are copied at the call."""
-        small = self._context.coalescer.inline_bytes
+        small = self._session.context.coalescer.inline_bytes
         written = [out for out, _ in outs if out is not None and out.nbytes]
         claims = writing(*written)
         taken = {claim.start for claim in claims}
@@ -346,11 +372,11 @@ class ParameterServer(Naming):
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
         if len(pushed) == 1:
             entry, value, rule = pushed[0]
-            self._client.pushes.push(operation, entry, value, rule, alpha)
+            self._session.client.pushes.push(operation, entry, value, rule, alpha)
             return
-        with self._client.queue.together():
+        with self._session.client.queue.together():
             for entry, value, rule in pushed:
-                self._client.pushes.push(operation, entry, value, rule, alpha)
+                self._session.client.pushes.push(operation, entry, value, rule, alpha)
 
     def _start_pulls(
         self,
@@ -370,11 +396,11 @@ class ParameterServer(Naming):
 
         operation = Operation(handle, count, claims, result)
         parts = [PullPart(operation, entry, *out) for entry, out in zip(entries, outs, strict=True)]
-        with self._client.queue.together():
+        with self._session.client.queue.together():
             if pushes is not None:
                 self._start_pushes(operation, *pushes)
             for part in parts:
-                self._client.pulls.pull(part, *how)
+                self._session.client.pulls.pull(part, *how)
         if not entries:
             handle.resolve([])
 

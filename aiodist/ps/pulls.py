@@ -41,9 +41,9 @@ class Pulls:
         entry, into = part.entry, part.into
         self._parts[number] = part
         entry.open.add(number)
-        metrics = self._context.metrics
-        metrics.pulls += 1
-        metrics.pull_bytes += 0 if into is None else into.nbytes
+        counts = self._context.counts
+        counts["pulls"] += 1
+        counts["pull_bytes"] += 0 if into is None else into.nbytes
         senders = []
         for span in entry.spans:
             way = Way.MESSAGE
@@ -63,12 +63,12 @@ class Pulls:
         part = self._parts.get(data.number)
         if part is None:  # all was given up
             return
-        metrics = self._context.metrics
+        counts = self._context.counts
         part.version = data.version if part.version is None else min(part.version, data.version)
         if part.into is None:
-            metrics.pull_bytes += data.nbytes
+            counts["pull_bytes"] += data.nbytes
         if data.way in (Way.INLINE, Way.MESSAGE):
-            metrics.pull_received_bytes += data.nbytes
+            counts["pull_received_bytes"] += data.nbytes
             self._receive(part, src, data, body)
         else:
             self._look(part, src, data)
@@ -147,7 +147,7 @@ class Pulls:
             part.entry.base = max(part.entry.base, part.version)
             part.operation.read(part.version)
         if part.operation.part_over(None if part.error is None else self._queue.located(part.error)):
-            self._context.metrics.pull_seconds += part.operation.seconds
+            self._context.counts["pull_seconds"] += part.operation.seconds
         self._one_over(part.entry)
 
     # --- waiting for them, and the end -------------------------------------------------------------------------

@@ -65,9 +65,9 @@ class Pushes:
         part = self._parts[number] = PushPart(operation, entry, [span.rank for span in spans], accepts=accepts)
         self._open.add(number)
         entry.open.add(number)
-        metrics = self._context.metrics
-        metrics.pushes += 1
-        metrics.push_bytes += value.nbytes
+        counts = self._context.counts
+        counts["pushes"] += 1
+        counts["push_bytes"] += value.nbytes
         if self._encodes and self._codes.takes(entry):
             self._push_code(number, part, value, rule, alpha)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
@@ -101,7 +101,7 @@ class Pushes:
             put(head)
             if dst not in self._context.gone:
                 self._context.coalescer.send(raw, dst, number, partial(_keep, value))
-                self._context.metrics.push_sent_bytes += 0 if rule == FILL else nbytes
+                self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
 
         return send
 
@@ -157,7 +157,7 @@ class Pushes:
         self._context.coalescer.flush()
 
     def _put(self, dst: int, head: bytes, data: bytes = b"") -> None:
-        self._context.metrics.push_sent_bytes += len(data)
+        self._context.counts["push_sent_bytes"] += len(data)
         self._queue.put(dst, _PUSH, head, data)
 
     # --- what servers say ------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Pushes:
 
     def _over(self, part: PushPart, error: BaseException | None) -> None:
         if part.operation.part_over(error):
-            self._context.metrics.push_seconds += part.operation.seconds
+            self._context.counts["push_seconds"] += part.operation.seconds
 
     def _applied(self, number: int, entry: NameEntry) -> None:
         self._open.discard(number)

@@ -35,7 +35,7 @@ class Rule:
     """
 
     name: str
-    """What errors and metrics call it: of a class that does not say, the class's name."""
+    """What errors and statistics call it: of a class that does not say, the class's name."""
     takes: frozenset[torch.dtype] = SUPPORTED
     """The dtypes of tensors that it can be used for."""
     takes_gradients: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,12 +19,12 @@ from aiodist.ps.consistency import Counts
 from aiodist.ps.context import LIGHT_BYTES, Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
-from aiodist.ps.metrics import Metrics
 from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
+from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import (
     FILL,
     PUSH_BYTES,
@@ -297,7 +296,7 @@ class Server:
             return push.value
         began = perf_counter()
         value = codec.decode(push.value, like.dtype, like.numel())
-        self.context.metrics.decode_seconds += perf_counter() - began
+        self.context.counts["decode_seconds"] += perf_counter() - began
         return value
 
     def recycle(self, push: Pushing) -> None:
@@ -317,18 +316,19 @@ class Server:
         if push.client not in self.context.gone:
             self.context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, version, stage))
 
-    def measured(self) -> Metrics:
-        """Return a copy of what is counted, with what the machines have counted."""
-        metrics = replace(self.context.metrics)
+    def statistics(self) -> ParameterServerStatistics:
+        """Return what is counted, with what the machines have counted."""
         counts = [shard.machine.counts for shard in list(self._shards.values()) if shard.machine is not None]
         counts += self._counted
-        metrics.dropped = sum(count.dropped for count in counts)
-        metrics.scaled = sum(count.scaled for count in counts)
-        metrics.incomplete = sum(count.incomplete for count in counts)
-        # A copy of each at once: they count on meanwhile.
-        metrics.staleness = sum((Counter(dict(count.staleness)) for count in counts), Counter())
-        metrics.sent_bytes = self.context.coalescer.sent_bytes
-        return metrics
+        return ParameterServerStatistics(
+            **self.context.counts,
+            dropped=sum(count.dropped for count in counts),
+            scaled=sum(count.scaled for count in counts),
+            incomplete=sum(count.incomplete for count in counts),
+            # A copy of each at once: they count on meanwhile.
+            staleness=sum((Counter(dict(count.staleness)) for count in counts), Counter()),
+            sent_bytes=self.context.coalescer.sent_bytes,
+        )
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
         """Answer a call."""

@@ -48,13 +48,13 @@ class Serving:
         """Let the client have the shard as it is now."""
         if pull.client in self._context.gone:
             return
-        self._context.metrics.served += 1
-        self._context.metrics.served_bytes += shard.data.nbytes
+        self._context.counts["served"] += 1
+        self._context.counts["served_bytes"] += shard.data.nbytes
         codec = self._codec_for(shard, pull)
         if codec is not None:
             self._serve_code(shard, pull, version)
         elif shard.data.nbytes <= self._context.coalescer.inline_bytes and pull.way != Way.OWN:
-            self._context.metrics.served_sent_bytes += shard.data.nbytes
+            self._context.counts["served_sent_bytes"] += shard.data.nbytes
             data = pack_data(pull.number, version, Way.INLINE, False, shard.data.nbytes, 0, 0)
             self._context.coalescer.put(pull.client, Kind.DATA, data, as_bytes(shard.data))
         else:
@@ -79,7 +79,7 @@ class Serving:
             self._send(raw, pull, partial(shard.release, pull.client, pull.number))
 
     def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
-        self._context.metrics.served_sent_bytes += raw.nbytes
+        self._context.counts["served_sent_bytes"] += raw.nbytes
 
         def sent(error: BaseException | None) -> None:
             # Who cannot be reached is told of by the control channel.
@@ -96,7 +96,7 @@ class Serving:
             began = perf_counter()
             assert self._outgoing is not None
             codes.append(self._outgoing.encode(pull.client, shard.key, shard.data))
-            self._context.metrics.encode_seconds += perf_counter() - began
+            self._context.counts["encode_seconds"] += perf_counter() - began
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
@@ -123,7 +123,7 @@ class Serving:
         inline = code.nbytes <= self._context.coalescer.inline_bytes
         data = pack_data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes, 0, 0)
         if inline:
-            self._context.metrics.served_sent_bytes += code.nbytes
+            self._context.counts["served_sent_bytes"] += code.nbytes
             self._context.coalescer.put(pull.client, Kind.DATA, data, as_bytes(code))
         else:
             self._context.coalescer.put(pull.client, Kind.DATA, data)

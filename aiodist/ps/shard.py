@@ -179,7 +179,7 @@ class Shard:
             if part.weight == 1 and not push.coded:
                 assert push.value is not None
                 rule.apply(self.data, push.value, push.alpha, self._state(rule))
-                self._context.metrics.step_seconds += perf_counter() - began
+                self._context.counts["step_seconds"] += perf_counter() - began
             else:
                 self._compute([(push, part.weight)])
         except Exception as raised:  # noqa: BLE001  - it belongs to the client that pushed
@@ -277,9 +277,9 @@ class Shard:
         for client, number, _ in order.parts:
             entry = self._arrived.pop((client, number), None)
             if entry is not None:
-                self._context.metrics.held_seconds += now - entry[1]
+                self._context.counts["held_seconds"] += now - entry[1]
             else:
-                self._context.metrics.torn += order.kind == OrderKind.APPLY
+                self._context.counts["torn"] += order.kind == OrderKind.APPLY
         return found
 
     def _carry_out(self, order: Order, requests: list[tuple[Request, float]]) -> None:
@@ -351,7 +351,7 @@ class Shard:
             pieces.append(Piece(self._context.rules[push.rule], value, push.alpha, weight))
         began = perf_counter()
         apply_step(self.data, pieces, self._state)
-        self._context.metrics.step_seconds += perf_counter() - began
+        self._context.counts["step_seconds"] += perf_counter() - began
 
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
         if id(rule) not in self._states:
@@ -368,9 +368,9 @@ class Shard:
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
-        metrics = self._context.metrics
-        metrics.applied += len(pushes) if error is None else 0
-        metrics.steps += 1
+        counts = self._context.counts
+        counts["applied"] += len(pushes) if error is None else 0
+        counts["steps"] += 1
         for push in pushes:
             self._server.recycle(push)
             if error is None:

@@ -354,11 +354,11 @@ async def test_c11_statistics_count_what_is_pending(coll: Communicator) -> None:
     await coll.barrier()
     before = coll.statistics()
     receive = coll.recv(None, (coll.rank - 1) % 3)
-    assert coll.statistics()["pending"] == before["pending"] + 1
+    assert coll.statistics().pending == before.pending + 1
     await coll.send(torch.ones(2), (coll.rank + 1) % 3)
     await receive
-    assert coll.statistics()["pending"] == 0
-    assert coll.statistics()["collectives"] == coll.seq
+    assert coll.statistics().pending == 0
+    assert coll.statistics().collectives == coll.seq
 
 
 # --- G5 ------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ async def test_n15_processes_make_what_goes_to_the_device(simulated_cuda: Simula
     opened = prefetch(tensors(4), transform=times_ten, kind="process", device="cuda")
     async with asyncio.timeout(50), opened as items:
         assert await firsts(items) == [0.0, 10.0, 20.0, 30.0]
-        assert items.statistics().copying > 0
+        assert items.statistics().copying_seconds > 0
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -194,7 +194,7 @@ async def test_n15_the_reader_goes_on_while_copies_wait(simulated_cuda: Simulate
         assert float((await waiting)[0]) == 0.0
         assert await firsts(items) == list(range(1, 9))
         await opened.__aexit__(None, None, None)
-    assert items.statistics().copying > 0
+    assert items.statistics().copying_seconds > 0
 
 
 async def test_n15_the_next_item_is_copied_while_this_one_is_computed_on(simulated_cuda: SimulatedCuda) -> None:
@@ -453,9 +453,9 @@ async def test_n15_copying_counts_as_work_that_may_be_hidden(simulated_cuda: Sim
         await items._items[3].handle  # all are there when the first is asked for
         assert await firsts(items) == [0.0, 1.0, 2.0, 3.0]
         found = items.statistics()
-    assert found.copying > 4 * 1e-4
+    assert found.copying_seconds > 4 * 1e-4
     assert found.hidden > 0.5
-    assert found.waited < found.copying
+    assert found.waited_seconds < found.copying_seconds
 
 
 # --- where there is no device -----------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ async def test_n15_the_cpu_is_no_device_to_go_to(device: Any) -> None:
     async with asyncio.timeout(30), prefetch(source, device=device) as items:
         for t in source:
             assert await anext(items) is t
-        assert items.statistics().copying == 0
+        assert items.statistics().copying_seconds == 0
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")])

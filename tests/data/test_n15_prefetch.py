@@ -454,9 +454,9 @@ async def test_n15_statistics_tell_what_was_hidden() -> None:
     hidden = items.statistics()
     for found in (waiting, hidden):
         assert (found.items, found.nbytes) == (4, 32)
-        assert found.reading >= 0.04
-        assert found.transforming >= 0.04
-    assert waiting.waited >= 0.03
+        assert found.reading_seconds >= 0.04
+        assert found.transforming_seconds >= 0.04
+    assert waiting.waited_seconds >= 0.03
     assert 0 <= waiting.hidden < hidden.hidden <= 1
 
 

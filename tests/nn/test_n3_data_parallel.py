@@ -83,7 +83,7 @@ async def test_n3_statistics(coll: Communicator, trial: type[Trial]) -> None:
     known = net.statistics()
     assert (known.passes, known.buckets) == (3, 18)
     assert known.nbytes == 3 * sum(p.nbytes for p in net.parameters())
-    assert 0 < known.exposed <= known.seconds
+    assert 0 < known.exposed_seconds <= known.reduction_seconds
     assert 0 <= known.hidden < 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,19 @@ def _arguments(value: object) -> str:
         return re.sub(" at 0x[0-9a-f]+", "", str(inspect.signature(value))) if callable(value) else ""
     except (TypeError, ValueError):  # it has none that Python can tell
         return ""
+
+
+def test_statistics_are_frozen_records_named_after_their_owner() -> None:
+    owners = {
+        value: typing.get_type_hints(value.statistics)["return"]
+        for module in map(importlib.import_module, MODULES)
+        for value in (getattr(module, name) for name in module.__all__)
+        if inspect.isclass(value) and hasattr(value, "statistics")
+    }
+    assert {owner.__name__ for owner in owners} == {"Communicator", "DataParallel", "ParameterServer", "Prefetched"}
+    for owner, record in owners.items():
+        assert record.__name__ == f"{owner.__name__}Statistics"
+        assert record.__dataclass_params__.frozen
 
 
 def test_what_is_public_is_what_is_listed() -> None:

@@ -35,7 +35,7 @@ def draw(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def residual(ps: ParameterServer, name: str) -> Tensor:
     """Return what this rank has still to send of what it pushed."""
-    return ps._client.codes.residual(ps._names[name])
+    return ps._session.client.codes.residual(ps._names[name])
 
 
 def sent(codec: Codec, t: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ async def test_p10_integers_and_complex_numbers_pass_as_they_are(coll: Communica
         for name, t in tensors.items():
             found = await ps.pull(name, torch.empty_like(t))
             assert torch.equal(found, torch.arange(SMALL).to(t.dtype) + 6)
-        metrics = ps.metrics()
+        statistics = ps.statistics()
         own = sum(t.nbytes for name, t in tensors.items() if ps._names[name].spans[0].rank == coll.rank)
-        assert metrics.push_sent_bytes == metrics.push_bytes - own > 0
+        assert statistics.push_sent_bytes == statistics.push_bytes - own > 0
         await ps.barrier()
 
 
@@ -219,9 +219,9 @@ async def test_p10_a_rank_pushes_to_itself_and_reads_itself_without_codes(coll: 
         value = draw(LARGE, 1, torch.float32)
         assert torch.equal(await ps.push_pull("w", value), value)
         assert torch.equal(await ps.push_pull("w", value), 2 * value)
-        metrics = ps.metrics()
-        assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
-        assert (metrics.push_sent_bytes, metrics.pull_received_bytes) == (0, 0)
+        statistics = ps.statistics()
+        assert (statistics.encode_seconds, statistics.decode_seconds) == (0.0, 0.0)
+        assert (statistics.push_sent_bytes, statistics.pull_received_bytes) == (0, 0)
 
 
 # --- what fails --------------------------------------------------------------------------------------------------
@@ -276,18 +276,18 @@ async def test_p10_a_code_that_does_not_fit_is_told_to_who_pushed_and_changes_no
     async with ParameterServer(coll, {"w": torch.zeros(numel)}, servers=1, codec=half) as ps:
         if ps.is_worker:
             await ps.push("w", torch.ones(numel))
-            encode = ps._client.codes.encode
-            ps._client.codes.encode = lambda *_: ([(codes[damage](), True)], 1.0)  # type: ignore[method-assign]
+            encode = ps._session.client.codes.encode
+            ps._session.client.codes.encode = lambda *_: ([(codes[damage](), True)], 1.0)  # type: ignore[method-assign]
             with pytest.raises(RemoteError, match="server 1 raised ValueError: a code"):
                 await ps.push("w", torch.ones(numel), timeout=SECONDS)
-            ps._client.codes.encode = encode  # type: ignore[method-assign]
+            ps._session.client.codes.encode = encode  # type: ignore[method-assign]
             assert torch.equal(await ps.pull("w"), torch.ones(numel))
             await ps.push("w", torch.ones(numel), timeout=SECONDS)
             assert torch.equal(await ps.pull("w"), 2 * torch.ones(numel))
         await coll.barrier()
         if ps.is_server:
-            metrics = ps.metrics()
-            assert metrics.applied == 2
+            statistics = ps.statistics()
+            assert statistics.applied == 2
 
 
 @pytest.mark.ranks(2)
@@ -399,17 +399,17 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
             await ps.init("w", torch.zeros(numel))
             value = draw(numel, 1, torch.float32)
             await ps.push("w", value)
-            coalescer, receive, held = ps._context.coalescer, ps._context.coalescer.receive, []
+            coalescer, receive, held = ps._session.context.coalescer, ps._session.context.coalescer.receive, []
 
             def later(t: Tensor, src: int, number: int, done: Any) -> None:
                 receive(t, src, number, lambda error: held.append(partial(done, error)))
 
             coalescer.receive = later  # type: ignore[method-assign]
             reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
-            metrics = ps._context.metrics
+            counts = ps._session.context.counts
             code = 16 + TopK(0.01).encode(value).nbytes
             async with asyncio.timeout(SECONDS):
-                while metrics.pull_received_bytes < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
+                while counts["pull_received_bytes"] < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             coalescer.receive = receive  # type: ignore[method-assign]
             with transport_lock:
@@ -434,11 +434,11 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
                 last = [ps.push("w", value), ps.pull("w")]
                 await ps.free("w", timeout=SECONDS)
                 await asyncio.wait_for(asyncio.gather(*last), SECONDS)
-            assert not ps._client.codes.kept
+            assert not ps._session.client.codes.kept
         await coll.barrier()
         if ps.is_server:
-            assert ps._server._outgoing is not None
-            assert not ps._server._outgoing._held
+            assert ps._session.server._outgoing is not None
+            assert not ps._session.server._outgoing._held
 
 
 @pytest.mark.ranks(2)
@@ -447,6 +447,6 @@ async def test_p10_nothing_is_encoded_unless_asked(coll: Communicator) -> None:
         if ps.is_worker:
             value = draw(LARGE, 1, torch.float32)
             assert torch.equal(await ps.push_pull("w", value), value)
-            metrics = ps.metrics()
-            assert metrics.push_sent_bytes == metrics.push_bytes == value.nbytes
-            assert (metrics.encode_seconds, metrics.decode_seconds) == (0.0, 0.0)
+            statistics = ps.statistics()
+            assert statistics.push_sent_bytes == statistics.push_bytes == value.nbytes
+            assert (statistics.encode_seconds, statistics.decode_seconds) == (0.0, 0.0)

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "barrier": lambda ps: ps.barrier(),
     "free": lambda ps: ps.free("w"),
 }
-LOCAL = {"metrics", "abort", "close", "pushing"}
+LOCAL = {"statistics", "pushing"}
 """`pushing` is a block; the rest say nothing to other ranks, or are for the registry of communicators."""
 
 
@@ -122,19 +122,19 @@ async def test_p2_prefetch_and_integrate(coll: Communicator, split: int) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_p2_metrics_are_a_copy_and_versions_are_told(coll: Communicator) -> None:
+async def test_p2_statistics_are_a_copy_and_versions_are_told(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": full(0)}, split_bytes=1) as ps:
-        before = ps.metrics()
+        before = ps.statistics()
         await ps.push("w", full(1))
-        assert (before.pushes, ps.metrics().pushes) == (0, 1)
-        ps.metrics().staleness[99] += 1
-        assert 99 not in ps.metrics().staleness
+        assert (before.pushes, ps.statistics().pushes) == (0, 1)
+        ps.statistics().staleness[99] += 1
+        assert 99 not in ps.statistics().staleness
         await ps.barrier()
         pulled = ps.pull("w")
         assert pulled.version is None
         await pulled
         assert pulled.version == 2
-    assert ps.metrics().pushes == 1
+    assert ps.statistics().pushes == 1
 
 
 @pytest.mark.ranks(2)
@@ -323,7 +323,7 @@ async def test_p2_a_mistake_is_an_error_at_the_call_and_changes_nothing(coll: Co
 @pytest.mark.ranks(2)
 async def test_p2_before_after_twice_and_elsewhere(coll: Communicator) -> None:
     ps = ParameterServer(coll, {"w": full(0)})
-    for call in (lambda: ps.push("w"), ps.sync, ps.barrier, ps.metrics):
+    for call in (lambda: ps.push("w"), ps.sync, ps.barrier, ps.statistics):
         with pytest.raises(RuntimeError, match="not open"):
             call()
     async with ps:

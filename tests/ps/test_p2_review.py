@@ -106,7 +106,7 @@ async def test_p2_nothing_is_kept_of_names_that_come_and_go(
         await ps.barrier()
         assert (await ps.pull("stays")).tolist() == [2.0, 2.0]
         assert set(ps._names._places) == {"stays"}
-        assert len(ps._server._shards) == (coll.rank == 0)
+        assert len(ps._session.server._shards) == (coll.rank == 0)
         if coll.rank == 0:
             await ps.init(["a", "b", "c"], [torch.zeros(1)] * 3)
             with pytest.raises(aiodist.MismatchError, match="leads 4 names"):
@@ -124,14 +124,14 @@ async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll
             assert torch.equal(await pull, ones)
             await coll.barrier()
             return
-        shard = next(iter(ps._server._shards.values()))
+        shard = next(iter(ps._session.server._shards.values()))
         while not shard.looked_at:  # noqa: ASYNC110  - the pull is on its way
             await asyncio.sleep(0)
         free = ps.free("w")
         await coll.barrier()
         await free
         await coll.barrier()
-        assert not ps._server._retired
+        assert not ps._session.server._retired
 
 
 def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

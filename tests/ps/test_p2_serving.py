@@ -19,16 +19,16 @@ LIMIT = 30.0
 def compute_until_served(ps: ParameterServer, goal: int) -> int:
     """Multiply matrices, and nothing else, until so many reads were served; return how many there were in the end."""
     a, began = torch.rand(600, 600), time.monotonic()
-    while ps.metrics().served < goal and time.monotonic() - began < LIMIT:
+    while ps.statistics().served < goal and time.monotonic() - began < LIMIT:
         a = (a @ a).clamp(0, 1)
-    return ps.metrics().served
+    return ps.statistics().served
 
 
 @pytest.mark.ranks(2, backend=("mpi", "shm"))
 @pytest.mark.parametrize("where", ["loop", "stream"])
 async def test_p2_who_computes_still_serves(coll: Communicator, where: str) -> None:
     async with ParameterServer(coll, [torch.zeros(NUMEL)], servers=[0], workers=[0, 1]) as ps:
-        goal = ps.metrics().served + PULLS
+        goal = ps.statistics().served + PULLS
         await ps.barrier()
         if coll.rank == 0:
             if where == "loop":

@@ -206,9 +206,9 @@ async def test_p5_asynchronous_everything_is_applied_and_nobody_waits(coll: Comm
                 assert torch.equal(await pulled, ones(expected))
                 assert pulled.version == 50 * (len(ps.workers) - 1) + 1
         await coll.barrier()
-        counted = await total(coll, sum(ps.metrics().staleness.values()))
+        counted = await total(coll, sum(ps.statistics().staleness.values()))
         assert counted == 50 * (len(ps.workers) - 1) + 1
-        assert await total(coll, ps.metrics().dropped + ps.metrics().scaled) == 0
+        assert await total(coll, ps.statistics().dropped + ps.statistics().scaled) == 0
 
 
 @pytest.mark.ranks(2)
@@ -239,11 +239,11 @@ async def test_p5_asynchronous_stale_pushes_are_counted(
             assert torch.equal(await pulled, ones(applied))
             assert pulled.version == 6 - dropped
         await coll.barrier()
-        metrics = ps.metrics()
-        assert await total(coll, metrics.dropped) == dropped
-        assert await total(coll, metrics.scaled) == scaled
-        assert await total(coll, metrics.staleness[5]) == 1 - dropped
-        assert await total(coll, metrics.staleness[0]) == 5
+        statistics = ps.statistics()
+        assert await total(coll, statistics.dropped) == dropped
+        assert await total(coll, statistics.scaled) == scaled
+        assert await total(coll, statistics.staleness[5]) == 1 - dropped
+        assert await total(coll, statistics.staleness[0]) == 5
 
 
 @pytest.mark.ranks(2)

@@ -46,8 +46,8 @@ def zeros(numel: int = 5) -> Tensor:
 
 
 async def counted(coll: Communicator, ps: ParameterServer, what: str) -> int:
-    """Return a count of the metrics, over all ranks."""
-    return int(await coll.allreduce(int(getattr(ps.metrics(), what))))
+    """Return one of the counts, over all ranks."""
+    return int(await coll.allreduce(int(getattr(ps.statistics(), what))))
 
 
 async def same_for_all(coll: Communicator, ps: ParameterServer, *names: str) -> list[Tensor]:
@@ -125,7 +125,7 @@ def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> Non
             for _ in range(4 if ps.rank == i else 1):
                 ps.push(name, value).add_done_callback(lambda done: done.result())
         await ps.sync()
-        assert not ps._client.pushes.busy
+        assert not ps._session.client.pushes.busy
         await ps.pull("x")
         await ps.barrier()
 
@@ -252,7 +252,7 @@ def test_p5_a_sync_of_some_waits_for_the_steps_of_all() -> None:
                 assert t[0] >= step, "it saw its own step, of all"
         await ps.barrier()
         assert [t[0] for t in await ps.pull(["x", "y"])] == [5.0, 5.0]
-        assert ps.metrics().incomplete == 0
+        assert ps.statistics().incomplete == 0
 
     for layout in LAYOUTS:
         worked(LAYOUTS[layout], work, Synchronous("mean"))

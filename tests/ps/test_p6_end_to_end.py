@@ -52,10 +52,10 @@ async def test_p6_late_pushes_are_taken_as_the_policy_says(
         seen = ps.pull("w", full(0))
         assert ((await seen).tolist(), seen.version) == (full(values[1]).tolist(), 2)
         await coll.barrier()
-        metrics = ps.metrics()
-        assert int(await coll.allreduce(metrics.dropped)) == dropped
-        assert int(await coll.allreduce(metrics.scaled)) == scaled
-        counted = {age: int(await coll.allreduce(metrics.staleness[age])) for age in range(3)}
+        statistics = ps.statistics()
+        assert int(await coll.allreduce(statistics.dropped)) == dropped
+        assert int(await coll.allreduce(statistics.scaled)) == scaled
+        counted = {age: int(await coll.allreduce(statistics.staleness[age])) for age in range(3)}
         assert {age: count for age, count in counted.items() if count} == ages
 
 
@@ -71,10 +71,10 @@ async def test_p6_with_backup_workers_each_step_is_the_mean_of_n(coll: Communica
         assert w[0] == int(w[0])
         await ps.sync()
         await coll.barrier()
-        metrics = ps.metrics()
-        pushes = int(await coll.allreduce(metrics.pushes))
-        applied = int(await coll.allreduce(sum(metrics.staleness.values())))
-        assert applied + int(await coll.allreduce(metrics.dropped)) == pushes
+        statistics = ps.statistics()
+        pushes = int(await coll.allreduce(statistics.pushes))
+        applied = int(await coll.allreduce(sum(statistics.staleness.values())))
+        assert applied + int(await coll.allreduce(statistics.dropped)) == pushes
         assert applied == n * int(w[0])
 
 

@@ -29,7 +29,7 @@ async def trained(coll: Communicator, task: Task, tau: int) -> Found:
     """Train four workers at their own speeds, beside a server of its own; return the same on all ranks."""
     net = task.model()
     async with ParameterServer(coll, net, servers=1) as ps:
-        before, loss = ps.metrics(), task.test_loss(net)
+        before, loss = ps.statistics(), task.test_loss(net)
         await coll.barrier()
         if ps.is_worker:
             opt = torch.optim.SGD(net.parameters(), lr=0.2)
@@ -41,7 +41,7 @@ async def trained(coll: Communicator, task: Task, tau: int) -> Found:
                     await client.step()
             await ps.sync()
             await ps.barrier()
-            found = ps.metrics()
+            found = ps.statistics()
             tensors = found.push_bytes - before.push_bytes + found.pull_bytes - before.pull_bytes
             assert found.push_sent_bytes == found.push_bytes, (
                 "all of it has left; what is read may lie in shared memory"
@@ -49,7 +49,7 @@ async def trained(coll: Communicator, task: Task, tau: int) -> Found:
         else:
             tensors = 0
         await coll.barrier()
-        sent = ps.metrics().sent_bytes - before.sent_bytes
+        sent = ps.statistics().sent_bytes - before.sent_bytes
         if ps.is_worker:
             await ps.pull(net)
         totals = [int(await coll.allreduce(count)) for count in (tensors, sent)]

@@ -65,7 +65,7 @@ async def train(
         centre = [torch.empty_like(p) for p in model.parameters()]
         if ps.is_worker:
             await ps.pull(model, centre)
-        pushes = ps.metrics().pushes
+        pushes = ps.statistics().pushes
     return [p.detach() for p in model.parameters()], centre, pushes
 
 

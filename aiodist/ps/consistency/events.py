@@ -166,7 +166,7 @@ class Machine(Protocol):
         """
 
     def waiting(self) -> Waiting:
-        """Return what is held: for messages and metrics."""
+        """Return what is held: for messages and statistics."""
 
 
 class Policy(Protocol):

@@ -79,11 +79,11 @@ async def worker(policy: Policy) -> None:
             await ps.pull()
             expected = 9 + 2 * 30  # and what the dead had pushed and got through
             say("nothing lost:", all(expected <= int(t[0]) <= expected + 20 for t in w.values()))
-            metrics = ps.metrics()
+            statistics = ps.statistics()
         del w, values
         gc.collect()
         await no_threads()
-        say("left:", sorted(threads()), "dropped", metrics.dropped)
+        say("left:", sorted(threads()), "dropped", statistics.dropped)
 
 
 async def uneven(policy: Policy) -> None:

@@ -1,20 +1,21 @@
-"""What a parameter server did on this rank (P14)."""
+"""What a parameter server did on this rank."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["Metrics"]
+__all__ = ["ParameterServerStatistics"]
 
 
-@dataclass
-class Metrics:
+@dataclass(frozen=True)
+class ParameterServerStatistics:
     """Counts since the parameter server was opened, of this rank alone; seconds are wall-clock time."""
 
     pushes: int = 0
-    """Issued by this rank, one for each tensor; as `pulls`."""
+    """Issued by this rank, one for each tensor."""
     pulls: int = 0
+    """Issued by this rank, one for each tensor."""
     push_bytes: int = 0
     """What this rank pushed, as tensors."""
     push_sent_bytes: int = 0
@@ -26,9 +27,11 @@ class Metrics:
     push_seconds: float = 0.0
     """From issue until the server had done what `await push` promises, summed."""
     pull_seconds: float = 0.0
+    """From issue until the values were here, summed."""
     encode_seconds: float = 0.0
     """In codecs, as client and as server."""
     decode_seconds: float = 0.0
+    """As `encode_seconds`."""
     applied: int = 0
     """Pushes that this rank applied to its shards, as a server; a tensor in several shards counts in each."""
     steps: int = 0

@@ -1,0 +1,32 @@
+"""Docstrings of the calls that return a handle say what a call costs, and of which shape its tensors are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiodist import Communicator, ParameterServer
+from aiodist.nn import DataParallel
+from aiodist.streams import CudaStream, HostStream
+
+ANY_SHAPE = {Communicator}  # the class says so, and a call what it restricts
+
+CALLS = [
+    pytest.param(owner, member, id=f"{owner.__name__}.{name}")
+    for owner in (Communicator, ParameterServer, DataParallel, HostStream, CudaStream)
+    for name, member in inspect.getmembers(owner, inspect.isfunction)
+    if name[0] != "_" and str(member.__annotations__.get("return")).startswith("Handle[")
+]
+
+
+@pytest.mark.parametrize(("owner", "call"), CALLS)
+def test_a_call_says_what_it_costs_and_which_shapes_it_takes(owner: type, call: Callable[..., Any]) -> None:
+    said = inspect.getdoc(call) or ""
+    assert re.search(r"[Cc]osts?\b", said), "what does it cost?"
+    if owner not in ANY_SHAPE and any("Tensor" in str(of) for of in call.__annotations__.values()):
+        assert re.search("shape|elements", said), "of which shape?"
+    assert "any shape" in (Communicator.__doc__ or "")
