@@ -165,7 +165,7 @@ class Accelerator:
         one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
         missing: dict[str, str] = {}
         kits: list[list[Implementation]] = []
-        exchanger: NcclCollectives | None = None
+        exchanger = None if no_nccl is not None else NcclCollectives(self._slots[name], repertoire)
         for of, together in ((limits, False), (one_piece, True)):
             host = partial(_on_host, repertoire)
             made: list[Implementation] = []
@@ -176,8 +176,8 @@ class Accelerator:
                 made += [] if within is None else [within]
             else:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)
-            if no_nccl is None:
-                made.append(exchanger := NcclCollectives(self._slots[name], repertoire))
+            if exchanger is not None:
+                made.append(exchanger)
             kits.append(made)
         if self._direct:
             missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
