@@ -19,6 +19,7 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Met, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
+from aiodist.collectives.cuda.peers import peers_here
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
@@ -236,16 +237,17 @@ async def _meet_over_mpi(environment: Environment, mpi: MpiTransport, limits: Li
 async def find_topology(channel: Channel, environment: Environment, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
     devices = visible_devices(environment)
-    mine = [socket.gethostname(), devices, means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()]
+    means = means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()
+    mine = [socket.gethostname(), devices, means, peers_here()]
     places: list[Any] = [mine]
     if channel.size > 1:
         await channel.set(f"host/{channel.rank}", json.dumps(mine).encode())
         told = [await channel.get(f"host/{rank}", timeout=limits.rendezvous) for rank in range(channel.size)]
         places = [json.loads(one) for one in told]
-    hosts = Topology(tuple([host for host, _, _ in places]), channel.rank)
+    hosts = Topology(tuple([host for host, *_ in places]), channel.rank)
     bindings = [
-        bound(hosts.ranks_on(host).index(rank), physical, Means(*means))
-        for rank, (host, physical, means) in enumerate(places)
+        bound(hosts.ranks_on(host).index(rank), physical, Means(*means), peers)
+        for rank, (host, physical, means, peers) in enumerate(places)
     ]
     return replace(hosts, devices=tuple(bindings) if any(bindings) else ())
 
