@@ -119,7 +119,7 @@ class Base:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a host; `print` shows it."""
+        """Which ranks share a host, and whose GPUs reach one another; `print` shows it."""
         if self._topology is None:
             self._dispatcher.check_usable()
         assert self._topology is not None

@@ -48,18 +48,21 @@ class NcclNative:
 
     def start(self, o: Operation, done: Done) -> None:
         """Enqueue an operation; see `kinds.supports` for which."""
-        self.start_all((o,), done)
+        self._call([] if _is_empty(o) else [_PARTS[o.kind](self, o)], o.kind, done)
 
     def start_all(self, operations: Sequence[Operation], done: Done) -> None:
         """Enqueue several, launched together."""
         parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
+        self._call(parts, ", ".join(dict.fromkeys(o.kind for o in operations)), done)
+
+    def _call(self, parts: Sequence[_Part], what: str, done: Done) -> None:
         if not parts:
             done(None)
             return
-        launch = parts[0].launch if len(parts) == 1 else partial(self._together, [part.launch for part in parts])
-        afters = [part.after for part in parts if part.after is not None]
-        what = ", ".join(dict.fromkeys(o.kind for o in operations))
-        after = partial(_in_turn, afters) if afters else None
+        launch, after = parts[0]
+        if len(parts) > 1:
+            launch = partial(self._together, [part.launch for part in parts])
+            after = partial(_in_turn, [part.after for part in parts if part.after is not None])
         self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
 
     def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -135,14 +138,14 @@ class NcclNative:
     def _exchange(self, o: Operation) -> _Part:
         """NcclSend and ncclRecv, launched together."""
         assert isinstance(o, Exchange)
-        sends = [(rank, bytes_of(t)) for rank, t in o.sends]
-        receives = [(rank, bytes_of(t)) for rank, t in o.receives]
+        sends = [(bytes_of(t), rank) for rank, t in o.sends]
+        receives = [(bytes_of(t), rank) for rank, t in o.receives]
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             with self._group.library.group():
-                for rank, t in sends:
+                for t, rank in sends:
                     comm.send(t, rank, stream=stream)
-                for rank, t in receives:
+                for t, rank in receives:
                     comm.recv(t, rank, stream=stream)
 
         return _Part(launch)
