@@ -277,6 +277,7 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
     "gather": lambda c: c.gather(torch.ones(2)),
     "scatter": lambda c: c.scatter([torch.ones(2)] * c.size),
     "alltoall": lambda c: c.alltoall([torch.ones(2)] * c.size),
+    "alltoall_single": lambda c: c.alltoall_single(torch.ones(c.size)),
     "barrier": lambda c: c.barrier(),
     "send": lambda c: c.send(torch.ones(2), c.rank),
     "recv": lambda c: c.recv(None, c.rank),

@@ -151,21 +151,20 @@ class Accelerator:
         if topology is None or None in topology.devices:
             blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
             return f"{blind} has no CUDA device"
-        missing = _no_nccl(topology)
-        if missing is None:
-            self._slots[name] = Slots(self._progress, partial(self._group, name, ranks, topology.rank))
-        return partial(self._make, name, ranks, topology, missing)
+        slots = _no_nccl(topology) or Slots(self._progress, partial(self._group, name, ranks, topology.rank))
+        if isinstance(slots, Slots):
+            self._slots[name] = slots
+        return partial(self._make, ranks, topology, slots)
 
-    def _make(
-        self, name: str, ranks: Sequence[int], topology: Topology, no_nccl: str | None, repertoire: Repertoire
-    ) -> Kit:
+    def _make(self, ranks: Sequence[int], topology: Topology, slots: Slots | str, repertoire: Repertoire) -> Kit:
+        """`slots` are those of NCCL, or why there are none."""
         no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         limits = repertoire.table.limits
         one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
         missing: dict[str, str] = {}
         kits: list[list[Implementation]] = []
-        exchanger = None if no_nccl is not None else NcclCollectives(self._slots[name], repertoire)
+        exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
         for of, together in ((limits, False), (one_piece, True)):
             host = partial(_on_host, repertoire)
             made: list[Implementation] = []
@@ -185,8 +184,8 @@ class Accelerator:
             missing["cuda_ipc"] = no_ipc
         if len(hosts) > 1:
             missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
-        if no_nccl is not None:
-            missing["nccl"] = no_nccl
+        if isinstance(slots, str):
+            missing["nccl"] = slots
         return Kit(kits[0], kits[1], missing, exchanger)
 
     # --- reductions that only queue -----------------------------------------------------------------------------
