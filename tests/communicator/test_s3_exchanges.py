@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather
+from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather, init
 from aiodist.backends.base import DTYPES
 from aiodist.streams import CudaStream
+from aiodist.testing import run_ranks
 from tests.support.fake_nccl.core import FakeNccl
 
 if TYPE_CHECKING:
@@ -315,3 +316,25 @@ async def test_s3_ranks_that_differ_on_an_exchange_hear_of_it(coll: Communicator
         with pytest.raises(AiodistError, match=r"rank 0: gather.*rank 1: alltoall"):
             await (work.gather(t, 0) if coll.rank == 0 else work.alltoall([t, t]))
         await coll.barrier()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_s3_those_left_by_a_rank_that_ends_are_let_go(fake_nccl: NcclOnDevices, name: str) -> None:
+    """Its part never comes; what the others have launched ends with the communicator, on the device too."""
+    heard: list[AiodistError] = []
+
+    async def main(rank: int) -> None:
+        async with init() as coll:
+            await coll.allreduce(on(coll, torch.ones(4)), impl="nccl")
+            if rank == 1:
+                raise ArithmeticError("it ends here")
+            async with asyncio.timeout(20):
+                try:
+                    await gather(CALLS[name](coll, "nccl"), coll.allreduce(on(coll, torch.ones(4)), impl="nccl"))
+                except AiodistError as error:
+                    heard.append(error)
+
+    with pytest.raises(ArithmeticError, match="it ends here"):
+        run_ranks(3, main, timeout=60)
+    assert len(heard) == 2
+    assert [comm for comm in fake_nccl.library.communicators if comm.is_valid] == []
