@@ -245,7 +245,9 @@ class Base:
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
-        work = self._work_on(where, tag_of(self.seq)) if where else self._work_expected() if expects else []
+        work = self._work_on(where, tag_of(self.seq)) if where else []
+        if expects and not where:
+            work = self._work_expected()
         if work:
             program = on_devices(program, work)
             assert self._registry.accelerator is not None
