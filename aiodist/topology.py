@@ -1,4 +1,4 @@
-"""Which ranks share a host, and which CUDA devices they compute on."""
+"""Which ranks share a host, which CUDA devices they compute on, and which of these reach one another."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ class Device:
     physical: str
     """Which of the host's it is: equal for ranks that share it."""
     means: Means
+    peers: frozenset[str] = frozenset()
+    """The others of the host whose memory it can read and write, of those that its rank sees."""
+
+    def reaches(self, other: Device) -> bool:
+        """Return True for itself, and for what can read and write its memory on the same host."""
+        return other.physical == self.physical or other.physical in self.peers or self.physical in other.peers
 
 
 class Means(NamedTuple):
@@ -33,16 +39,19 @@ class Means(NamedTuple):
     """Why memory of the device cannot be lent to other processes, empty where it can."""
 
 
-def bound(local_rank: int, physical: Sequence[str], means: Means) -> Device | None:
+def bound(local_rank: int, physical: Sequence[str], means: Means, peers: Sequence[Sequence[int]]) -> Device | None:
     """Return the device of the rank that is number `local_rank` on a host that shows it those; None where none are.
 
-    >>> bound(3, ["GPU-a", "GPU-b"], Means()).physical
-    'GPU-b'
+    `peers` are, for each of them, the numbers of those that it reaches.
+
+    >>> device = bound(3, ["GPU-a", "GPU-b"], Means(), [[1], [0]])
+    >>> device.physical, set(device.peers)
+    ('GPU-b', {'GPU-a'})
     """
     if not physical:
         return None
     index = local_rank % len(physical)
-    return Device(index, physical[index], means)
+    return Device(index, physical[index], means, frozenset(physical[peer] for peer in peers[index]))
 
 
 def named(names: Sequence[str], hosts: Sequence[int]) -> tuple[str, ...]:
@@ -104,9 +113,40 @@ class Topology:
         """Return the CUDA device of this rank."""
         return self.devices[self.rank] if self.devices else None
 
+    @property
+    def peer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks in groups whose CUDA devices all reach one another, as far as is known.
+
+        Ranks come into the first group that they fit into, in their order; those without a device stay alone.
+        """
+        if not self.devices:
+            return tuple((rank,) for rank in range(len(self.host_of)))
+        groups: list[list[int]] = []
+        for rank in range(len(self.host_of)):
+            fitting = (group for group in groups if all(self._reach(rank, other) for other in group))
+            if (group := next(fitting, None)) is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+        return tuple(map(tuple, groups))
+
+    @property
+    def peer_group(self) -> tuple[int, ...]:
+        """Return that of this rank: `hierarchy(str(topology.peer_group[0]))` has a communicator for each."""
+        return next(group for group in self.peer_groups if self.rank in group)
+
+    def _reach(self, rank: int, other: int) -> bool:
+        mine, theirs = self.devices[rank], self.devices[other]
+        here = self.host_of[rank] == self.host_of[other]
+        return here and mine is not None and theirs is not None and mine.reaches(theirs)
+
     def __str__(self) -> str:
         lines = [f"{len(self.host_of)} ranks on {len(self.hosts)} hosts"]
-        lines += [f"  {host}: ranks {', '.join(map(self._named, self.ranks_on(host)))}" for host in self.hosts]
+        groups = [group for group in self.peer_groups if len(group) > 1]
+        for host in self.hosts:
+            lines.append(f"  {host}: ranks {', '.join(map(self._named, self.ranks_on(host)))}")
+            near = [", ".join(map(str, group)) for group in groups if self.host_of[group[0]] == host]
+            lines += [f"    GPUs that reach one another: ranks {ranks}" for ranks in near]
         return "\n".join(lines)
 
     def _named(self, rank: int) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Begin",
     "Capabilities",
     "Done",
+    "Exchange",
     "Native",
     "Operation",
     "Transport",
@@ -183,6 +184,23 @@ class Operation:
         t = self.out if self.kind == "allgather" else self.t
         op = self.op if self.kind in REDUCTIONS else None
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
+
+
+class Exchange(Operation):
+    """Tensors of any sizes between pairs of ranks, which both know them.
+
+    What one rank sends to another, in order, is what that one receives from it. Some ranks may have nothing to do.
+    """
+
+    __slots__ = ("receives", "sends")
+
+    def __init__(
+        self, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Each is (rank, tensor); those without elements are left out. `like` lies where they should."""
+        super().__init__("exchange", like)
+        self.sends = [(rank, t) for rank, t in sends if t.numel()]
+        self.receives = [(rank, t) for rank, t in receives if t.numel()]
 
 
 @dataclass(frozen=True)

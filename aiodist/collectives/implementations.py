@@ -12,6 +12,7 @@ from aiodist.backends.base import REDUCTIONS, Begin, Native, Operation, Transpor
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
+    EXCHANGES,
     ONE_FORM,
     Availability,
     Offer,
@@ -31,7 +32,7 @@ from aiodist.collectives.choice.table import (
     last_resorts,
 )
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.program import Endpoint, Implementation, Program
+from aiodist.collectives.program import Endpoint, Exchanger, Implementation, Program
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
@@ -75,6 +76,7 @@ class Kit(NamedTuple):
     """The same for several tensors in one operation."""
     missing: Mapping[str, str]
     """Of what is for CUDA devices and not there: why."""
+    exchanger: Exchanger | None = None
 
 
 class Repertoire:
@@ -131,11 +133,14 @@ class Repertoire:
         """By name, for tensors on CUDA devices; empty where there are none."""
         self.together_on_cuda: dict[str, Implementation] = {}
         self._missing_on_cuda: Mapping[str, str] = {}
+        self.exchanger: Exchanger | None = None
+        """What exchanges tensors on CUDA devices without messages, where something does."""
         if not isinstance(cuda, str):
             kit = cuda(self)
             self.on_cuda = {one.name: one for one in [*kit.alone, *schedules]}
             self.together_on_cuda = {one.name: one for one in [*kit.together, *in_one]}
             self._missing_on_cuda = kit.missing
+            self.exchanger = kit.exchanger
         self.hosts = "several" if several else "one"
         """Which rows of the table are its own."""
         self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
@@ -189,7 +194,8 @@ class Repertoire:
         known = self._known(wanted.device, together=together)
         operation, nbytes, device = wanted.operation, wanted.nbytes, wanted.device
         if operation in ONE_FORM:
-            names: tuple[str, ...] = (impl, ONE_FORM[operation])
+            exchanges = impl == "auto" and self._transport.size > 1
+            names: tuple[str, ...] = ("nccl" if exchanges else impl, ONE_FORM[operation])
         else:
             name = self.choice(operation, nbytes, device) if impl == "auto" else impl
             names = (name, *self._resorts(operation, nbytes, device))
@@ -236,7 +242,9 @@ class Repertoire:
         if found is None:
             return self._missing(impl, device)
         if (only := ONE_FORM.get(operation)) is not None:
-            return (State.AVAILABLE, "") if impl == only else (State.NOT_IMPLEMENTED, "it has one form")
+            exchanges = found is self.exchanger and operation in EXCHANGES
+            has_it = impl == only or exchanges
+            return (State.AVAILABLE, "") if has_it else (State.NOT_IMPLEMENTED, "it has one form")
         example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in REDUCTIONS else None, 1, device)
         if impl in _SCHEDULES and found.lacks(example) is not None:
             return State.NOT_IMPLEMENTED, "there is no such schedule of it"

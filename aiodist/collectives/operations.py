@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Operation
+from aiodist.backends.base import REDUCTIONS, Exchange, Operation
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -151,8 +151,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     if ep.rank != root:
         # Two steps: side by side in a list, operations share a tag, so one message to a rank in each step.
         yield [ep.send(as_tensor(pack_meta(t)), root)]
-        if t.numel():
-            yield [ep.send(t, root)]
+        yield from p.exchange(Exchange(t, [(root, t)], []))
         return None
     others = [rank for rank in range(ep.size) if rank != root]
     records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
@@ -166,7 +165,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     else:
         out = fit(out, _joined_shape(metas), t.dtype)
         parts = list(numbers_of(out).split([meta.numel for meta in metas]))
-    yield [ep.recv(parts[rank], rank) for rank in others if parts[rank].numel()]
+    yield from p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
     copy(numbers_of(parts[root]), numbers_of(t))
     return parts if out is None else out
 
@@ -182,11 +181,13 @@ def scatter(
     ep = p.ep
     if ep.rank == root and lists is not None:
         count = len(lists) if nested else -1
-        calls: list[Call] = []
-        for rank in range(ep.size):
-            if rank != root:
-                calls += _scatter_sends(p, [one[rank] for one in lists], count, rank)
-        yield calls
+        others = [rank for rank in range(ep.size) if rank != root]
+        heads = [call for rank in others for call in _scatter_heads(p, [one[rank] for one in lists], count, rank)]
+        if lists:
+            sends = [(rank, one[rank]) for rank in others for one in lists]
+            yield from p.exchange(Exchange(lists[0][root], sends, []), heads)
+        else:
+            yield heads
         kept = [_into(one[root], out) for one in lists]
         return kept if nested else kept[0]
     record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8)
@@ -203,16 +204,19 @@ def scatter(
     if out is not None and metas:
         _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
     targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
-    yield [ep.recv(target, root) for target in targets if target.numel()]
+    if not any(meta.on_device for meta in metas):
+        p.forgo()
+    if targets:
+        yield from p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
     return targets[0] if count == -1 else targets
 
 
-def _scatter_sends(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -> list[Call]:
+def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -> list[Call]:
     head = _COUNT.pack(count) + (pack_meta(ts[0]) if ts else bytes(META_BYTES))
     calls = [p.ep.send(as_tensor(head), rank)]
     if count > 1:
         calls.append(p.ep.send(as_tensor(b"".join(pack_meta(t) for t in ts[1:])), rank))
-    return calls + [p.ep.send(t, rank) for t in ts if t.numel()]
+    return calls
 
 
 def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
@@ -233,9 +237,8 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
         meta = unpack_meta(as_bytes(records[rank]))
         _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
-    yield [ep.recv(result[rank], rank) for rank in others if result[rank].numel()] + [
-        ep.send(ts[rank], rank) for rank in others if ts[rank].numel()
-    ]
+    sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
+    yield from p.exchange(Exchange(ts[ep.rank], sends, receives))
     result[ep.rank] = _into(ts[ep.rank], out[ep.rank] if out is not None else None)
     return result
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from aiodist.backends.base import Operation, Wanted
+from aiodist.backends.base import Exchange, Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.program import Endpoint, Implementation, Nested, Program
+from aiodist.collectives.program import Call, Endpoint, Implementation, Nested, Program
 from aiodist.collectives.traffic import Traffic
 
 __all__ = ["Primitives"]
@@ -56,6 +58,36 @@ class Primitives:
         wanted = operation.wanted
         chosen = self._pick(wanted)
         return self._checked(chosen, wanted.nbytes, chosen.run(self.ep, operation))
+
+    def exchange(self, exchange: Exchange, ahead: Sequence[Call] = ()) -> Program[None]:
+        """Send and receive tensors: in messages, or without any where all ranks can; `ahead` are made before.
+
+        All ranks must know whether the tensors lie on the CPU or on CUDA devices.
+        """
+        o = exchange
+        exchanger = None if o.t.is_cpu or self.impl not in ("auto", "nccl") else self._repertoire.exchanger
+        if exchanger is not None and self.ep.size > 1:
+            yield ahead
+            ahead = ()
+            if (yield from self._all_say(exchanger.takes(self.ep, o))):
+                program = exchanger.run(self.ep, o)
+                yield from program if self.ep.traffic is None else _beyond_recall(self.ep.traffic, program)
+                return
+        receives = [self.ep.recv(t, rank) for rank, t in o.receives]
+        yield [*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)]
+
+    def forgo(self) -> None:
+        """Know that the operation exchanges nothing on devices, where it might have: others need not wait for it."""
+        if self._repertoire.exchanger is not None:
+            self._repertoire.exchanger.forgo(self.ep)
+
+    def _all_say(self, mine: bool) -> Program[bool]:
+        """Return True on all ranks where each of them says so."""
+        said = torch.empty(self.ep.size, dtype=torch.bool)
+        host = Primitives(self.ep, self._repertoire, "doubling", together=True, later=True)
+        yield from host.run(Operation("allgather", torch.tensor([mine]), said, counts=[1] * self.ep.size))
+        yield from self.ep.known()
+        return bool(said.all())
 
     def _pick(self, wanted: Wanted) -> Implementation:
         return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)

@@ -8,13 +8,13 @@ loop's thread: no task of the loop is needed between two steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Operation, Transport, Wanted, ours
+from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, ours
 from aiodist.collectives.traffic import Traffic
 from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
@@ -23,7 +23,9 @@ __all__ = [
     "Call",
     "DeviceMessages",
     "Endpoint",
+    "Exchanger",
     "Implementation",
+    "Joint",
     "Nested",
     "Program",
     "concurrently",
@@ -124,6 +126,18 @@ class Implementation(ABC):
     @abstractmethod
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation that it does not lack."""
+
+
+class Exchanger(Implementation):
+    """It runs an `Exchange` too, without messages of the endpoint, where all ranks can."""
+
+    @abstractmethod
+    def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
+        """Return True where this rank can."""
+
+    @abstractmethod
+    def forgo(self, ep: Endpoint) -> None:
+        """Know that the operation will do none."""
 
 
 def run(
@@ -263,6 +277,36 @@ class Nested:
         run(self.program, finish, ended)
 
 
+class Joint:
+    """A call that is made as one with those of its key, which other programs in lockstep make in the same step."""
+
+    __slots__ = ("items", "key", "start")
+
+    def __init__(self, key: Hashable, items: Sequence[Any], start: Callable[[Sequence[Any], Done], None]) -> None:
+        self.key = key
+        self.items = items
+        self.start = start
+
+    def __call__(self, done: Done) -> None:
+        """Make it."""
+        self.start(self.items, done)
+
+
+def _joined(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls, all joint ones of a key as one."""
+    items: dict[Hashable, list[Any]] = {}
+    joined: list[Call] = []
+    for call in calls:
+        if not isinstance(call, Joint):
+            joined.append(call)
+        elif call.key in items:
+            items[call.key] += call.items
+        else:
+            items[call.key] = list(call.items)
+            joined.append(Joint(call.key, items[call.key], call.start))
+    return joined
+
+
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
     """Run several programs side by side, their steps joined; the result is the list of their results."""
     results: list[Any] = [None] * len(programs)
@@ -276,5 +320,5 @@ def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
                 results[i] = stop.value
                 del active[i]
         if active:
-            yield calls
+            yield _joined(calls)
     return results

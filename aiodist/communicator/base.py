@@ -50,6 +50,8 @@ __all__ = [
 
 
 _CPU = torch.device("cpu")
+_ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
+"""Operations that ranks may do on any of their devices: messages carry them where these do not go together."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Base:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a host; `print` shows it."""
+        """Which ranks share a host, and whose GPUs reach one another; `print` shows it."""
         if self._topology is None:
             self._dispatcher.check_usable()
         assert self._topology is not None
@@ -248,18 +250,22 @@ class Base:
         convert: Callable[[Any], Any] | None = None,
         *,
         outs: Sequence[Tensor | None] = (),
+        expects: bool = False,
     ) -> Handle[Any]:
+        """`expects`: where no tensor says so, results may yet lie on this rank's device."""
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
         work = self._work_on(where, tag_of(self.seq)) if where else []
+        if expects and not where:
+            work = self._work_expected()
         if work:
             program = on_devices(program, work)
             assert self._registry.accelerator is not None
-            if what.kind not in ONE_FORM and (places := self._registry.accelerator.places(self.name, ts)):
+            if what.kind not in _ANYWHERE and (places := self._registry.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
         # What NCCL does it queues now; what else a device does begins as on the host.
-        when = When.NOW if work and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
+        when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
         try:
             handle: Handle[Any] = self._dispatcher.collective(
                 what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, when=when, queues=bool(work)
@@ -288,6 +294,15 @@ class Base:
         assert self._registry.accelerator is not None
         check_not_capturing(*(device.index for device in devices))
         return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
+
+    def _work_expected(self) -> list[DeviceWork]:
+        """Return what the next operation may do on this rank's device; none where the process uses no device yet."""
+        accelerator = self._registry.accelerator
+        if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
+            return []
+        assert accelerator is not None
+        check_not_capturing(self._device.index)
+        return [accelerator.work(self.name, self._device, tag_of(self.seq), expected=True)]
 
     def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""

@@ -182,7 +182,8 @@ class Movement(Base):
         if self.rank != root:
             what = said(None if out is None else kind_of(out))
             program = operations.scatter(self._primitives(impl), None, False, out, root)
-            return self._issue(what, program, [] if out is None else writing(out), [], timeout, outs=(out,))
+            claims = [] if out is None else writing(out)
+            return self._issue(what, program, claims, [], timeout, outs=(out,), expects=out is None)
         if ts is None:
             raise TypeError("ts is None: root gives a list of tensors, one for each rank")
         lists, nested = self._lists(ts, out)
@@ -254,8 +255,8 @@ class Movement(Base):
                 raise ValueError("impl='bruck' goes without sizes: expected blocks that are alike on all ranks")
         elif t.shape[0] % self.size:
             raise ValueError(f"t has {t.shape[0]} rows: expected a multiple of the {self.size} ranks, or sizes=")
-        if out is not None:
-            check_out(out, t, numel=None)
+        if out is not None and check_out(out, t, numel=None).device != t.device:
+            raise ValueError(f"out lies on {out.device}: expected {t.device}, as t")
         # The shape of what all send alike, else of a row.
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")

@@ -16,6 +16,7 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Met, ShmTransport, meet
 from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
+from aiodist.collectives.cuda.peers import peers_here
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import allgather, broadcast_bytes
@@ -250,12 +251,13 @@ async def _run(program: Program[T]) -> T:
 async def find_topology(channel: Channel, hosts: Sequence[int], environment: Environment, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
     devices = visible_devices(environment)
-    mine = [socket.gethostname(), devices, means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()]
+    means = means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()
+    mine = [socket.gethostname(), devices, means, peers_here()]
     places = await exchange(channel, "place", mine, limits.rendezvous)
-    topology = Topology(named([name for name, _, _ in places], hosts), channel.rank)
+    topology = Topology(named([name for name, *_ in places], hosts), channel.rank)
     bindings = [
-        bound(topology.ranks_on(topology.host_of[rank]).index(rank), physical, Means(*means))
-        for rank, (_, physical, means) in enumerate(places)
+        bound(topology.ranks_on(topology.host_of[rank]).index(rank), physical, Means(*means), peers)
+        for rank, (_, physical, means, peers) in enumerate(places)
     ]
     return replace(topology, devices=tuple(bindings) if any(bindings) else ())
 

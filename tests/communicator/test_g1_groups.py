@@ -2,7 +2,8 @@
 
 import asyncio
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.topology import Topology
+from aiodist.collectives.cuda import peers
+from aiodist.testing import simulated_cuda
+from aiodist.topology import Device, Means, Topology
 from tests.support.hearing import heard
 
 some = pytest.mark.ranks(2, 4, 5)
@@ -389,6 +392,76 @@ def test_g5_hosts_when_ranks_are_dealt_in_turn() -> None:
 def test_g5_readable_text() -> None:
     text = str(Topology(("one", "two", "one"), 0))
     assert text.splitlines() == ["3 ranks on 2 hosts", "  one: ranks 0, 2", "  two: ranks 1"]
+
+
+def device(index: int, *peers: int) -> Device:
+    return Device(index, f"GPU-{index}", Means(), frozenset(f"GPU-{peer}" for peer in peers))
+
+
+def test_g5_devices_that_reach_one_another() -> None:
+    """Two pairs and a single one on one host, a rank that shares a device, and the same names on another host."""
+    first = [device(0, 1), device(1, 0), device(2, 3), device(3), device(4), device(3)]
+    dealt = Topology(("one",) * 6 + ("two",) * 2, 3, (*first, device(0, 1), device(1, 0)))
+    assert dealt.peer_groups == ((0, 1), (2, 3, 5), (4,), (6, 7))
+    assert dealt.peer_group == (2, 3, 5)
+    assert str(dealt).splitlines()[1:] == [
+        "  one: ranks 0 (cuda:0), 1 (cuda:1), 2 (cuda:2), 3 (cuda:3), 4 (cuda:4), 5 (cuda:3)",
+        "    GPUs that reach one another: ranks 0, 1",
+        "    GPUs that reach one another: ranks 2, 3, 5",
+        "  two: ranks 6 (cuda:0), 7 (cuda:1)",
+        "    GPUs that reach one another: ranks 6, 7",
+    ]
+    assert dealt.among([5, 3, 1]).peer_groups == ((0, 1), (2,))
+
+
+def test_g5_a_device_joins_those_that_it_reaches_all_of() -> None:
+    """In a chain the middle one reaches both others, which do not reach one another."""
+    chain = Topology(("one",) * 3, 0, (device(0, 1), device(1, 0, 2), device(2, 1)))
+    assert chain.peer_groups == ((0, 1), (2,))
+    some = Topology(("one",) * 3, 1, (device(0), None, device(0)))
+    assert some.peer_groups == ((0, 2), (1,))
+    assert Topology(("one",) * 2, 0).peer_groups == ((0,), (1,))
+
+
+@pytest.mark.ranks(4)
+async def test_g5_levels_by_the_devices_that_reach_one_another(pairs_of_devices: None, coll: Communicator) -> None:
+    assert coll.topology.peer_groups == ((0, 1), (2, 3))
+    levels = await coll.hierarchy(coll.topology.hosts[coll.node], str(coll.topology.peer_group[0]))
+    assert levels[2].groups == coll.topology.peer_groups
+    assert (levels[2].intra.size, levels[2].form) == (2, "cartesian")
+    t = torch.full((3,), coll.rank + 1.0).to(coll.device)
+    assert (await levels[2].intra.allreduce(t)).tolist() == [3.0 if coll.rank < 2 else 7.0] * 3
+
+
+@pytest.fixture
+def pairs_of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Four devices, of which two and two reach one another."""
+    with simulated_cuda(devices=4):
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 2 == other // 2)
+        yield
+        monkeypatch.undo()
+
+
+def test_g5_the_driver_is_asked_where_torch_uses_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def get(handle: Any, number: int) -> int:
+        handle._obj.value = 10 + number
+        return 0
+
+    def can_access(reaches: Any, one: Any, other: Any) -> int:
+        asked.append(f"{one.value} {other.value}")
+        reaches._obj.value = one.value + other.value == 21
+        return 0 if one.value != 12 else 101
+
+    driver = SimpleNamespace(cuDeviceGet=get, cuDeviceCanAccessPeer=can_access)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(peers, "_driver", lambda: driver)
+    assert peers.peers_here() == [[1], [0], []]
+    assert len(asked) == 6
+    monkeypatch.setattr(peers, "_driver", lambda: None)
+    assert peers.peers_here() == [[], [], []]
 
 
 @pytest.mark.parametrize("what", [name for name in _CALLS if not name.startswith("recv")])

@@ -15,6 +15,7 @@ _ARGUMENTS = {
     "scan": ("t", "op"),
     "allgather": ("t", "out", "counts"),
     "reduce_scatter": ("t", "out", "counts", "op"),
+    "alltoall": ("t", "out", "counts", "received"),
 }
 
 

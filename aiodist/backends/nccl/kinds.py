@@ -11,7 +11,7 @@ from aiodist.types import ReduceOp
 
 __all__ = ["MOVES", "REDUCTIONS", "as_numbers", "native_op", "supports"]
 
-MOVES = frozenset({"broadcast", "allgather"})
+MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation
+from aiodist.backends.base import Done, Exchange, Operation
 from aiodist.backends.inplace import bytes_of, divide
 from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.kinds import as_numbers, native_op
@@ -19,13 +20,22 @@ from aiodist.types import ReduceOp
 __all__ = ["NcclNative"]
 
 
+class _Part(NamedTuple):
+    """What one operation is made of."""
+
+    launch: Launch
+    after: Callable[[], None] | None = None
+    """What is queued behind its calls."""
+
+
 class NcclNative:
     """What one operation does with NCCL, or all of them where they need no order.
 
     Tensors are dense, flat and on the group's device. Calls take part in the order of the stream that is current when
     the method is called, and `done(None)` says that they are *enqueued*: results are there when that stream has come
     so far, and until then the tensors are in use. They run on the group's own stream, where nothing is allocated. All
-    ranks must make the same calls in the same order; see `LaunchOrder`.
+    ranks must make the same calls in the same order; see `LaunchOrder`. Those that have no part in an exchange make
+    no call for it.
     """
 
     def __init__(
@@ -38,36 +48,56 @@ class NcclNative:
 
     def start(self, o: Operation, done: Done) -> None:
         """Enqueue an operation; see `kinds.supports` for which."""
-        _STARTS[o.kind](self, o, done)
+        self._call([] if _is_empty(o) else [_PARTS[o.kind](self, o)], o.kind, done)
 
-    def _allreduce(self, o: Operation, done: Done) -> None:
+    def start_all(self, operations: Sequence[Operation], done: Done) -> None:
+        """Enqueue several, launched together."""
+        parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
+        self._call(parts, ", ".join(dict.fromkeys(o.kind for o in operations)), done)
+
+    def _call(self, parts: Sequence[_Part], what: str, done: Done) -> None:
+        if not parts:
+            done(None)
+            return
+        launch, after = parts[0]
+        if len(parts) > 1:
+            launch = partial(self._together, [part.launch for part in parts])
+            after = partial(_in_turn, [part.after for part in parts if part.after is not None])
+        self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
+
+    def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
+        with self._group.library.group():
+            for launch in launches:
+                launch(comm, stream)
+
+    def _allreduce(self, o: Operation) -> _Part:
         """NcclAllReduce."""
         numbers, native = as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.allreduce(numbers, numbers, native, stream=stream)
 
-        self._call(o, launch, done, after=self._division(o))
+        return _Part(launch, self._division(o))
 
-    def _broadcast(self, o: Operation, done: Done) -> None:
+    def _broadcast(self, o: Operation) -> _Part:
         """NcclBroadcast."""
         data = bytes_of(o.t)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.broadcast(data, data, o.root, stream=stream)
 
-        self._call(o, launch, done)
+        return _Part(launch)
 
-    def _reduce(self, o: Operation, done: Done) -> None:
+    def _reduce(self, o: Operation) -> _Part:
         """NcclReduce."""
         numbers, native = as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.reduce(numbers, numbers, native, o.root, stream=stream)
 
-        self._call(o, launch, done, after=self._division(o) if self._group.rank == o.root else None)
+        return _Part(launch, self._division(o) if self._group.rank == o.root else None)
 
-    def _allgather(self, o: Operation, done: Done) -> None:
+    def _allgather(self, o: Operation) -> _Part:
         """NcclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together."""
         mine, everything, counts = bytes_of(o.t), bytes_of(o.out), o.counts
         blocks = _blocks(everything, [count * o.out.element_size() for count in counts])
@@ -81,9 +111,9 @@ class NcclNative:
                     if block.numel():
                         comm.broadcast(mine, block, root, stream=stream)
 
-        self._call(o, launch, done)
+        return _Part(launch)
 
-    def _reduce_scatter(self, o: Operation, done: Done) -> None:
+    def _reduce_scatter(self, o: Operation) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
         numbers, mine, native, counts = as_numbers(o.t), as_numbers(o.out), self._op(o.op), o.counts
         parts = 2 if o.t.is_complex() else 1
@@ -98,13 +128,27 @@ class NcclNative:
                     if block.numel():
                         comm.reduce(block, mine, native, root, stream=stream)
 
-        self._call(o, launch, done, after=self._division(o))
+        return _Part(launch, self._division(o))
 
-    def _call(self, o: Operation, launch: Launch, done: Done, *, after: Callable[[], None] | None = None) -> None:
-        if o.t.numel() == o.out.numel() == 0:  # as on all ranks, which know the counts
-            done(None)
-        else:
-            self._group.call(launch, o.kind, done, after=after, slot=self._slot, behind=self._behind)
+    def _alltoall(self, o: Operation) -> _Part:
+        """A call for each block; mine goes to myself."""
+        sends, receives = o.t.split(list(o.counts)), o.out.split(list(o.received))
+        return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
+
+    def _exchange(self, o: Operation) -> _Part:
+        """NcclSend and ncclRecv, launched together."""
+        assert isinstance(o, Exchange)
+        sends = [(bytes_of(t), rank) for rank, t in o.sends]
+        receives = [(bytes_of(t), rank) for rank, t in o.receives]
+
+        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
+            with self._group.library.group():
+                for t, rank in sends:
+                    comm.send(t, rank, stream=stream)
+                for t, rank in receives:
+                    comm.recv(t, rank, stream=stream)
+
+        return _Part(launch)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[native_op(op)]
@@ -115,13 +159,27 @@ class NcclNative:
         return lambda: divide(o.out, self._group.size)
 
 
-_STARTS = {
+_PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
     "allreduce": NcclNative._allreduce,
     "broadcast": NcclNative._broadcast,
     "reduce": NcclNative._reduce,
     "allgather": NcclNative._allgather,
     "reduce_scatter": NcclNative._reduce_scatter,
+    "alltoall": NcclNative._alltoall,
+    "exchange": NcclNative._exchange,
 }
+
+
+def _is_empty(o: Operation) -> bool:
+    """Return True where no call is to be made: for an exchange on this rank, for all else on all ranks."""
+    if isinstance(o, Exchange):
+        return not (o.sends or o.receives)
+    return o.t.numel() == o.out.numel() == 0
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _blocks(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:

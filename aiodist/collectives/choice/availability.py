@@ -11,10 +11,12 @@ from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, OPERATION
 from aiodist.collectives.columns import columns
 from aiodist.types import Impl
 
-__all__ = ["EVERY_OPERATION", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
+__all__ = ["EVERY_OPERATION", "EXCHANGES", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
 
-ONE_FORM = dict.fromkeys(("gather", "scatter", "alltoall", "alltoall_single"), "direct") | {"exscan": "chain"}
-"""Operations with one implementation, made of messages: `impl=` changes nothing."""
+EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
+"""What each rank has for each other one: NCCL does that too."""
+ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}
+"""Operations with one implementation, made of messages, on the CPU: there `impl=` changes nothing."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 
 _ON_CUDA = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC", "staged": "staging through the host"}

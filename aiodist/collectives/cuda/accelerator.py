@@ -15,6 +15,7 @@ from aiodist.backends.cuda_ipc import Mappings, ReleaseNotices
 from aiodist.collectives.cuda.device_messages import DirectMessages, StagedMessages
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.nccl import Nccl as NcclCollectives
+from aiodist.collectives.cuda.nccl import Slots
 from aiodist.collectives.cuda.on_device import DeviceWork, InOrder
 from aiodist.collectives.cuda.queued import Queue, alone, by_nccl
 from aiodist.collectives.cuda.staging import Staged
@@ -22,7 +23,6 @@ from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Kit, Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import DeviceMessages, Endpoint, Implementation
-from aiodist.collectives.scheduled import LANE_TAGS
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle, Progress
@@ -94,30 +94,31 @@ class Accelerator:
         self._failed = failed
         self._streams: dict[torch.device, list[_Stream]] = {}
         self._groups: nccl.NcclGroups | None = None
-        self._members: dict[str, tuple[Sequence[int], int]] = {}
-        """By the name of a communicator that has NCCL: its ranks and mine."""
-        self._used: dict[str, list[torch.device]] = {}
-        """Which of my devices a communicator has used, in order: the k-th of each rank form a group of NCCL."""
-        self._slots: dict[tuple[str, int], dict[torch.device, tuple[nccl.NcclGroup, nccl.LaunchSlot]]] = {}
+        self._slots: dict[str, Slots] = {}
+        """By the name of a communicator that has NCCL."""
         self._looking = False
 
     # --- operations -----------------------------------------------------------------------------------------
 
-    def work(self, name: str, device: torch.device, tag: int | None = None) -> DeviceWork:
+    def work(self, name: str, device: torch.device, tag: int | None = None, *, expected: bool = False) -> DeviceWork:
         """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
+
+        `expected`: whether it does anything there is known later.
 
         [Note: whose stream] Each operation has a stream while it queues things: where the host takes part, its second
         step must not come behind what the caller has queued before the next operation, such as the rest of backward.
         NCCL's kernels wait for one another: each of its communicators has one more, which is theirs alone.
         """
         stream = self._take_stream(device)
-        if tag is None or name not in self._members:
+        slots = None if tag is None else self._slots.get(name)
+        give_back = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
+        if give_back is None:
             return DeviceWork(self._progress, stream.stream, stream.give_back)
-        slot = self._take_slot(name, device, tag)
+        self._keep_looking()
 
         def queued() -> None:
             stream.give_back()
-            self._give_back(name, device, tag, slot)
+            give_back()
 
         return DeviceWork(self._progress, stream.stream, queued)
 
@@ -130,38 +131,18 @@ class Accelerator:
         least.take()
         return least
 
-    def _take_slot(self, name: str, device: torch.device, tag: int) -> nccl.LaunchSlot:
-        if self._groups is None:
-            self._groups = nccl.NcclGroups(nccl.load(), self._progress)
-        used = self._used.setdefault(name, [])
-        if device not in used:
-            used.append(device)
-        ranks, rank = self._members[name]
-        group = self._groups.of(f"{name} #{used.index(device)}", ranks, rank, device)
-        slot = group.launch_order.take()
-        self._slots.setdefault((name, tag), {})[device] = (group, slot)
-        self._keep_looking()
-        return slot
-
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
         """Return, where there is NCCL, which of the devices that this communicator has used `ts` lie on, as words.
 
         All ranks must agree on it, for the k-th of each form a group. Empty where they lie on the first one.
         """
-        used = self._used.get(name, [])
-        numbers = [used.index(t.device) for t in ts if t.device in used]
-        return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
+        slots = self._slots.get(name)
+        return "" if slots is None else slots.places(ts)
 
-    def _slot_of(self, name: str, tag: int, t: Tensor) -> tuple[nccl.NcclGroup, nccl.LaunchSlot]:
-        return self._slots[name, tag % LANE_TAGS][t.device]
-
-    def _give_back(self, name: str, device: torch.device, tag: int, slot: nccl.LaunchSlot) -> None:
-        slots = self._slots.get((name, tag), {})
-        if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has its tag by now
-            del slots[device]
-            if not slots:
-                del self._slots[name, tag]
-        slot.give_back()
+    def _group(self, name: str, ranks: Sequence[int], rank: int, number: int, device: torch.device) -> nccl.NcclGroup:
+        if self._groups is None:
+            self._groups = nccl.NcclGroups(nccl.load(), self._progress)
+        return self._groups.of(f"{name} #{number}", ranks, rank, device)
 
     # --- implementations ------------------------------------------------------------------------------------
 
@@ -170,20 +151,20 @@ class Accelerator:
         if topology is None or None in topology.devices:
             blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
             return f"{blind} has no CUDA device"
-        missing = _no_nccl(topology)
-        if missing is None:
-            self._members[name] = (ranks, topology.rank)
-        return partial(self._make, name, ranks, topology, missing)
+        slots = _no_nccl(topology) or Slots(self._progress, partial(self._group, name, ranks, topology.rank))
+        if isinstance(slots, Slots):
+            self._slots[name] = slots
+        return partial(self._make, ranks, topology, slots)
 
-    def _make(
-        self, name: str, ranks: Sequence[int], topology: Topology, no_nccl: str | None, repertoire: Repertoire
-    ) -> Kit:
+    def _make(self, ranks: Sequence[int], topology: Topology, slots: Slots | str, repertoire: Repertoire) -> Kit:
+        """`slots` are those of NCCL, or why there are none."""
         no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         limits = repertoire.table.limits
         one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
         missing: dict[str, str] = {}
         kits: list[list[Implementation]] = []
+        exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
         for of, together in ((limits, False), (one_piece, True)):
             host = partial(_on_host, repertoire)
             made: list[Implementation] = []
@@ -194,8 +175,8 @@ class Accelerator:
                 made += [] if within is None else [within]
             else:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)
-            if no_nccl is None:
-                made.append(NcclCollectives(partial(self._slot_of, name), repertoire))
+            if exchanger is not None:
+                made.append(exchanger)
             kits.append(made)
         if self._direct:
             missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
@@ -203,9 +184,9 @@ class Accelerator:
             missing["cuda_ipc"] = no_ipc
         if len(hosts) > 1:
             missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
-        if no_nccl is not None:
-            missing["nccl"] = no_nccl
-        return Kit(kits[0], kits[1], missing)
+        if isinstance(slots, str):
+            missing["nccl"] = slots
+        return Kit(kits[0], kits[1], missing, exchanger)
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 
@@ -215,10 +196,9 @@ class Accelerator:
 
     def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
         """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
-        if self._groups is None or self._used.get(name, [])[:1] != [device]:
-            return None
-        group = self._groups.of(f"{name} #0", *self._members[name], device)
-        if not group.opened:
+        slots = self._slots.get(name)
+        group = None if slots is None else slots.first_group(device)
+        if group is None or not group.opened:
             return None
         queue = by_nccl(self._progress, group, op)
 
@@ -240,7 +220,7 @@ class Accelerator:
         if self._groups is None:
             self._looking = False
             return
-        self._looking = bool(self._slots) or self._progress.pending()
+        self._looking = any(slots.taken for slots in self._slots.values()) or self._progress.pending()
         self._progress.start(partial(self._ask, self._groups))
         if self._looking:
             self._progress.loop.call_later(_LOOK_SECONDS, self._look)
@@ -260,8 +240,7 @@ class Accelerator:
 
     async def release(self, name: str, *, drained: bool) -> None:
         """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
-        self._members.pop(name, None)
-        self._used.pop(name, None)
+        self._slots.pop(name, None)
         for group in self._of(name):
             assert self._groups is not None
             ended: Handle[None] = Handle(self._progress, "release")

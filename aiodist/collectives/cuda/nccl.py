@@ -2,34 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from aiodist.backends.base import Operation, Wanted
+from aiodist.backends.base import Done, Exchange, Operation, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Implementation, Program, run
-from aiodist.collectives.scheduled import on_lane
+from aiodist.collectives.program import Endpoint, Exchanger, Joint, Program, run
+from aiodist.collectives.scheduled import LANE_TAGS, on_lane
+from aiodist.handles import Progress
 
-__all__ = ["Nccl"]
+__all__ = ["Nccl", "Slots"]
 
 _ID_LANE = 1  # its messages and those of the operation that needs it go side by side
 
 
-class Nccl(Implementation):
-    """See `Implementation`; `slot_of` knows the group of an operation on such tensors, and its slot there."""
+class Slots:
+    """What the operations of one communicator have of NCCL: the groups of their devices, and their places there."""
+
+    def __init__(self, progress: Progress, group_of: Callable[[int, torch.device], NcclGroup]) -> None:
+        """`group_of` makes that of the k-th device of each rank, and mine."""
+        self._progress = progress
+        self._group_of = group_of
+        self._used: list[torch.device] = []
+        """Which of my devices the communicator has used, in order: the k-th of each rank form a group."""
+        self.taken: dict[int, dict[torch.device, tuple[NcclGroup, LaunchSlot]]] = {}
+        """By the tag of an operation."""
+
+    def take(self, tag: int, device: torch.device, *, expected: bool) -> Callable[[], None] | None:
+        """Take a slot for an operation, on the loop; return what gives it back.
+
+        Where the operation may do nothing there (`expected`), that does not count as a use of the device; None if
+        others were used first.
+        """
+        if not expected:
+            self._use(device)
+        elif self._used[:1] not in ([], [device]):
+            return None
+        group = self._group_of(self._used.index(device) if self._used else 0, device)
+        slot = group.launch_order.take()
+        self.taken.setdefault(tag, {})[device] = (group, slot)
+        return partial(self._give_back, tag, device, slot)
+
+    def _use(self, device: torch.device) -> None:
+        if device not in self._used:
+            self._used.append(device)
+
+    def _give_back(self, tag: int, device: torch.device, slot: LaunchSlot) -> None:
+        slots = self.taken.get(tag, {})
+        if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has its tag by now
+            del slots[device]
+            if not slots:
+                del self.taken[tag]
+        slot.give_back()
+
+    def of(self, tag: int, device: torch.device) -> tuple[NcclGroup, LaunchSlot]:
+        """Return the group of an operation on `device`, and its slot there."""
+        return self.taken[tag % LANE_TAGS][device]
+
+    def is_first(self, tag: int, device: torch.device) -> bool:
+        """Return True where an operation has a slot on the device that the communicator used first; it is used now."""
+        if device not in self.taken.get(tag % LANE_TAGS, {}) or self._used[:1] not in ([], [device]):
+            return False
+        if not self._used:
+            self._progress.post(partial(self._use, device))
+        return True
+
+    def forgo(self, tag: int) -> None:
+        """Give back what an operation has taken."""
+        for _, slot in self.taken.get(tag % LANE_TAGS, {}).values():
+            slot.give_back()
+
+    def places(self, ts: Sequence[Tensor]) -> str:
+        """See `Accelerator`."""
+        numbers = [self._used.index(t.device) for t in ts if t.device in self._used]
+        return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
+
+    def first_group(self, device: torch.device) -> NcclGroup | None:
+        """Return the group of the device that the communicator used first, if it is `device`."""
+        return self._group_of(0, device) if self._used[:1] == [device] else None
+
+
+class Nccl(Exchanger):
+    """See `Exchanger`; `slots` know the group of an operation and its place there."""
 
     name = "nccl"
     compares = True  # the device is not held up
 
-    def __init__(self, slot_of: Callable[[int, Tensor], tuple[NcclGroup, LaunchSlot]], repertoire: Repertoire) -> None:
+    def __init__(self, slots: Slots, repertoire: Repertoire) -> None:
         """`repertoire` carries the id from rank 0 to the others."""
-        self._slot_of = slot_of
+        self._slots = slots
         self._repertoire = repertoire
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -39,11 +107,24 @@ class Nccl(Implementation):
         return f"NCCL has no {wanted}"
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        """Queue it at its place in the launch order."""
-        yield [lambda done: self._native(ep, operation.t).start(operation, done)]
+        """Queue it at its place in the launch order, in one group of calls with others of its step."""
+
+        def start(operations: Sequence[Operation], done: Done) -> None:
+            self._native(ep, operation.t).start_all(operations, done)
+
+        yield [Joint((self.name, operation.t.device), [operation], start)]
+
+    def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
+        """See `Exchanger`: all of it has to lie on the device that this communicator used first, as on other ranks."""
+        tensors = (exchange.t, *(t for _, t in (*exchange.sends, *exchange.receives)))
+        return len({t.device for t in tensors}) == 1 and self._slots.is_first(ep.tag, exchange.t.device)
+
+    def forgo(self, ep: Endpoint) -> None:
+        """See `Exchanger`."""
+        self._slots.forgo(ep.tag)
 
     def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
-        group, slot = self._slot_of(ep.tag, t)
+        group, slot = self._slots.of(ep.tag, t.device)
         if not group.opened:  # in launch order: all ranks have the id carried by the messages of the same operation
             slot.run(partial(group.open, partial(self._exchange, ep)))
         return NcclNative(group, slot)

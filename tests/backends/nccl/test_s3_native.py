@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done, Operation
+from aiodist.backends.base import DTYPES, Done, Exchange, Operation
 from aiodist.backends.nccl import LaunchSlot, NcclNative, supports
 from aiodist.types import ReduceOp
 from tests.support.operations import operation
@@ -57,6 +58,10 @@ def reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
 def step(kind: str, *args: object) -> Step:
     """Return what begins that operation."""
     return lambda n, done: n.start(operation(kind, *args), done)
+
+
+def start_all(operations: list[Operation], native: NcclNative, done: Done) -> None:
+    native.start_all(operations, done)
 
 
 def check(t: Tensor, expected: Tensor) -> None:
@@ -175,3 +180,66 @@ async def test_s3_a_mean_is_divided_behind_the_sum_though_nccl_is_slow_to_launch
     futures = [w.call(rank, step("allreduce", ts[rank], ReduceOp.MEAN)) for ts in rounds for rank in (0, 1)]
     await w.succeed(futures)
     assert [t.cpu()[0].item() for ts in rounds for t in ts] == [1.5 + k for k in range(6) for _ in range(2)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_s3_alltoall_moves_every_kind_in_one_group_of_calls(world: Make, size: int) -> None:
+    w = world(size, dawdle=5)
+    futures, checks = [], []
+    for seed, kind in enumerate(KINDS):
+        counts = [[(3 * rank + 5 * to + seed) % 7 for to in range(size)] for rank in range(size)]
+        blocks = [
+            [values(kind, count, 1000 * seed + 10 * rank + to) for to, count in enumerate(counts[rank])]
+            for rank in range(size)
+        ]
+        for rank in range(size):
+            received = [counts[src][rank] for src in range(size)]
+            out = torch.empty(sum(received), dtype=kind, device=w.device(rank))
+            t = w.put(torch.cat(blocks[rank]), rank)
+            futures.append(w.call(rank, step("alltoall", t, out, counts[rank], received)))
+            checks.append((out, torch.cat([of[rank] for of in blocks])))
+    await w.succeed(futures)
+    for t, wanted in checks:
+        assert torch.equal(t.cpu(), wanted)
+    assert len(w.nccl.launches) <= size * len(KINDS)
+    assert {"group", "send", "recv"} >= set(w.nccl.calls) - {"init"}
+
+
+async def test_s3_an_exchange_is_called_by_those_that_have_a_part_in_it(world: Make) -> None:
+    """Rank 0 sends two tensors to rank 1, and rank 2 nothing; what follows meets all three."""
+    w = world(3, dawdle=3)
+    given = [values(torch.float32, numel, numel) for numel in (5, 3)]
+    came = [torch.empty(numel, device=w.device(1)) for numel in (5, 3)]
+    sums = [w.put(torch.ones(4), rank) for rank in range(3)]
+    sends = [(1, w.put(t, 0)) for t in given]
+    parts = [(sends, []), ([], [(0, t) for t in came]), ([], [(0, torch.empty(0, device=w.device(2)))])]
+    futures = []
+    for rank, (out, into) in enumerate(parts):
+        exchange = Exchange(sums[rank], out, into)
+        futures.append(w.call(rank, partial(start_all, [exchange])))
+        futures.append(w.call(rank, step("allreduce", sums[rank], ReduceOp.SUM)))
+    await w.succeed(futures)
+    assert [t.tolist() for t in came] == [t.tolist() for t in given]
+    assert [t.tolist() for t in sums] == [[3.0] * 4] * 3
+    assert sorted(w.nccl.launches) == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_s3_several_operations_are_launched_together(world: Make, size: int) -> None:
+    w = world(size, dawdle=5)
+    futures, checks = [], []
+    given = [[values(torch.float32, numel, 10 * numel + rank) for numel in (7, 0, 5)] for rank in range(size)]
+    for rank in range(size):
+        ts = [w.put(t, rank) for t in given[rank]]
+        gathered = torch.empty(sum(range(1, size + 1)), device=w.device(rank))
+        several = [Operation("allreduce", t, op=ReduceOp.MEAN) for t in ts]
+        mine = w.put(torch.full((rank + 1,), float(rank)), rank)
+        several.append(Operation("allgather", mine, gathered, counts=range(1, size + 1)))
+        futures.append(w.call(rank, partial(start_all, several)))
+        checks += [(t, reduced([each[i] for each in given], ReduceOp.MEAN)) for i, t in enumerate(ts) if t.numel()]
+        checks.append((gathered, torch.cat([torch.full((r + 1,), float(r)) for r in range(size)])))
+    await w.succeed(futures)
+    for t, wanted in checks:
+        check(t, wanted)
+    broadcasts = size if size > 1 else 1
+    assert sorted(w.nccl.launches) == [(rank, 2 + broadcasts) for rank in range(size)]

@@ -294,6 +294,7 @@ class FakeCommunicator:
     def launch(self, works: Sequence[tuple[Work, Tensor | None, Tensor | None]], stream: int) -> None:
         """Launch these together, sooner or later."""
         self.streams.add(stream)
+        self._nccl.launches.append((self.rank, len(works)))
         left = self._nccl.random.randint(0, self._nccl.dawdle)
 
         def launched() -> bool:

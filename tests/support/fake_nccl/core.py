@@ -41,9 +41,9 @@ class FakeNccl:
 
     `dawdle` is how often at most a communicator says that it is in progress before it launches what it was given;
     only then is that queued on the stream. `multi_rank` allows several ranks on a device. `calls` counts native calls
-    by name. `refuse[name]` is the code of the error that the next call of that name raises, `refuse[name, rank]` that
-    of the next one of that rank. `unique_id_error` is the code of what `get_unique_id` raises. `release` is NCCL's
-    version.
+    by name; `launches` has, of each launch, its rank and how many calls it was. `refuse[name]` is the code of the
+    error that the next call of that name raises, `refuse[name, rank]` that of the next one of that rank.
+    `unique_id_error` is the code of what `get_unique_id` raises. `release` is NCCL's version.
     """
 
     SUM, PROD, MAX, MIN, AVG = RedOp.SUM, RedOp.PROD, RedOp.MAX, RedOp.MIN, RedOp.AVG
@@ -56,6 +56,7 @@ class FakeNccl:
         self.release: tuple[int, ...] = (2, 32, 3)
         self.violations: Final[list[str]] = []
         self.calls: Final[list[str]] = []
+        self.launches: Final[list[tuple[int, int]]] = []
         self.refuse: Final[dict[str | tuple[str, int], int]] = {}
         self.unique_id_error: int | None = None
         self.communicators: Final[list[FakeCommunicator]] = []

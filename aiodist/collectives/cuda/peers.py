@@ -1,0 +1,41 @@
+"""Which CUDA devices of a host reach one another: each can read and write the other's memory."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["peers_here"]
+
+
+def peers_here() -> list[list[int]]:
+    """Return, for each device that this process sees, the numbers of the others that it reaches; opens none.
+
+    Where torch uses no device yet the driver is asked, since torch's question has it count as used. A process that
+    sees one device asks nothing.
+    """
+    devices = range(torch.cuda.device_count())
+    reaches = torch.cuda.can_device_access_peer if torch.cuda.is_initialized() else _reaches
+    return [[peer for peer in devices if peer != device and reaches(device, peer)] for device in devices]
+
+
+@cache
+def _driver() -> Any:  # noqa: ANN401
+    """Return the driver's library, ready to be asked; None where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _reaches(device: int, peer: int) -> bool:
+    driver, reaches = _driver(), ctypes.c_int(0)
+    if driver is None:
+        return False
+    handles = ctypes.c_int(), ctypes.c_int()
+    failures = [driver.cuDeviceGet(ctypes.byref(handle), n) for handle, n in zip(handles, (device, peer), strict=True)]
+    return not any(failures) and not driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), *handles) and reaches.value > 0
