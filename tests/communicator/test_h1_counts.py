@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+pytestmark = pytest.mark.drawn(1)
+
 MOST_CALLS = {"mpi": 30, "gloo": 35, "shm": 90}
 """By backend: the Python functions that an allreduce of 4 B calls, and some more."""
 
