@@ -18,8 +18,8 @@ def nothing_stays(ended: Ended, said: list[str], *, progress: bool) -> None:
     assert "environment is as it was: True" in said
     assert "hooks are as they were: True" in said
     assert "torch.distributed: False" in said
-    # After 10,000 tensors; the oplog keeps 4096 records.
-    assert all(int(line.split()[1]) < 5000 for line in said if line.startswith("objects:"))
+    # After 10,000 tensors. Of the 4096 records that the oplog keeps, the collector looks at more or fewer.
+    assert all(int(line.split()[1]) < 9000 for line in said if line.startswith("objects:")), ended
     assert all(int(line.split()[1]) < 16 << 20 for line in said if line.startswith("memory:"))
 
 
