@@ -126,6 +126,7 @@ class Jobs:
                 code, when = json.loads(file.read_text().splitlines()[-1])
                 exits[int(file.name)] = (code, when)
                 file.unlink()
+        print(text, errors, sep="\n")  # whole, where the test fails: pytest cuts what an assertion shows
         return Ended(process.returncode, text, errors, time.monotonic() - started, exits)
 
     def alone(self, program: str, *arguments: str, **environ: str) -> Ended:

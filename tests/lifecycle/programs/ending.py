@@ -272,6 +272,7 @@ PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     main = PROGRAMS[sys.argv[1]]
     if "asyncio" in sys.argv:
