@@ -1,0 +1,98 @@
+// What lane.c and ways.c share.
+#ifndef CORE_LANE_H
+#define CORE_LANE_H
+
+#include <stdatomic.h>
+
+#include "block.h"
+#include "core.h"
+#include "kernels.h"
+
+enum {
+    PORTION_BYTES = 1 << 18,  // that a rank lends at a time
+    AHEAD = 2,                // portions that are filled ahead of the one that is worked on
+    SLICE_BYTES = 1 << 16,    // worked on between two looks at the clock
+    WHOLE_BYTES = 1 << 15,    // that travel with the entry: one meeting
+};
+
+struct peer {
+    struct block *block;
+    core_memory *memory;
+    uint64_t consumed;  // at least: as it said last
+};
+
+struct loan {
+    uint64_t portion, at, end;
+};
+
+struct core_lane {
+    unsigned rank, ranks, joined;
+    struct block *mine;
+    uint8_t *stage;
+    uint64_t stage_bytes;
+    core_place stage_at;
+    atomic_flag held;
+
+    core_op *first, **last;  // in order of submission
+    core_op *unposted;       // the first of them that is not posted
+    uint64_t next_number, next_portion;
+    bool unsettled;          // next_portion is known only once the newest posted operation is met
+    unsigned portioned;      // how many operations are posted that lend portion after portion
+    uint64_t ends[ENTRIES];  // by entry: the portion after the last one of the operation that is or was there
+
+    uint64_t consumed;       // what this rank's word of that name says
+    struct loan loans[PLACES];
+    uint64_t loans_first, loans_last;
+
+    uint32_t abandoned;      // core_state that all operations end with from now on, 0 while it works
+    uint32_t culprit;
+    uint64_t parting;        // 1 + the operation in which a rank was found to have left
+    bool wants;
+    unsigned wanted_rank;
+    uint32_t wanted_segment;
+
+    const uint8_t **windows; // by rank: the tensors of the operation that is done in place
+    const void **sources;    // of a kernel: room for one call
+    void **targets;
+    struct peer peers[];
+};
+
+enum found { FOUND, UNMAPPED, OUTSIDE };
+enum outcome { WAITS, MOVED, ENDED, FAILED };
+
+enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
+
+// Finds `nbytes` in the memory of another rank. UNMAPPED says by `wants` what is to be mapped.
+enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, const uint8_t **at);
+
+// Takes `nbytes` of the stage for a portion; -1 while there is no room.
+int64_t lane_lend(core_lane *, uint64_t portion, uint64_t nbytes);
+
+// Says that this rank needs none of the first `portions` portions any more.
+void lane_consume(core_lane *, uint64_t portions);
+
+static inline const struct entry *entry_of(const core_lane *lane, unsigned rank, const core_op *op) {
+    return &lane->peers[rank].block->entries[op->number % ENTRIES];
+}
+
+// --- ways.c: how each kind of operation is done ------------------------------------------------------------------
+
+// Describes this rank's part before it is posted: `piece`, `rounds`. True where all of it travels with the entry, in
+// one portion, whatever the other ranks bring.
+bool way_prepare(const core_lane *, core_op *);
+
+// Returns whether this rank lends all that it has with its entry; and how many bytes that is.
+bool way_posts(const core_op *);
+uint64_t way_posted_bytes(const core_lane *, const core_op *);
+
+// Copies them.
+void way_post(const core_lane *, const core_op *, struct entry *, uint8_t *to);
+
+// All ranks have posted the same: does the operation (ENDED) or chooses how it goes on (MOVED). FAILED: what rank
+// `*who` said makes no sense. WAITS: for a segment.
+enum outcome way_meet(core_lane *, core_op *, unsigned *who);
+
+// Takes a step of some microseconds; WAITS says for whom.
+enum outcome way_step(core_lane *, core_op *, unsigned *who);
+
+#endif

@@ -1,0 +1,270 @@
+// Random operations among threads that stand for ranks, compared with what one thread computes from all inputs.
+//
+//     test_core [seed [operations]]
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../core.h"
+#include "../kernels.h"
+
+enum { MOST_RANKS = 8, SEGMENT_BYTES = 24 << 20, STAGE_BYTES = 1 << 20, TENSOR_BYTES = 3 << 20, IN_FLIGHT = 40 };
+
+typedef struct {
+    uint8_t *segment;
+    core_memory *memory;
+    core_lane *lane;
+} rank_t;
+
+typedef struct {
+    uint32_t kind, dtype, reduction, root;
+    uint64_t count, sent[MOST_RANKS][MOST_RANKS], received[MOST_RANKS][MOST_RANKS];
+    uint64_t seed;
+    int windows;  // 0 none, 1 all, 2 some
+    int differs;  // the rank that brings another fingerprint, or -1
+} spec_t;
+
+static unsigned ranks;
+static rank_t rank[MOST_RANKS];
+static spec_t *specs;
+static unsigned operations;
+
+static uint64_t next(uint64_t *state) {
+    uint64_t z = (*state += 0x9e3779b97f4a7c15u);
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static const uint32_t DTYPES[] = {CORE_F32, CORE_F64, CORE_I32, CORE_U8, CORE_BF16, CORE_F16, CORE_I64};
+
+// Small whole numbers: sums of them are exact in every dtype.
+static void store(uint8_t *at, uint32_t dtype, uint64_t i, int value) {
+    switch (dtype) {
+        case CORE_F32: ((float *)at)[i] = (float)value; break;
+        case CORE_F64: ((double *)at)[i] = value; break;
+        case CORE_I32: ((int32_t *)at)[i] = value; break;
+        case CORE_I64: ((int64_t *)at)[i] = value; break;
+        case CORE_U8: at[i] = (uint8_t)value; break;
+        case CORE_F16: ((_Float16 *)at)[i] = (_Float16)value; break;
+        case CORE_BF16: {
+            float x = (float)value;
+            uint32_t bits;
+            memcpy(&bits, &x, 4);
+            ((uint16_t *)at)[i] = (uint16_t)(bits >> 16);
+            break;
+        }
+    }
+}
+
+static double load(const uint8_t *at, uint32_t dtype, uint64_t i) {
+    switch (dtype) {
+        case CORE_F32: return ((float *)at)[i];
+        case CORE_F64: return ((double *)at)[i];
+        case CORE_I32: return ((int32_t *)at)[i];
+        case CORE_I64: return (double)((int64_t *)at)[i];
+        case CORE_U8: return at[i];
+        case CORE_F16: return (double)((_Float16 *)at)[i];
+        default: {
+            uint32_t bits = (uint32_t)((uint16_t *)at)[i] << 16;
+            float x;
+            memcpy(&x, &bits, 4);
+            return x;
+        }
+    }
+}
+
+static int value_of(const spec_t *spec, unsigned r, uint64_t i) {
+    uint64_t state = spec->seed + r * 0x1000003 + i * 7919;
+    return (int)(next(&state) % 7);
+}
+
+static double reduced(const spec_t *spec, unsigned among, uint64_t i) {
+    double total = value_of(spec, 0, i);
+    for (unsigned q = 1; q < among; q++) {
+        double x = value_of(spec, q, i);
+        if (spec->reduction == CORE_MIN) total = x < total ? x : total;
+        else if (spec->reduction == CORE_MAX) total = x > total ? x : total;
+        else total += x;
+    }
+    return spec->reduction == CORE_MEAN ? (double)(float)(total / among) : total;
+}
+
+static void make_specs(uint64_t seed) {
+    for (unsigned k = 0; k < operations; k++) {
+        spec_t *s = &specs[k];
+        s->kind = (uint32_t)(next(&seed) % CORE_KINDS);
+        s->dtype = DTYPES[next(&seed) % (sizeof DTYPES / sizeof *DTYPES)];
+        static const uint32_t ops[] = {CORE_SUM, CORE_MIN, CORE_MAX, CORE_MEAN};
+        s->reduction = ops[next(&seed) % (s->dtype == CORE_F32 || s->dtype == CORE_F64 ? 4 : 3)];
+        s->root = (uint32_t)(next(&seed) % ranks);
+        static const uint64_t sizes[] = {1, 3, 7, 40, 100, 1000, 9000, 70000, 300000};
+        uint64_t most = sizes[next(&seed) % (sizeof sizes / sizeof *sizes)];
+        while (most * core_itemsize(s->dtype) > TENSOR_BYTES) most /= 2;
+        s->count = next(&seed) % (most + 1);
+        s->windows = (int)(next(&seed) % 3);
+        s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
+        s->seed = next(&seed);
+        for (unsigned r = 0; r < ranks; r++) {
+            uint64_t left = s->count;
+            for (unsigned q = 0; q < ranks; q++) {
+                // Of reduce_scatter and allgather all ranks know the counts; those of alltoall differ.
+                uint64_t part = s->kind == CORE_ALLTOALL ? next(&seed) % (s->count / ranks + 1)
+                                : r > 0                  ? s->sent[0][q]
+                                : q + 1 < ranks          ? next(&seed) % (left + 1)
+                                                         : left;
+                left -= part <= left ? part : left;
+                s->sent[r][q] = part;
+            }
+        }
+        for (unsigned r = 0; r < ranks; r++)
+            for (unsigned q = 0; q < ranks; q++) s->received[r][q] = s->sent[q][r];
+    }
+}
+
+typedef struct {
+    core_op op;
+    unsigned number;
+    uint8_t *in, *out;
+    bool window;
+} flight_t;
+
+#define EXPECT(condition, ...)                                                                       \
+    if (!(condition)) {                                                                              \
+        fprintf(stderr, "rank %u of %u, operation %u (kind %u dtype %u op %u count %llu windows %d): ", me, ranks, \
+                f->number, s->kind, s->dtype, s->reduction, (unsigned long long)s->count, s->windows); \
+        fprintf(stderr, __VA_ARGS__);                                                                \
+        fprintf(stderr, "\n");                                                                       \
+        abort();                                                                                     \
+    }
+
+static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
+    const spec_t *s = &specs[number];
+    unsigned item = core_itemsize(s->dtype);
+    f->number = number;
+    uint64_t brought = s->kind == CORE_ALLGATHER ? s->sent[0][me] : s->count, gives = s->count;
+    if (s->kind == CORE_ALLTOALL) {
+        brought = gives = 0;
+        for (unsigned q = 0; q < ranks; q++) brought += s->sent[me][q], gives += s->received[me][q];
+    }
+    f->window = s->windows == 1 || (s->windows == 2 && (me + number) % 2);
+    uint64_t at = 2 << 20;
+    at += (uint64_t)(slot % 6) * TENSOR_BYTES;  // of the six newest: those that may be in a window
+    f->in = f->window && slot < 6 ? rank[me].segment + at : malloc(brought * item + 16);
+    f->window = f->window && slot < 6;
+    bool in_place = s->kind == CORE_ALLREDUCE || s->kind == CORE_REDUCE || s->kind == CORE_SCAN || s->kind == CORE_BROADCAST;
+    f->out = in_place ? f->in : malloc(gives * item + 16);
+    for (uint64_t i = 0; i < brought; i++) store(f->in, s->dtype, i, value_of(s, me, i));
+    f->op = (core_op){
+        .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
+        .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
+        .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
+        .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0}, .out_at = {CORE_NOWHERE, 0},
+    };
+    if (!core_op_valid(&f->op, ranks)) abort();
+    while (!core_lane_hold(rank[me].lane)) sched_yield();
+    core_lane_submit(rank[me].lane, &f->op);
+    core_lane_release(rank[me].lane);
+}
+
+static void check(unsigned me, flight_t *f) {
+    const spec_t *s = &specs[f->number];
+    bool differ = s->differs >= 0;
+    EXPECT(core_op_state(&f->op) == (differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
+    uint64_t begin = 0;
+    for (unsigned q = 0; q < ranks && !differ; q++) {
+        uint64_t n = s->kind == CORE_ALLTOALL ? s->received[me][q] : s->kind == CORE_ALLGATHER ? s->sent[0][q] : 0;
+        uint64_t from = 0;
+        for (unsigned r = 0; s->kind == CORE_ALLTOALL && r < me; r++) from += s->sent[q][r];
+        for (uint64_t i = 0; i < n; i++) {
+            double seen = load(f->out, s->dtype, begin + i), wanted = value_of(s, q, from + i);
+            EXPECT(seen == wanted, "block %u element %llu is %g, expected %g", q, (unsigned long long)i, seen, wanted);
+        }
+        begin += n;
+    }
+    uint64_t n = 0, offset = 0;
+    unsigned among = ranks;
+    if (s->kind == CORE_ALLREDUCE || s->kind == CORE_SCAN || s->kind == CORE_BROADCAST || s->kind == CORE_REDUCE) n = s->count;
+    if (s->kind == CORE_SCAN) among = me + 1;
+    if (s->kind == CORE_REDUCE_SCATTER) {
+        n = s->sent[0][me];
+        for (unsigned q = 0; q < me; q++) offset += s->sent[0][q];
+        if (differ) n = 0;
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        double seen = load(f->out, s->dtype, i), wanted = value_of(s, me, i);
+        if (!differ) {
+            if (s->kind == CORE_BROADCAST) wanted = value_of(s, s->root, i);
+            else if (s->kind != CORE_REDUCE || me == s->root) wanted = reduced(s, among, offset + i);
+        }
+        EXPECT((s->reduction == CORE_MEAN ? (float)seen == (float)wanted : seen == wanted), "element %llu is %g, expected %g",
+               (unsigned long long)i, seen, wanted);
+    }
+    if (f->out != f->in) free(f->out);
+    if (!f->window) free(f->in);
+}
+
+static void *run(void *number) {
+    unsigned me = (unsigned)(uintptr_t)number;
+    uint64_t state = 77 + me;
+    flight_t *flights = calloc(IN_FLIGHT, sizeof *flights);
+    unsigned begun = 0, over = 0;
+    while (over < operations) {
+        unsigned depth = 1 + (unsigned)(next(&state) % IN_FLIGHT);
+        while (begun < operations && begun - over < depth) {
+            begin(me, &flights[begun % IN_FLIGHT], begun % IN_FLIGHT, begun);
+            begun++;
+        }
+        while (over < begun && (next(&state) % 4 || begun == operations)) {
+            flight_t *f = &flights[over % IN_FLIGHT];
+            while (core_op_state(&f->op) == CORE_PENDING) {
+                bool moved = false;
+                if (core_lane_hold(rank[me].lane)) {
+                    moved = core_lane_advance(rank[me].lane, 20000);
+                    core_lane_release(rank[me].lane);
+                }
+                if (!moved) sched_yield();
+            }
+            check(me, f);
+            over++;
+        }
+    }
+    free(flights);
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
+    operations = argc > 2 ? (unsigned)atoi(argv[2]) : 400;
+    specs = calloc(operations, sizeof *specs);
+    static const unsigned sizes[] = {1, 2, 3, 5, 8};
+    for (unsigned c = 0; c < sizeof sizes / sizeof *sizes; c++) {
+        ranks = sizes[c];
+        make_specs(seed + c);
+        pthread_t threads[MOST_RANKS];
+        for (unsigned r = 0; r < ranks; r++) {
+            rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
+            memset(rank[r].segment, 0, 2 << 20);
+            rank[r].memory = core_memory_new();
+            core_memory_map(rank[r].memory, 0, rank[r].segment, SEGMENT_BYTES);
+            rank[r].lane = core_lane_open(r, ranks, rank[r].segment, rank[r].segment + (1 << 20), STAGE_BYTES,
+                                          (core_place){0, 1 << 20});
+        }
+        for (unsigned r = 0; r < ranks; r++)
+            for (unsigned q = 0; q < ranks; q++)
+                if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory);
+        for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
+        for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
+        for (unsigned r = 0; r < ranks; r++) {
+            core_lane_close(rank[r].lane);
+            core_memory_free(rank[r].memory);
+            free(rank[r].segment);
+        }
+        printf("%u ranks: %u operations\n", ranks, operations);
+    }
+    free(specs);
+    return 0;
+}

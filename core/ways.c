@@ -1,0 +1,451 @@
+// How each kind of operation is done once the ranks have met. p ranks, n elements.
+//
+// What is short travels whole with the entries, and each rank does its part from there: one meeting, and nobody waits
+// afterwards. What is longer goes one of these ways, which all ranks choose alike from what their entries say:
+//
+//     IN_PLACE  every rank's tensor can be reached by all: each rank works on its part of all of them, where they are.
+//               An allreduce reads and writes 2n(p-1)/p elements a rank. The ranks meet again at the end.
+//     DIRECT    portion after portion, each rank copies a piece into its stage, and takes what it needs of the others'
+//               pieces from theirs: n copied and n(p-1) read a rank for an allreduce.
+//     HALVES    the same in two steps, for reductions among more than two: each rank takes its part of the others'
+//               pieces, and leaves the result in its stage; then each takes the results (reduce-scatter and allgather:
+//               Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). 2n(p-1)/p read a rank.
+#include <string.h>
+
+#include "lane.h"
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static uint64_t up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+static unsigned itemsize(const core_op *op) { return core_itemsize(op->dtype); }
+
+static bool reduces(const core_op *op) {
+    return op->kind == CORE_ALLREDUCE || op->kind == CORE_REDUCE || op->kind == CORE_SCAN ||
+           op->kind == CORE_REDUCE_SCATTER;
+}
+
+bool core_op_valid(const core_op *op, unsigned ranks) {
+    unsigned scale;
+    bool cut = op->kind == CORE_REDUCE_SCATTER || op->kind == CORE_ALLGATHER || op->kind == CORE_ALLTOALL;
+    return op->kind < CORE_KINDS && core_itemsize(op->dtype) > 0 && op->root < ranks &&
+           (!cut || op->sent != NULL) && (op->kind != CORE_ALLTOALL || op->received != NULL) &&
+           (!reduces(op) || core_kernel_for(op->dtype, op->reduction, &scale) != NULL);
+}
+
+// --- what there is of it -----------------------------------------------------------------------------------------
+
+static uint64_t largest(const uint64_t *counts, unsigned ranks) {
+    uint64_t most = 0;
+    for (unsigned q = 0; q < ranks; q++) most = counts[q] > most ? counts[q] : most;
+    return most;
+}
+
+static uint64_t before(const uint64_t *counts, unsigned rank) {
+    uint64_t sum = 0;
+    for (unsigned q = 0; q < rank; q++) sum += counts[q];
+    return sum;
+}
+
+// Returns where part `part` of n elements begins that are cut in p parts.
+static uint64_t cut(const core_lane *lane, uint64_t n, unsigned part) {
+    return (uint64_t)((unsigned __int128)n * part / lane->ranks);
+}
+
+// Returns how many elements a rank's input has.
+static uint64_t brought(const core_op *op, unsigned rank) {
+    return op->kind == CORE_BARRIER ? 0 : op->kind == CORE_ALLGATHER ? op->sent[rank] : op->count;
+}
+
+static bool in_halves(const core_lane *lane, const core_op *op) {
+    return lane->ranks > 2 && (op->kind == CORE_ALLREDUCE || op->kind == CORE_REDUCE);
+}
+
+// A portion holds a piece for each rank; else one piece.
+static bool has_parts(const core_lane *lane, const core_op *op) {
+    return op->kind == CORE_REDUCE_SCATTER || op->kind == CORE_ALLTOALL || in_halves(lane, op);
+}
+
+static bool lends(const core_lane *lane, const core_op *op, unsigned rank) {
+    switch (op->kind) {
+        case CORE_BARRIER: return false;
+        case CORE_BROADCAST: return rank == op->root;
+        case CORE_REDUCE: return in_halves(lane, op) || rank != op->root;
+        case CORE_SCAN: return rank + 1 < lane->ranks;
+        default: return true;
+    }
+}
+
+static bool takes(const core_op *op, unsigned rank) {
+    switch (op->kind) {
+        case CORE_BROADCAST: return rank != op->root;
+        case CORE_REDUCE: return rank == op->root;
+        case CORE_SCAN: return rank > 0;
+        default: return true;
+    }
+}
+
+static uint64_t stride_of(const core_lane *lane, const core_op *op) {
+    uint64_t longest = op->piece;
+    if (op->kind == CORE_ALLTOALL) longest = least(longest, largest(op->sent, lane->ranks));
+    return longest * itemsize(op);
+}
+
+// Returns how many bytes a portion has; all ranks have stages of one size.
+static uint64_t portion_bytes(const core_lane *lane) { return least(PORTION_BYTES, lane->stage_bytes / 4); }
+
+bool way_prepare(const core_lane *lane, core_op *op) {
+    uint64_t item = itemsize(op), portion = portion_bytes(lane);
+    uint64_t longest = op->kind == CORE_ALLGATHER ? largest(op->sent, lane->ranks) : brought(op, lane->rank);
+    op->whole = op->kind != CORE_ALLTOALL && (longest * item <= SHORT_BYTES || longest * item <= least(portion, WHOLE_BYTES));
+    op->rounds = 1;
+    if (op->whole) return true;
+    op->piece = portion / item;
+    if (has_parts(lane, op)) {
+        op->piece /= lane->ranks;
+        uint64_t line = LINE / item;
+        if (op->piece > line) op->piece -= op->piece % line;
+        longest = in_halves(lane, op) ? up(op->count, lane->ranks) : largest(op->sent, lane->ranks);
+    }
+    if (longest > op->piece) op->rounds = up(longest, op->piece);
+    return false;
+}
+
+bool way_posts(const core_op *op) { return op->whole || (op->kind == CORE_ALLTOALL && op->rounds == 1); }
+
+uint64_t way_posted_bytes(const core_lane *lane, const core_op *op) {
+    if (op->kind == CORE_ALLTOALL) return way_posts(op) ? stride_of(lane, op) * lane->ranks : 0;
+    return op->whole && lends(lane, op, lane->rank) ? brought(op, lane->rank) * itemsize(op) : 0;
+}
+
+void way_post(const core_lane *lane, const core_op *op, struct entry *entry, uint8_t *to) {
+    uint64_t item = itemsize(op), stride = stride_of(lane, op);
+    if (op->kind != CORE_ALLTOALL) {
+        memcpy(to, op->in, brought(op, lane->rank) * item);
+        return;
+    }
+    entry->stride = stride;
+    const uint8_t *from = op->in;
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        memcpy(to + q * stride, from, op->sent[q] * item);
+        from += op->sent[q] * item;
+    }
+}
+
+// --- what others lend --------------------------------------------------------------------------------------------
+
+// Finds `nbytes` at `offset` of what rank `q` lends in portion `j` of `op`.
+static enum found lent(core_lane *lane, const core_op *op, unsigned q, uint64_t j, uint64_t offset, uint64_t nbytes,
+                       const uint8_t **at) {
+    const struct entry *entry = entry_of(lane, q, op);
+    uint64_t place = 0, length = entry->nbytes;
+    if (entry->form == TINY || entry->form == SHORT) {
+        length = entry->form == TINY ? TINY_BYTES : SHORT_BYTES;
+        *at = entry->form == TINY ? entry->tiny : entry->bytes;
+    } else {
+        enum found found = lane_find(lane, q, entry->stage, entry->stage_bytes, at);
+        if (found != FOUND) return found;
+        place = entry->form == STAGED ? entry->at : lane->peers[q].block->places[(op->base + j) % PLACES];
+        if (entry->form != STAGED) length = portion_bytes(lane);
+        if (place > entry->stage_bytes || length > entry->stage_bytes - place) return OUTSIDE;
+    }
+    if (offset > length || nbytes > length - offset) return OUTSIDE;
+    *at += place + offset;
+    return FOUND;
+}
+
+static enum outcome lack(enum found found) { return found == UNMAPPED ? WAITS : FAILED; }
+
+// Writes the reduction of lane->sources[0 .. nins - 1] to lane->targets[0 .. nouts - 1].
+static void reduce(core_lane *lane, const core_op *op, unsigned nouts, unsigned nins, uint64_t n, unsigned ranks) {
+    unsigned scale;
+    core_kernel *kernel = core_kernel_for(op->dtype, op->reduction, &scale);
+    int divisor = op->reduction == CORE_MEAN ? (int)ranks : 1;
+    kernel(lane->targets, (int)nouts, lane->sources, (int)nins, n * scale, divisor);
+}
+
+static void copy(void *to, const void *from, uint64_t nbytes) {
+    if (to != from && nbytes > 0) memmove(to, from, nbytes);
+}
+
+// Does this rank's part of portion `j`: elements [first, last) of each part. Others lend them at `where` bytes.
+static enum outcome take(core_lane *lane, core_op *op, uint64_t j, uint64_t first, uint64_t last, unsigned *who) {
+    uint64_t item = itemsize(op);
+    unsigned me = lane->rank;
+    uint8_t *out = op->out;
+    const uint8_t *in = op->in;
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        uint64_t stop = least(last, op->count), offset = 0;
+        const uint8_t *at = in + first * item;  // of this rank: where it is
+        switch (op->kind) {
+            case CORE_REDUCE_SCATTER:
+                stop = least(last, op->sent[me]);
+                offset = op->whole ? before(op->sent, me) * item : me * stride_of(lane, op);
+                at = in + (before(op->sent, me) + first) * item;
+                break;
+            case CORE_ALLGATHER:
+                stop = least(last, op->sent[q]);
+                break;
+            case CORE_ALLTOALL:
+                stop = least(last, op->received[q]);
+                offset = me * (entry_of(lane, q, op)->form == LARGE ? op->piece * item : entry_of(lane, q, op)->stride);
+                at = in + (before(op->sent, me) + first) * item;
+                break;
+            default: break;
+        }
+        uint64_t n = stop > first ? stop - first : 0;
+        if (q != me && lends(lane, op, q) && n > 0) {
+            *who = q;
+            enum found found = lent(lane, op, q, j, offset, n * item, &at);
+            if (found != FOUND) return lack(found);
+        }
+        lane->sources[q] = at;
+        if (n == 0) continue;
+        if (op->kind == CORE_ALLGATHER) copy(out + (before(op->sent, q) + first) * item, at, n * item);
+        if (op->kind == CORE_ALLTOALL) copy(out + (before(op->received, q) + first) * item, at, n * item);
+        if (op->kind == CORE_BROADCAST && q == op->root) copy(out + first * item, at, n * item);
+    }
+    lane->targets[0] = out + first * item;
+    uint64_t stop = least(last, op->kind == CORE_REDUCE_SCATTER ? op->sent[me] : op->count);
+    uint64_t n = stop > first ? stop - first : 0;
+    if (op->kind == CORE_SCAN) reduce(lane, op, 1, me + 1, n, me + 1);
+    else if (reduces(op)) reduce(lane, op, 1, lane->ranks, n, lane->ranks);
+    return MOVED;
+}
+
+// --- meeting -----------------------------------------------------------------------------------------------------
+
+static bool all_reach(core_lane *lane, const core_op *op) {
+    if (op->kind == CORE_ALLTOALL) return false;  // nobody knows where in another rank's tensor a block begins
+    for (unsigned q = 0; q < lane->ranks; q++)
+        if (entry_of(lane, q, op)->window.segment == CORE_NOWHERE) return false;
+    return true;
+}
+
+static enum outcome find_windows(core_lane *lane, core_op *op, unsigned *who) {
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        lane->windows[q] = op->in;
+        if (q == lane->rank) continue;
+        *who = q;
+        enum found found = lane_find(lane, q, entry_of(lane, q, op)->window, brought(op, q) * itemsize(op), &lane->windows[q]);
+        if (found != FOUND) return lack(found);
+    }
+    return MOVED;
+}
+
+enum outcome way_meet(core_lane *lane, core_op *op, unsigned *who) {
+    if (op->kind == CORE_BARRIER || (op->count == 0 && op->kind != CORE_ALLTOALL)) return ENDED;
+    if (op->whole) {
+        if (!takes(op, lane->rank)) return ENDED;
+        uint64_t longest = op->kind == CORE_ALLGATHER ? largest(op->sent, lane->ranks) : op->count;
+        enum outcome outcome = take(lane, op, 0, 0, longest, who);
+        return outcome == MOVED ? ENDED : outcome;
+    }
+    if (all_reach(lane, op)) {
+        enum outcome outcome = find_windows(lane, op, who);
+        if (outcome != MOVED) return outcome;
+        op->way = IN_PLACE;
+        op->rounds = 1;
+        op->taken = 0;
+        return MOVED;
+    }
+    op->way = in_halves(lane, op) ? HALVES : DIRECT;
+    if (op->kind == CORE_ALLTOALL) {
+        if (entry_of(lane, lane->rank, op)->form != LARGE) op->filled = 1;
+        for (unsigned q = 0; q < lane->ranks; q++) {
+            uint64_t rounds = entry_of(lane, q, op)->rounds;
+            if (rounds > op->rounds) op->rounds = rounds;
+        }
+    }
+    return MOVED;
+}
+
+// --- rounds ------------------------------------------------------------------------------------------------------
+
+// Returns whether all that lend have filled, or all have reduced, portion `j` of `op`.
+static bool reached(core_lane *lane, const core_op *op, bool reduced, uint64_t j, unsigned *who) {
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        if (q == lane->rank || !lends(lane, op, q)) continue;
+        if (op->kind == CORE_ALLTOALL && (j >= entry_of(lane, q, op)->rounds || entry_of(lane, q, op)->form != LARGE))
+            continue;
+        struct block *block = lane->peers[q].block;
+        _Atomic uint64_t *word = reduced ? &block->reduced : &block->filled;
+        if (atomic_load_explicit(word, memory_order_acquire) <= op->base + j) {
+            *who = q;
+            return false;
+        }
+    }
+    return true;
+}
+
+// Copies the pieces of portion `j` that others take into the stage; false while there is no room.
+static bool fill(core_lane *lane, core_op *op, uint64_t j) {
+    uint64_t item = itemsize(op), stride = op->piece * item, first = j * op->piece;
+    bool parts = has_parts(lane, op);
+    int64_t at = lane_lend(lane, op->base + j, portion_bytes(lane));
+    if (at < 0) return false;
+    uint8_t *to = lane->stage + at;
+    const uint8_t *in = op->in;
+    for (unsigned q = 0; q < (parts ? lane->ranks : 1); q++) {
+        uint64_t begin = 0, n = brought(op, lane->rank);
+        if (parts && q == lane->rank) continue;
+        if (in_halves(lane, op)) {
+            begin = cut(lane, op->count, q);
+            n = cut(lane, op->count, q + 1) - begin;
+        } else if (parts) {
+            begin = before(op->sent, q);
+            n = op->sent[q];
+        }
+        uint64_t last = least(first + op->piece, n);
+        if (last > first) memcpy(to + q * stride, in + (begin + first) * item, (last - first) * item);
+    }
+    atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);
+    return true;
+}
+
+// Reduces this rank's part of portion `j`, into its tensor and into its stage.
+static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsigned *who) {
+    uint64_t item = itemsize(op), me = lane->rank, first = j * op->piece;
+    uint64_t begin = cut(lane, op->count, lane->rank), n = cut(lane, op->count, lane->rank + 1) - begin;
+    uint64_t last = least(first + op->piece, n);
+    if (last > first) {
+        uint8_t *mine = (uint8_t *)op->out + (begin + first) * item;
+        for (unsigned q = 0; q < lane->ranks; q++) {
+            const uint8_t *at = (const uint8_t *)op->in + (begin + first) * item;
+            if (q != me) {
+                *who = q;
+                enum found found = lent(lane, op, q, j, me * op->piece * item, (last - first) * item, &at);
+                if (found != FOUND) return lack(found);
+            }
+            lane->sources[q] = at;
+        }
+        bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is left alone
+        lane->targets[0] = lane->stage + lane->mine->places[(op->base + j) % PLACES] + me * op->piece * item;
+        lane->targets[1] = mine;
+        reduce(lane, op, keeps ? 2 : 1, lane->ranks, last - first, lane->ranks);
+    }
+    atomic_store_explicit(&lane->mine->reduced, op->base + j + 1, memory_order_release);
+    return MOVED;
+}
+
+// Takes the other ranks' results of portion `j`.
+static enum outcome take_results(core_lane *lane, core_op *op, uint64_t j, unsigned *who) {
+    uint64_t item = itemsize(op), first = j * op->piece;
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        uint64_t begin = cut(lane, op->count, q), n = cut(lane, op->count, q + 1) - begin;
+        uint64_t last = least(first + op->piece, n);
+        if (q == lane->rank || last <= first) continue;
+        const uint8_t *at;
+        *who = q;
+        enum found found = lent(lane, op, q, j, q * op->piece * item, (last - first) * item, &at);
+        if (found != FOUND) return lack(found);
+        memcpy((uint8_t *)op->out + (begin + first) * item, at, (last - first) * item);
+    }
+    return MOVED;
+}
+
+static enum outcome step_in_portions(core_lane *lane, core_op *op, unsigned *who) {
+    bool halves = op->way == HALVES;
+    unsigned me = lane->rank;
+    uint64_t to_fill = !lends(lane, op, me) ? 0 : op->kind == CORE_ALLTOALL ? entry_of(lane, me, op)->rounds : op->rounds;
+    if (op->filled < to_fill && op->filled < op->taken + AHEAD && fill(lane, op, op->filled)) {
+        op->filled++;
+        return MOVED;
+    }
+    if (halves && op->reduced < op->filled && reached(lane, op, false, op->reduced, who)) {
+        enum outcome outcome = reduce_part(lane, op, op->reduced, who);
+        if (outcome == MOVED) op->reduced++;
+        return outcome;
+    }
+    // What it takes is written where its own part was: that must be in the stage by then.
+    uint64_t may_take = halves ? op->reduced : op->filled < to_fill ? op->filled : op->rounds;
+    if (op->taken < may_take && (!takes(op, me) || reached(lane, op, halves, op->taken, who))) {
+        enum outcome outcome = MOVED;
+        uint64_t first = op->taken * op->piece;
+        if (takes(op, me)) {
+            outcome = halves ? take_results(lane, op, op->taken, who)
+                             : take(lane, op, op->taken, first, first + op->piece, who);
+        }
+        if (outcome != MOVED) return outcome;
+        op->taken++;
+        lane_consume(lane, op->base + op->taken);
+        return MOVED;
+    }
+    return op->taken == op->rounds && op->filled == to_fill ? ENDED : WAITS;
+}
+
+// Works on this rank's part of all tensors, [first, last).
+static void work_in_place(core_lane *lane, core_op *op, uint64_t first, uint64_t last) {
+    uint64_t item = itemsize(op), n = last - first;
+    unsigned me = lane->rank;
+    switch (op->kind) {
+        case CORE_ALLREDUCE:
+        case CORE_REDUCE:
+            for (unsigned q = 0; q < lane->ranks; q++) {
+                lane->sources[q] = lane->windows[q] + first * item;
+                lane->targets[q] = (void *)lane->sources[q];
+            }
+            if (op->kind == CORE_REDUCE) lane->targets[0] = lane->targets[op->root];
+            reduce(lane, op, op->kind == CORE_REDUCE ? 1 : lane->ranks, lane->ranks, n, lane->ranks);
+            break;
+        case CORE_SCAN:  // from the last rank on: what the others still need is not written before
+            for (unsigned q = 0; q < lane->ranks; q++) lane->sources[q] = lane->windows[q] + first * item;
+            for (unsigned q = lane->ranks; q-- > 1;) {
+                lane->targets[0] = (void *)lane->sources[q];
+                reduce(lane, op, 1, q + 1, n, q + 1);
+            }
+            break;
+        case CORE_BROADCAST:
+            for (unsigned q = 0; q < lane->ranks; q++)
+                copy((uint8_t *)lane->windows[q] + first * item, lane->windows[op->root] + first * item, n * item);
+            break;
+        case CORE_REDUCE_SCATTER: {
+            uint64_t begin = before(op->sent, me);
+            for (unsigned q = 0; q < lane->ranks; q++) lane->sources[q] = lane->windows[q] + (begin + first) * item;
+            lane->targets[0] = (uint8_t *)op->out + first * item;
+            reduce(lane, op, 1, lane->ranks, n, lane->ranks);
+            break;
+        }
+        case CORE_ALLGATHER:
+            for (unsigned q = 0; q < lane->ranks; q++) {
+                uint64_t stop = least(last, op->sent[q]);
+                if (stop > first)
+                    copy((uint8_t *)op->out + (before(op->sent, q) + first) * item, lane->windows[q] + first * item,
+                         (stop - first) * item);
+            }
+            break;
+    }
+}
+
+static enum outcome step_in_place(core_lane *lane, core_op *op, unsigned *who) {
+    uint64_t first = 0, last = op->kind == CORE_ALLGATHER ? largest(op->sent, lane->ranks) : 0;
+    if (op->kind == CORE_REDUCE_SCATTER) {
+        last = op->sent[lane->rank];
+    } else if (op->kind != CORE_ALLGATHER) {
+        first = cut(lane, op->count, lane->rank);
+        last = cut(lane, op->count, lane->rank + 1);
+    }
+    if (op->reduced == 0) {
+        first += op->taken;
+        uint64_t n = least(last - first, SLICE_BYTES / itemsize(op));
+        if (n > 0) work_in_place(lane, op, first, first + n);
+        op->taken += n;
+        if (first + n == last) {
+            op->reduced = 1;
+            lane_consume(lane, op->base + 1);  // the others may go on, as far as this rank is concerned
+        }
+        return MOVED;
+    }
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        if (q == lane->rank) continue;
+        if (atomic_load_explicit(&lane->peers[q].block->consumed, memory_order_acquire) <= op->base) {
+            *who = q;
+            return WAITS;
+        }
+    }
+    return ENDED;
+}
+
+enum outcome way_step(core_lane *lane, core_op *op, unsigned *who) {
+    return op->way == IN_PLACE ? step_in_place(lane, op, who) : step_in_portions(lane, op, who);
+}
