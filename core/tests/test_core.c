@@ -1,6 +1,8 @@
 // Random operations among threads that stand for ranks, compared with what one thread computes from all inputs.
 //
 //     test_core [seed [operations]]
+//
+// In a second round of each, one rank gives the lane up somewhere: then every operation of every rank ends all the same.
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -31,6 +33,7 @@ static unsigned ranks;
 static rank_t rank[MOST_RANKS];
 static spec_t *specs;
 static unsigned operations;
+static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
 
 static uint64_t next(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
@@ -170,9 +173,20 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     core_lane_release(rank[me].lane);
 }
 
-static void check(unsigned me, flight_t *f) {
+static void let_go(flight_t *f) {
+    if (f->out != f->in) free(f->out);
+    if (!f->window) free(f->in);
+}
+
+// Returns false where it was given up.
+static bool check(unsigned me, flight_t *f) {
     const spec_t *s = &specs[f->number];
     bool differ = s->differs >= 0;
+    if (leaver < ranks && core_op_state(&f->op) == CORE_ABANDONED) {
+        EXPECT(f->op.differs < ranks, "rank %u has left", f->op.differs);
+        let_go(f);
+        return false;
+    }
     EXPECT(core_op_state(&f->op) == (differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
     uint64_t begin = 0;
     for (unsigned q = 0; q < ranks && !differ; q++) {
@@ -203,8 +217,8 @@ static void check(unsigned me, flight_t *f) {
         EXPECT((s->reduction == CORE_MEAN ? (float)seen == (float)wanted : seen == wanted), "element %llu is %g, expected %g",
                (unsigned long long)i, seen, wanted);
     }
-    if (f->out != f->in) free(f->out);
-    if (!f->window) free(f->in);
+    let_go(f);
+    return true;
 }
 
 static void *run(void *number) {
@@ -230,10 +244,38 @@ static void *run(void *number) {
             }
             check(me, f);
             over++;
+            if (me == leaver && over == leaves_after) {
+                while (!core_lane_hold(rank[me].lane)) sched_yield();
+                core_lane_abandon(rank[me].lane);
+                core_lane_release(rank[me].lane);
+            }
         }
     }
     free(flights);
     return NULL;
+}
+
+// Has `ranks` threads make all operations; `leaver` gives up on the way, where there is such a rank.
+static void play(void) {
+    pthread_t threads[MOST_RANKS];
+    for (unsigned r = 0; r < ranks; r++) {
+        rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
+        memset(rank[r].segment, 0, 2 << 20);
+        rank[r].memory = core_memory_new();
+        core_memory_map(rank[r].memory, 0, rank[r].segment, SEGMENT_BYTES);
+        rank[r].lane =
+            core_lane_open(r, ranks, rank[r].segment, rank[r].segment + (1 << 20), STAGE_BYTES, (core_place){0, 1 << 20});
+    }
+    for (unsigned r = 0; r < ranks; r++)
+        for (unsigned q = 0; q < ranks; q++)
+            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory);
+    for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
+    for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
+    for (unsigned r = 0; r < ranks; r++) {
+        core_lane_close(rank[r].lane);
+        core_memory_free(rank[r].memory);
+        free(rank[r].segment);
+    }
 }
 
 int main(int argc, char **argv) {
@@ -244,26 +286,12 @@ int main(int argc, char **argv) {
     for (unsigned c = 0; c < sizeof sizes / sizeof *sizes; c++) {
         ranks = sizes[c];
         make_specs(seed + c);
-        pthread_t threads[MOST_RANKS];
-        for (unsigned r = 0; r < ranks; r++) {
-            rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
-            memset(rank[r].segment, 0, 2 << 20);
-            rank[r].memory = core_memory_new();
-            core_memory_map(rank[r].memory, 0, rank[r].segment, SEGMENT_BYTES);
-            rank[r].lane = core_lane_open(r, ranks, rank[r].segment, rank[r].segment + (1 << 20), STAGE_BYTES,
-                                          (core_place){0, 1 << 20});
-        }
-        for (unsigned r = 0; r < ranks; r++)
-            for (unsigned q = 0; q < ranks; q++)
-                if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory);
-        for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
-        for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
-        for (unsigned r = 0; r < ranks; r++) {
-            core_lane_close(rank[r].lane);
-            core_memory_free(rank[r].memory);
-            free(rank[r].segment);
-        }
-        printf("%u ranks: %u operations\n", ranks, operations);
+        leaver = MOST_RANKS;
+        play();
+        leaver = (unsigned)(next(&seed) % ranks);
+        leaves_after = 1 + (unsigned)(next(&seed) % operations);
+        play();
+        printf("%u ranks: %u operations, and as many of which rank %u left after %u\n", ranks, operations, leaver, leaves_after);
     }
     free(specs);
     return 0;
