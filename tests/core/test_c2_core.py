@@ -1,0 +1,50 @@
+"""The collectives of a host in C, run by threads that stand for ranks: right, and under the sanitizers.
+
+`core/tests/test_core.c` draws operations of every kind, size and dtype, on tensors that others reach and on those that
+they do not, up to 40 in flight, some of which the ranks disagree on; and has a rank leave in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "core"
+COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-g"]
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+def built(folder: Path, *flags: str) -> Path:
+    program = folder / "test_core"
+    sources = [*sorted(CORE.glob("*.c")), CORE / "tests" / "test_core.c"]
+    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return program
+
+
+def run(program: Path, seed: int, operations: int) -> str:
+    done = subprocess.run([program, str(seed), str(operations)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_c2_core_what_is_drawn_is_right(tmp_path: Path) -> None:
+    said = run(built(tmp_path, "-O2"), seed=2, operations=60)
+    assert [line.split()[0] for line in said.splitlines()] == ["1", "2", "3", "5", "8"]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "flags", [("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("-fsanitize=thread",)]
+)
+def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], tmp_path: Path) -> None:
+    program = built(tmp_path, "-O1", *flags)
+    for seed in (3, 4):
+        run(program, seed, operations=120)
