@@ -114,7 +114,10 @@ static uint64_t least_consumed(core_lane *lane, bool look) {
         if (q == lane->rank) continue;
         struct peer *peer = &lane->peers[q];
         if (look) peer->consumed = atomic_load_explicit(&peer->block->consumed, memory_order_acquire);
-        if (peer->consumed < least) least = peer->consumed;
+        if (peer->consumed < least) {
+            least = peer->consumed;
+            lane->slowest = q;
+        }
     }
     return least;
 }
@@ -263,10 +266,9 @@ void core_lane_submit(core_lane *lane, core_op *op) {
 // Moves the first operation on.
 static enum outcome step(core_lane *lane) {
     core_op *op = lane->first;
-    if (!op->posted) return WAITS;
-    unsigned who = lane->rank;
-    enum outcome outcome;
-    if (op->way == 0) {
+    unsigned who = lane->slowest;  // while this rank has no room to post it
+    enum outcome outcome = WAITS;
+    if (op->posted && op->way == UNMET) {
         outcome = meet(lane, op, &who);
         if (outcome == FAILED) {
             settle(lane, op, 1);
@@ -276,7 +278,7 @@ static enum outcome step(core_lane *lane) {
         }
         if (outcome == ENDED) outcome = way_meet(lane, op, &who);
         if (outcome == MOVED) settle(lane, op, op->rounds);
-    } else {
+    } else if (op->posted) {
         outcome = way_step(lane, op, &who);
     }
     if (outcome == ENDED) {

@@ -41,6 +41,7 @@ struct core_lane {
     uint64_t ends[ENTRIES];  // by entry: the portion after the last one of the operation that is or was there
 
     uint64_t consumed;       // what this rank's word of that name says
+    unsigned slowest;        // the rank that had consumed least when there was no room
     struct loan loans[PLACES];
     uint64_t loans_first, loans_last;
 

@@ -347,6 +347,7 @@ static enum outcome take_results(core_lane *lane, core_op *op, uint64_t j, unsig
 static enum outcome step_in_portions(core_lane *lane, core_op *op, unsigned *who) {
     bool halves = op->way == HALVES;
     unsigned me = lane->rank;
+    *who = lane->slowest;  // where there is no room to fill
     uint64_t to_fill = !lends(lane, op, me) ? 0 : op->kind == CORE_ALLTOALL ? entry_of(lane, me, op)->rounds : op->rounds;
     if (op->filled < to_fill && op->filled < op->taken + AHEAD && fill(lane, op, op->filled)) {
         op->filled++;
