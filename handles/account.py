@@ -1,4 +1,4 @@
-"""Who answers for handles: for those that nobody looked at (H7), and for those that take long (H8)."""
+"""Who answers for handles: for those that nobody looked at, and for those that take long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aiodist.timeout`: a deadline over a block that says what it waited for (H8)."""
+"""`aiodist.timeout`: a deadline over a block that says what it waited for."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ current_deadline: ContextVar[Deadline | None] = ContextVar("aiodist_deadline", d
 
 
 class _FutureWaiter:
-    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone (H6)."""
+    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone."""
 
     __slots__ = ("future",)
 
@@ -169,7 +169,7 @@ class Handle(Generic[T]):
             if self._status is _PENDING:
                 yield from self._suspend()
                 return self._outcome()
-        # Awaits that never suspend would starve the loop: once a millisecond one of them yields (H12).
+        # Awaits that never suspend would starve the loop: once a millisecond one of them yields.
         if perf_counter() - progress.last_ran > _FAIR_SECONDS and progress.owns_thread():
             progress.last_ran = perf_counter()
             yield
@@ -301,7 +301,7 @@ class Handle(Generic[T]):
         return self._status is not _PENDING or self._event.wait(timeout)
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
-        """Order `stream` after this operation and return at once: the host does not wait (H11).
+        """Order `stream` after this operation and return at once: the host does not wait.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. An
         operation that fails orders the stream all the same: only awaiting it tells. Raises `RuntimeError` where there

@@ -1,4 +1,4 @@
-"""Buckets: gradients that are reduced together, and how parameters are dealt to them (N4)."""
+"""Buckets: gradients that are reduced together, and how parameters are dealt to them."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class DeviceEnding:
                     work.begin()
                 finish()
         except Exception as error:  # noqa: BLE001  - told to `then`
-            self.drop()
+            self.cancel()
             then(error)
             return
         done = join(len(self.works), lambda error: self._progress.post(partial(then, error)))
@@ -178,7 +178,7 @@ class DeviceEnding:
 
         self._progress.start(end)
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Nothing is left to be done."""
         for work in self.works:
             work.cancel()

@@ -1,4 +1,4 @@
-"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way (N7)."""
+"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way."""
 
 from __future__ import annotations
 

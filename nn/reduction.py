@@ -283,7 +283,7 @@ class Reduction:
     def _came(self, index: int, error: BaseException | None) -> None:
         self._release(index)
         if error is not None:
-            self._queued.let_go(index)
+            self._queued.abort(index)
             self._do(self._machine.failed(index, error))
         else:
             self.spans.end(index)
@@ -369,7 +369,7 @@ class Reduction:
                 handle.resolve(None)
         self._observer.ended(self, partial(self.over.resolve, None))
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""
         for index in self._queued.issued:
-            self._queued.let_go(index)
+            self._queued.abort(index)

@@ -1,4 +1,4 @@
-"""`CudaStream`: a CUDA stream whose work is a handle (S2)."""
+"""`CudaStream`: a CUDA stream whose work is a handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA events: reused, and asked whether they are over (S2)."""
+"""CUDA events: reused, and asked whether they are over."""
 
 from __future__ import annotations
 

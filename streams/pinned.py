@@ -1,4 +1,4 @@
-"""Host memory that a CUDA device copies from and to at full speed: a bounded pool of it (S2).
+"""Host memory that a CUDA device copies from and to at full speed: a bounded pool of it.
 
 Only from pinned memory does a copy go on while the host does something else, and only so much of it is good for a
 host. Two kinds of user share the pool, so that neither can make the other wait for ever:
