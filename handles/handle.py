@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from aiodist.handles.account import Witness
-    from aiodist.handles.deadline import Deadline
     from aiodist.handles.progress import Progress
 
 __all__ = ["Fence", "Handle", "Status", "Waiter", "plight"]
@@ -43,6 +42,13 @@ class Waiter(Protocol):
         """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
 
 
+class Scope(Protocol):
+    """A block of `aiodist.timeout`."""
+
+    def note(self, handle: Handle[Any], /) -> None:
+        """An await of `handle` inside the block was cancelled."""
+
+
 class Status(Enum):
     """PENDING is followed by exactly one of the others, which is final."""
 
@@ -56,7 +62,7 @@ _PENDING = Status.PENDING
 _RETURNED = Status.RETURNED
 
 # The innermost `aiodist.timeout` around the running code: awaits that it cancels are noted in it.
-current_deadline: ContextVar[Deadline | None] = ContextVar("aiodist_deadline", default=None)
+current_deadline: ContextVar[Scope | None] = ContextVar("aiodist_deadline", default=None)
 
 
 class _FutureWaiter:

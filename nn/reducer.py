@@ -38,15 +38,15 @@ _PRIORITY = 10  # of reductions among what the loop has in flight
 class DataParallelStatistics:
     """What reducing gradients has cost so far, on this rank."""
 
-    passes: int = 0
+    passes: int
     """How many backwards had their gradients reduced."""
-    buckets: int = 0
+    buckets: int
     """How many reductions of buckets these were."""
-    nbytes: int = 0
+    nbytes: int
     """Bytes of the gradients that were reduced."""
-    reduction_seconds: float = 0.0
+    reduction_seconds: float
     """How long reductions were on their way; where several were, that time counts once."""
-    exposed_seconds: float = 0.0
+    exposed_seconds: float
     """How long they still were after backward had ended: the part of `reduction_seconds` that training waited for."""
 
     @property
@@ -58,8 +58,8 @@ class DataParallelStatistics:
 class Reducer:
     """Reduces the gradients of a module's parameters; one pass for each backward.
 
-    `begin` and `close` belong to the thread that runs backward, the rest to the loop; hooks come in that thread for
-    parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
+    `begin` and `end_backward` belong to the thread that runs backward, the rest to the loop. Hooks come in that thread
+    for parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
     A hook costs 2 us each time. So only the first pass watches every parameter, and sends everything at its end.
     From it rank 0 tells all in which order the gradients come, and the buckets are dealt anew in that order. From then
     on only the parameter of each bucket whose gradient came last has a hook, which looks whether all have come. Where
@@ -78,7 +78,7 @@ class Reducer:
         op: Literal["mean", "sum"],
         sizes: Sizes,
     ) -> None:
-        self.statistics = DataParallelStatistics()
+        self.statistics = DataParallelStatistics(0, 0, 0, 0.0, 0.0)
         self.last: Reduction | None = None
         """The newest pass."""
         self.local = 0
@@ -136,7 +136,7 @@ class Reducer:
 
     def release(self) -> None:
         """Take the hooks off for good: the parameters may belong to another one."""
-        self._sentries.detach()
+        self._sentries.remove()
         self.steps.release()
         if self.last is not None:
             self.last.abort()
@@ -243,11 +243,11 @@ class Reducer:
             members=self._deal.columns,
             active=active,
             prompt=not self.joining,
-            header=header,
+            header=header is not None,
             refused=verdict if refused else None,
         )
         behind = self.last if self.devices else None
-        self.last = Reduction(self._paths, self._deal.buckets, self, terms, behind=behind)
+        self.last = Reduction(self._paths, self._deal.buckets, self, terms, header=header, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
 
@@ -262,7 +262,7 @@ class Reducer:
             self._take(trained, members)
         return True
 
-    def close(self, reduction: Reduction, error: BaseException | None = None) -> None:
+    def end_backward(self, reduction: Reduction, error: BaseException | None = None) -> None:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = self.thread = None
         trouble = None
@@ -270,7 +270,7 @@ class Reducer:
             trouble = self._surplus(reduction)
             if trouble is None:
                 self._study(reduction)
-        reduction.close(error or trouble)
+        reduction.end_backward(error or trouble)
         if trouble is not None:
             raise trouble
 

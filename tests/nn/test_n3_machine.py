@@ -146,7 +146,7 @@ class Rank:
             self.walk.status.send(self.number, self.packed(kind=how, other=self.odd and kind != "asked"), self.asked)
         else:
             joins = kind in ("join", "join for different") or (self.odd and kind == "some join")
-            self.make(Terms([1.0], header=self.packed(kind=StatusKind.JOIN) if joins else None, prompt=not joins))
+            self.make(Terms([1.0], header=joins, prompt=not joins))
 
     def packed(self, *, other: bool = False, steps: int = 5, **how: Any) -> torch.Tensor:
         return PassStatus.pack([float(not other)], len(self.walk.ranks), self.number, steps=steps, **how)
@@ -181,7 +181,9 @@ class Rank:
     def close(self, this: Pass, error: Exception | None) -> None:
         this.closed = True
         unsendable = error if isinstance(error, MemoryError) else None
-        self.do(this, this.machine.close(error, None if error is None else f"Traceback\n{error!r}\n", unsendable))
+        self.do(
+            this, this.machine.end_backward(error, None if error is None else f"Traceback\n{error!r}\n", unsendable)
+        )
 
     # --- what machines want ---------------------------------------------------------------------------------------
 
