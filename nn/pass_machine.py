@@ -133,7 +133,7 @@ class Abort(NamedTuple):
 
 
 class End(NamedTuple):
-    """Nothing is in flight any more: the pass has come to its end, whatever became of it."""
+    """Nothing is in flight any more: the pass has come to its end, no matter how."""
 
 
 Action = Reduce | TellHeader | Tell | Explain | Settle | Arrive | Fail | Abort | End
