@@ -9,8 +9,9 @@ return. A large package is drawn in groups, one box each, which the page names i
     the server: server shard
     -->
 
-A module that is in no group has a box of its own. An arrow is an import, left out where a longer way leads there too.
-The lines are the first ones of the docstrings. Modules are parsed, not imported: this needs nothing but Python.
+A module that is in no group has a box of its own; one that is no more is taken out of its group. An arrow is an import,
+left out where a longer way leads there too. The lines are the first ones of the docstrings. Modules are parsed, not
+imported: this needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -53,13 +54,23 @@ def asked(text: str) -> list[str]:
 
 def rewritten(text: str) -> str:
     """Return a page with its drawings as the code is now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{_content(block)}\n\n{block[5]}", text)
+    return _BLOCK.sub(_block, text)
 
 
-def _content(block: re.Match[str]) -> str:
-    if block["what"] == "statistics":
-        return statistics()
-    return drawing(block["package"], block["groups"].strip(), listed=block["what"] == "modules")
+def _block(block: re.Match[str]) -> str:
+    what, package, end = block["what"], block["package"], block[5]
+    if not package:
+        return f"<!-- {what} -->\n\n{statistics()}\n\n{end}"
+    groups = _known(block["groups"].strip(), _members(ROOT.joinpath(*package.split("."))))
+    marker = f"<!-- {what}: {package}\n{groups}\n-->" if groups else f"<!-- {what}: {package} -->"
+    return f"{marker}\n\n{drawing(package, groups, listed=what == 'modules')}\n\n{end}"
+
+
+def _known(groups: str, members: dict[str, Path]) -> str:
+    """Return `groups` without the modules that are no more, and without those that are empty then."""
+    lines = [line.partition(":") for line in groups.splitlines()]
+    known = [(title, [name for name in names.split() if name in members]) for title, _, names in lines]
+    return "\n".join(f"{title}: {' '.join(names)}" for title, names in known if names)
 
 
 @cache
@@ -107,8 +118,8 @@ def _boxes(members: dict[str, Path], groups: str) -> dict[str, list[str]]:
         title, _, names = line.partition(":")
         boxes[title] = names.split()
     grouped = [name for names in boxes.values() for name in names]
-    if unknown := [name for name in grouped if name not in members or grouped.count(name) > 1]:
-        raise ValueError(f"no module, or in two groups: {', '.join(unknown)}")
+    if twice := {name for name in grouped if grouped.count(name) > 1}:
+        raise ValueError(f"in two groups: {', '.join(twice)}")
     if taken := boxes.keys() & members.keys():
         raise ValueError(f"groups that are called as modules are: {', '.join(taken)}")
     return boxes | {name: [name] for name in members if name not in grouped}

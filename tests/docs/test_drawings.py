@@ -81,8 +81,12 @@ def test_a_group_is_one_box(drawings: ModuleType, package: Path) -> None:
     alone = drawings.rewritten("<!-- drawing: aiodist -->\n<!-- end -->\n")
     assert "m0" in alone
     assert "| A call. |" not in alone
-    with pytest.raises(ValueError, match="nothing"):
-        drawings.rewritten("<!-- modules: aiodist\ncalls: nothing\n-->\n<!-- end -->\n")
+    assert drawings.rewritten(page.replace("check call", "call gone check")) == drawn.replace(
+        "check call", "call check"
+    )
+    for groups, wrong in (("calls: call\nothers: call", "two groups: call"), ("base: call", "called as modules")):
+        with pytest.raises(ValueError, match=wrong):
+            drawings.rewritten(f"<!-- modules: aiodist\n{groups}\n-->\n<!-- end -->\n")
 
 
 def test_no_drawing_has_too_many_boxes(drawings: ModuleType) -> None:
