@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -136,11 +137,11 @@ def statistics() -> str:
     """Return the records `<class>Statistics`, which `statistics()` of each class returns, and what each counts."""
     paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
     top = [node for path in sorted(paths) for node in ast.parse(path.read_text(encoding="utf-8")).body]
-    lines = ["| `statistics()` of | has |", "|---|---|"]
+    lines = []
     for node in top:
         if isinstance(node, ast.ClassDef) and (owner := node.name.removesuffix("Statistics")) not in ("", node.name):
             fields = [ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)]
-            lines.append(f"| `{owner}` | {', '.join(fields)} |")
+            lines += textwrap.wrap(f"- `{owner}`: {', '.join(fields)}", 120, subsequent_indent="  ")
     return "\n".join(lines)
 
 
