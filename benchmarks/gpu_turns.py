@@ -157,7 +157,7 @@ def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def poison(device: torch.device, nbytes: int) -> None:
-    """Leave so much free memory on `device` full of NaN, for whoever allocates next."""
+    """Leave so much free memory on `device` full of NaN, for the code that allocates next."""
     torch.full((nbytes // 4,), float("nan"), device=device)
     torch.cuda.synchronize(device)
 

@@ -80,7 +80,7 @@ async def _measure_size(session: Session, ways: Sequence[Way], nbytes: int) -> l
 def _often(nbytes: int, repeat: int | None) -> Pace:
     """Return how often an operation is done; others than ours take milliseconds, so less often than a collective.
 
-    What comes right after a call of torch's RPC is slow for a while, whatever it is.
+    What comes right after a call of torch's RPC is slow for a while, no matter what it is.
     """
     if nbytes <= 64 << 10:
         return Pace(repeat or 30, 20, warmups=min(3, repeat or 3), leads=20)

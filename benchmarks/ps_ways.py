@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["SPLIT_BYTES", "Mpi", "Ours", "Roles", "Rpc", "Way", "rpc_opened"]
 
 SPLIT_BYTES = 1 << 20
-"""Tensors of so many bytes are cut over all servers, whoever serves."""
+"""Tensors of so many bytes are cut over all servers."""
 _NOTHING = bytearray()
 _APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"copy": Tensor.copy_, "add": Tensor.add_}
 

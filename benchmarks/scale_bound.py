@@ -44,7 +44,7 @@ def _shortest(case: Case) -> float:
 def spread(network: LogGP, nodes: int, ports: int, own: bool, nbytes: float) -> float:
     """Return the seconds until a message of `nbytes` from one node can be known to `nodes`.
 
-    Whoever knows it sends it on through all `ports`, as often as they can: R. M. Karp, A. Sahay, E. E. Santos,
+    A rank that knows it sends it on through all `ports`, as often as they can: R. M. Karp, A. Sahay, E. E. Santos,
     K. E. Schauser, "Optimal broadcast and summation in the LogP model", SPAA 1993,
     https://doi.org/10.1145/165231.165250. Nodes may have processors enough for their ports; with `own` there is one
     for each, which is busy for o.

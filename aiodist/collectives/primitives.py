@@ -108,7 +108,7 @@ class Primitives:
 
 
 def _alone_behind(traffic: Traffic, program: Program[None]) -> Program[None]:
-    """Have `program` begin as soon as all ranks agree, whatever other tensors of the operation wait for beside it.
+    """Have `program` begin as soon as all ranks agree, no matter what other tensors of the operation wait for.
 
     All ranks come to know of operations in their order, so in this order they make the calls of a library.
     """

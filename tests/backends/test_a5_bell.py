@@ -158,7 +158,7 @@ def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, 
 
 
 def test_a5_many_ring_at_once(page: mmap.mmap) -> None:
-    """Each ringer says its part before it rings: whoever has heard the last ring has seen all of them."""
+    """Each ringer says its part before it rings: a waiter that has heard the last ring has seen all of them."""
     mine = bell_in(page)
     said = [0] * 4
 

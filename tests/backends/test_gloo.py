@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(60)
 
-LONG = 600_001  # elements: too long for a frame, whatever the dtype
+LONG = 600_001  # elements: too long for a frame in any dtype
 OPS = [op for op in ReduceOp if op is not ReduceOp.MEAN]
 KINDS = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),

@@ -1,4 +1,4 @@
-"""S4: whose memory is mapped where: never a stale mapping, whatever is freed, resized or made again at one address."""
+"""S4: whose memory is mapped where: never a stale mapping, also when freed, resized or made again at one address."""
 
 from __future__ import annotations
 

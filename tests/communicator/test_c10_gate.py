@@ -1,4 +1,4 @@
-"""C10: operations wait at the gate of their communicator, in order, whoever looks; what fails there fails alone."""
+"""C10: operations wait at the gate of their communicator, in order, on any thread; what fails there fails alone."""
 
 from __future__ import annotations
 

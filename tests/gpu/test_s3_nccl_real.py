@@ -244,7 +244,7 @@ async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: l
     t = torch.ones(1000, device=rank.device)
 
     def enqueue(done: Done) -> None:
-        group.open(lambda mine, then: then(mine, None))  # whoever is rank 1 does not hear of it
+        group.open(lambda mine, then: then(mine, None))  # rank 1 does not hear of it
         NcclNative(group).start(Operation("allreduce", t, op=ReduceOp.SUM), done)
 
     future = rank.start(enqueue)

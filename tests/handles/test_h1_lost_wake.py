@@ -1,4 +1,4 @@
-"""H1: an operation that is pending is driven, whoever began its last step, and however soundly the thread slept."""
+"""H1: a pending operation is driven, no matter which thread began its last step and how soundly the thread slept."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Ended:
 
 
 async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
-    """Whoever rings looks which bell it is, and may be held up there while the thread goes to sleep at another."""
+    """A ringer looks which bell it is, and may be held up there while the thread goes to sleep at another."""
     thread = module._ProgressThread()
     before, after = LockBell(), LockBell()
     thread.sleep_at(before)

@@ -94,7 +94,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def started(self, command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-        """A running command; whatever it leaves is killed by the nursery and by the launcher."""
+        """A running command; what it leaves is killed by the nursery and by the launcher."""
         base = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "PYTEST_"))}
         process = subprocess.Popen(
             command,

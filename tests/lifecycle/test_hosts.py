@@ -1,4 +1,4 @@
-"""What real processes take for their host: ranks with other kernels are on others, whatever name these have."""
+"""What real processes take for their host: ranks with other kernels are on others, no matter what names these have."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ class Walk(RuleBasedStateMachine):
             assert this.state() == before
 
     def teardown(self) -> None:
-        """Bring all ranks to the end of the same pass, whatever was lost: nothing may be left."""
+        """Bring all ranks to the end of the same pass, also where something was lost: nothing may be left."""
         while self.go_on():
             pass
         for rank in self.ranks:

@@ -359,7 +359,7 @@ async def test_p10_lossless_pulls_are_what_the_server_has(coll: Communicator, nu
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-async def test_p10_pulls_come_to_what_stands_still_into_whatever_tensor(coll: Communicator, numel: int) -> None:
+async def test_p10_pulls_come_to_what_stands_still_into_any_tensor(coll: Communicator, numel: int) -> None:
     first = draw(numel, 3, torch.float32)
     async with ParameterServer(coll, {"w": first.clone()}, servers=1, pull_codec=TopK(0.26)) as ps:
         if ps.is_worker:

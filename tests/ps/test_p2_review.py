@@ -159,7 +159,7 @@ class Answers:
         self.said[number] = error
 
 
-def test_p2_whoever_waits_for_first_values_hears_that_a_server_died() -> None:
+def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> None:
     gone: dict[int, AiodistError] = {}
     context = SimpleNamespace(
         rank=0,

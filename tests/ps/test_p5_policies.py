@@ -1,4 +1,4 @@
-"""P5, P6: whatever workers do, in any order, under any policy: nothing lost, nothing twice, nobody waits for ever."""
+"""P5, P6: all that workers do, in any order, under any policy: nothing lost, nothing twice, nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_p5_who_meets_at_barriers_ends_however_uneven_the_pushes(
         idle = idle + 1 if watched.far() == before else 0
         assert idle < 60, f"{policy}: nobody goes on, held: {watched.machine.waiting()}"
     assert watched.machine.waiting() == ((), (), ())
-    if isinstance(policy, Synchronous) and watched.present:  # whoever is left is in step
+    if isinstance(policy, Synchronous) and watched.present:  # those left are in step
         first, *others = sorted(watched.present)
         assert watched.push(first, 1000, watched.version) == [] or not others
         assert sum(len(watched.push(me, 1000, watched.version)) for me in others) == bool(others)

@@ -18,7 +18,7 @@ async def within(what: Awaitable[None]) -> None:
 
 
 async def turns() -> None:
-    """Let whatever can go on do so."""
+    """Let all that can go on do so."""
     for _ in range(10):
         await asyncio.sleep(0)
 

@@ -282,7 +282,7 @@ async def test_s2_a_copy_that_fails_holds_nothing_up(monkeypatch: pytest.MonkeyP
     await stream.record()
 
 
-async def test_s2_whoever_raises_when_told_keeps_nobody_waiting(reports: list[dict[str, Any]]) -> None:
+async def test_s2_a_callback_that_raises_keeps_no_task_waiting(reports: list[dict[str, Any]]) -> None:
     stream = CudaStream.of("compute")
     progress = Progress.current()
 

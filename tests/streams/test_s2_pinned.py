@@ -44,7 +44,7 @@ def test_s2_nothing_is_pinned_before_it_is_needed_and_buffers_are_reused() -> No
     assert t.shape == (5000,)
     assert t.dtype is torch.uint8
     assert pool.pinned_bytes == 8192
-    pool.give(t[:17].view(torch.int8))  # whatever part of it
+    pool.give(t[:17].view(torch.int8))  # any part of it
     assert pool.lent == 0
     for _ in range(3):
         again = pool.take(8192)
@@ -156,7 +156,7 @@ def test_s2_real_pinning_fails_here_without_a_device() -> None:
 
 
 @pytest.mark.usefixtures("simulated_cuda")
-def test_s2_buffers_are_plain_host_tensors_whatever_the_modes_are() -> None:
+def test_s2_buffers_are_plain_host_tensors_in_any_mode() -> None:
     pool = PinnedPool()
     with torch.inference_mode(), torch.device("cuda"):
         buffer, pageable = pool.take(100), pool.take(1 << 30)

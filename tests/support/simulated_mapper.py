@@ -20,7 +20,7 @@ class SimulatedMapper:
     It demands what the real one does, and raises AssertionError otherwise: a description is opened or discarded once;
     memory is not closed on a device that failed, nor while a stream that was current where it was asked for has work
     queued. As there, `record_stream` does nothing for memory that was described. Unlike CUDA's, memory goes back when
-    the tensor dies, so that whoever uses it later reads poison.
+    the tensor dies, so that code that uses it later reads poison.
     """
 
     def __init__(self, place: str = "") -> None:

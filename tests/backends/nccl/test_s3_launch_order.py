@@ -1,4 +1,4 @@
-"""Whatever order messages come in, native calls keep the order of issue (S3)."""
+"""Native calls keep, for any order of messages, the order of issue (S3)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ async def one(coll: aiodist.Communicator, issue: Issue, name: str) -> None:
         others = "rank 0: " if coll.size == 2 else "ranks 0, 1: "
         told = others in text and f"rank {coll.size - 1}: " in text and text.count("faults.py:") >= 2
         kind = "both sides" if told else text
-    except BaseException as error:  # noqa: BLE001  - whatever else it is goes into the report
+    except BaseException as error:  # noqa: BLE001  - any other error goes into the report
         kind = f"{type(error).__name__}: {error}"
     else:
         kind = "nothing"
