@@ -1,0 +1,37 @@
+"""What ends something is called by one of four words.
+
+`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (memory,
+a hook, a place in a line: somebody else may have it now). Verbs that torch, asyncio or Python have for a thing of
+theirs stay: `remove` a hook, `discard` from a set.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("aiodist", "handles", "streams", "nn")
+OTHER_WORDS = re.compile(
+    r"_?(give_(up|back|away)|let_go|withdraw\w*|destroy|dispose|retire|cut|shut|forgo|abandon|drop|quit|stop|terminate"
+    r"|shutdown|teardown|dismiss|free)"
+)
+EXCEPTIONS = {
+    "aiodist/backends/shm": "the compiled core replaces it",
+    "handles/progress.py": "the same",
+    "aiodist/schedules": "`stop` is where a chunk ends",
+    "aiodist/ps/naming.py": "`free` gives a name back, which the user can then give away anew",
+}
+
+
+def test_ends_have_one_of_four_names() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(str(path.relative_to(ROOT)).startswith(known) for known in EXCEPTIONS)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and OTHER_WORDS.fullmatch(node.name)
+    ]
+    assert not found, "\n".join(found)
