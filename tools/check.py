@@ -2,9 +2,10 @@
 
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
-Most tests wait for processes, so they run in two halves side by side; what the second prints comes after the first.
-Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those
-that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+Many tests wait for processes, so there are several runs of pytest, two at a time; what one prints comes when it is
+over, but for the first. Other arguments are handed to pytest, which then runs once. The summary counts the tests that
+ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id
+names one.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-_SECOND_HALF = (
+_STARTING = (
     "tests/bench",
     "tests/control",
+    "tests/docs",
+    "tests/examples",
     "tests/hosts",
     "tests/integration",
     "tests/launch",
     "tests/lifecycle",
-    "tests/ps",
+    "tests/packaging",
     "tests/testing",
-    "tests/watch",
 )
+"""What mostly starts processes of its own."""
+_AT_A_TIME = 2
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -74,12 +79,17 @@ def steps() -> list[Step]:
 
 
 def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
-    """Return what runs the tests: two halves, or one run with the arguments that were given."""
-    name, which = ("thorough", ["-m", "thorough and not soak"]) if thorough else ("pytest", [])
+    """Return what runs the tests: four parts, the longest first, or one run with the arguments that were given."""
+    name, ours = ("thorough", "thorough and not soak") if thorough else ("pytest", "not soak and not thorough")
     if pytest_args:
-        return [_pytest(name, [*which, *pytest_args])]
-    first = [f"--ignore={folder}" for folder in _SECOND_HALF]
-    return [_pytest(f"{name} 1", [*which, *first]), _pytest(f"{name} 2", [*which, *_SECOND_HALF])]
+        return [_pytest(name, ["-m", ours, *pytest_args])]
+    left = [f"--ignore={folder}" for folder in (*_STARTING, "tests/nn")]
+    return [
+        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *left]),
+        _pytest(f"{name} 2", ["-m", f"{ours} and not processes", *_STARTING]),
+        _pytest(f"{name} 3", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
+        _pytest(f"{name} 4", ["-m", f"{ours} and not processes", "tests/nn"]),
+    ]
 
 
 def _pytest(name: str, arguments: list[str]) -> Step:
@@ -112,29 +122,22 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
-class Run:
-    """A step that was started; with a `log`, what it prints goes there and is shown in the end."""
-
-    def __init__(self, step: Step, log: Path | None = None) -> None:
-        self.step = step
-        self._log = log
-        self._start = time.monotonic()
-        output = log.open("wb") if log is not None else None
-        # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        self._process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT if log else None
-        )
-        if output is not None:
-            output.close()
-
-    def wait(self) -> tuple[bool, str]:
-        """Return whether it went well, and its line of the summary."""
-        code = self._process.wait()
-        seconds = time.monotonic() - self._start
-        if self._log is not None:
-            print(f"\n=== {self.step.name}", self._log.read_text(errors="replace"), sep="\n", flush=True)
-        return code == 0, f"{self.step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
+def run(step: Step, log: Path | None = None) -> tuple[bool, str]:
+    """Return whether it went well, and its line of the summary; with a `log`, what it says is shown in the end."""
+    start = time.monotonic()
+    # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if step.report is not None:
+        step.report.unlink(missing_ok=True)
+    if log is None:
+        print(f"\n=== {step.name}", flush=True)
+        code = subprocess.call(step.command, cwd=ROOT, env=environ)
+    else:
+        with log.open("wb") as output:
+            code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        print(f"\n=== {step.name}", log.read_text(errors="replace"), sep="\n", flush=True)
+    seconds = time.monotonic() - start
+    return code == 0, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
 
 
 def main(arguments: list[str]) -> int:
@@ -142,18 +145,12 @@ def main(arguments: list[str]) -> int:
     thorough = arguments[:1] == ["--thorough"]
     pytest_args = arguments[thorough:]
     BUILD.mkdir(exist_ok=True)
-    ended: list[tuple[bool, str]] = []
-    for step in () if thorough else steps():
-        print(f"\n=== {step.name}", flush=True)
-        ended.append(Run(step).wait())
-    first, *others = tests(pytest_args, thorough=thorough)
-    for step in (first, *others):
-        if step.report is not None:
-            step.report.unlink(missing_ok=True)
-    beside = [Run(step, BUILD / f"{step.name.replace(' ', '-')}.log") for step in others]
-    print(f"\n=== {first.name}", flush=True)
-    ended += [run.wait() for run in (Run(first), *beside)]
-    reports = [step.report for step in (first, *others) if step.report is not None and step.report.exists()]
+    ended = [run(step) for step in (() if thorough else steps())]
+    parts = tests(pytest_args, thorough=thorough)
+    logs = [None, *(BUILD / f"{part.name.replace(' ', '-')}.log" for part in parts[1:])]
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        ended += threads.map(run, parts, logs)
+    reports = [part.report for part in parts if part.report is not None and part.report.exists()]
     print("\n=== summary")
     print("\n".join(line for _, line in ended))
     print(tally(*(ElementTree.parse(report).getroot() for report in reports)))
