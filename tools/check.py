@@ -2,14 +2,15 @@
 
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
-Many tests wait for processes, so there are several runs of pytest, two at a time; what one prints comes when it is
-over, but for the first. Other arguments are handed to pytest, which then runs once. The summary counts the tests that
-ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id
-names one.
+Many tests wait for processes, so there are several runs of pytest, two at a time; what the first prints is seen at
+once, what the others print in the end. Other arguments are handed to pytest, which then runs once. The summary counts
+the tests that ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`),
+or whose id names one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -45,11 +46,16 @@ _MPI_IN_ID = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the run, and the JUnit report that it writes if it runs tests."""
+    """One command of the run, the JUnit report that it writes if it runs tests, and where what it prints waits."""
 
     name: str
     command: list[str]
     report: Path | None = None
+    log: Path | None = None
+
+
+_MYPY = Step("mypy", [sys.executable, "-m", "mypy"], log=BUILD / "mypy.log")
+"""It takes half a minute where it has no cache: it runs beside the tests."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,12 @@ class Tally:
 
 
 def steps() -> list[Step]:
-    """Return the checks in order, each from the folder of the running interpreter."""
+    """Return the quick checks in order, each from the folder of the running interpreter."""
     bin_dir = Path(sys.executable).parent
     python = [sys.executable, "-m"]
     return [
         Step("ruff check", [*python, "ruff", "check", "."]),
         Step("ruff format", [*python, "ruff", "format", "--check", "."]),
-        Step("mypy", [*python, "mypy"]),
         Step("import contracts", [str(bin_dir / "lint-imports")]),
         Step("rows", [sys.executable, "tools/rows.py"]),
     ]
@@ -82,19 +87,21 @@ def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
     """Return what runs the tests: four parts, the longest first, or one run with the arguments that were given."""
     name, ours = ("thorough", "thorough and not soak") if thorough else ("pytest", "not soak and not thorough")
     if pytest_args:
-        return [_pytest(name, ["-m", ours, *pytest_args])]
+        return [_pytest(name, ["-m", ours, *pytest_args], shown=True)]
     left = [f"--ignore={folder}" for folder in (*_STARTING, "tests/nn")]
     return [
-        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *left]),
+        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *left], shown=True),
         _pytest(f"{name} 2", ["-m", f"{ours} and not processes", *_STARTING]),
         _pytest(f"{name} 3", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
         _pytest(f"{name} 4", ["-m", f"{ours} and not processes", "tests/nn"]),
     ]
 
 
-def _pytest(name: str, arguments: list[str]) -> Step:
-    report = BUILD / f"{name.replace(' ', '-')}.xml"
-    return Step(name, [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments], report)
+def _pytest(name: str, arguments: list[str], *, shown: bool = False) -> Step:
+    file = BUILD / name.replace(" ", "-")
+    report = file.with_suffix(".xml")
+    command = [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments]
+    return Step(name, command, report, None if shown else file.with_suffix(".log"))
 
 
 def tally(*reports: ElementTree.Element) -> Tally:
@@ -122,20 +129,16 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
-def run(step: Step, log: Path | None = None) -> tuple[bool, str]:
-    """Return whether it went well, and its line of the summary; with a `log`, what it says is shown in the end."""
+def run(step: Step) -> tuple[bool, str]:
+    """Return whether it went well, and its line of the summary."""
     start = time.monotonic()
-    # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     if step.report is not None:
         step.report.unlink(missing_ok=True)
-    if log is None:
-        print(f"\n=== {step.name}", flush=True)
-        code = subprocess.call(step.command, cwd=ROOT, env=environ)
-    else:
-        with log.open("wb") as output:
-            code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
-        print(f"\n=== {step.name}", log.read_text(errors="replace"), sep="\n", flush=True)
+    # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with contextlib.ExitStack() as stack:
+        output = None if step.log is None else stack.enter_context(step.log.open("wb"))
+        code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=output)
     seconds = time.monotonic() - start
     return code == 0, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
 
@@ -145,11 +148,17 @@ def main(arguments: list[str]) -> int:
     thorough = arguments[:1] == ["--thorough"]
     pytest_args = arguments[thorough:]
     BUILD.mkdir(exist_ok=True)
-    ended = [run(step) for step in (() if thorough else steps())]
-    parts = tests(pytest_args, thorough=thorough)
-    logs = [None, *(BUILD / f"{part.name.replace(' ', '-')}.log" for part in parts[1:])]
+    ended: list[tuple[bool, str]] = []
+    for step in () if thorough else steps():
+        print(f"\n=== {step.name}", flush=True)
+        ended.append(run(step))
+    parts = [*tests(pytest_args, thorough=thorough), *(() if thorough else (_MYPY,))]
+    print(f"\n=== {parts[0].name}", flush=True)
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        ended += threads.map(run, parts, logs)
+        for part, end in zip(parts, threads.map(run, parts), strict=True):
+            ended.append(end)
+            if part.log is not None:
+                print(f"\n=== {part.name}", part.log.read_text(errors="replace"), sep="\n", flush=True)
     reports = [part.report for part in parts if part.report is not None and part.report.exists()]
     print("\n=== summary")
     print("\n".join(line for _, line in ended))
