@@ -13,8 +13,9 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,12 +52,21 @@ def pytest_configure() -> None:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.6 s."""
-    if len(session.items) > 200:
-        import torch._dynamo  # noqa: F401  - some tests will, and leave as much as torch itself
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Keep a large library that a test was the first to import out of the collections too."""
+    before = len(sys.modules)
+    result = yield
+    if len(sys.modules) > before + 200:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_asyncio_loop_factories(
