@@ -136,7 +136,7 @@ def _in_layers(imports: Graph) -> list[str]:
 def statistics() -> str:
     """Return the records `<class>Statistics`, which `statistics()` of each class returns, and what each counts."""
     paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
-    top = [node for path in sorted(paths) for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    top = [node for path in sorted(paths) for node in _parsed(path).body]
     lines = []
     for node in top:
         if isinstance(node, ast.ClassDef) and (owner := node.name.removesuffix("Statistics")) not in ("", node.name):
@@ -155,17 +155,26 @@ def _shown(path: Path) -> str:
 
 
 def _first_line(path: Path) -> str:
-    text = (path if path.is_file() else path / "__init__.py").read_text(encoding="utf-8")
-    return " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split()).replace("|", "\\|")
+    tree = _parsed(path if path.is_file() else path / "__init__.py")
+    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:
     """Yield the names below `package` that a module, or any module of a folder, imports where it runs."""
     for file in [path] if path.is_file() else path.rglob("*.py"):
-        for node in _running(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names]
-            full = [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
-            yield from (name.split(".")[package.count(".") + 1] for name in full if name.startswith(f"{package}."))
+        for name in _imports(file.resolve()):
+            if name.startswith(f"{package}."):
+                yield name.split(".")[package.count(".") + 1]
+
+
+@cache
+def _imports(file: Path) -> list[str]:
+    """Return the full names that a module imports where it runs."""
+    found = []
+    for node in _running(_parsed(file)):
+        names = [alias.name for alias in node.names]
+        found += [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
+    return found
 
 
 def _running(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -173,8 +182,17 @@ def _running(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif not isinstance(node, ast.expr) and not (isinstance(node, ast.If) and _is_for_types(node)):
             yield from _running(node)
+
+
+def _is_for_types(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _closure(graph: Graph) -> Graph:

@@ -57,7 +57,7 @@ async def child(body: str, *args: object) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-W", "error", "-c", PRELUDE + body, *map(str, args),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
     )  # fmt: skip
     try:
         yield Child(process)

@@ -157,7 +157,7 @@ class Run(Jobs):
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running nursery."""
     folder = tmp_path_factory.mktemp("nursery")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     with subprocess.Popen(
         [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,
