@@ -34,8 +34,6 @@ settings.register_profile("aiodist", deadline=None)  # a busy machine takes its 
 settings.load_profile("aiodist")
 
 os.environ["AIODIST_SELECTOR"] = "none"  # what `aiodist tune` measured for this user is no part of the tests
-_STARTUP = str(Path(sitecustomize.__file__).parent)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 
 try:
     import uvloop
@@ -45,8 +43,14 @@ else:
     _FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
-def pytest_configure() -> None:
-    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell.
+
+    In a quick run these processes import torch in less time; in a thorough one they start as those of users do.
+    """
+    if "not thorough" in config.option.markexpr:
+        startup = str(Path(sitecustomize.__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited

@@ -9,7 +9,6 @@ input.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -135,10 +134,7 @@ def become(request: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    # A program would copy the pages of all that torch has made: to look through it for garbage, and, once Python has
-    # ended, to take it to pieces. Whoever registers there later, as an MPI does, is called first.
-    gc.freeze()
-    ctypes.CDLL(None).on_exit(ctypes.CDLL(None)._exit, None)
+    gc.freeze()  # a program would copy the pages of all that torch has made, to look through it for garbage
     nursery = Nursery(sys.argv[1])
     print("ready", flush=True)
     given = nursery.serve()
