@@ -1,7 +1,7 @@
 """What ends something is called by one of four words.
 
-`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (memory,
-a hook, a place in a line: somebody else may have it now). Verbs that torch, asyncio or Python have for a thing of
+`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (memory, a
+hook, a place in a line: it may be used anew). Verbs that torch, asyncio or Python have for a thing of
 theirs stay: `remove` a hook, `discard` from a set.
 """
 
