@@ -13,10 +13,26 @@ import os
 import select
 from collections.abc import Iterator
 
-__all__ = ["forget", "guard", "guard_polling"]
+__all__ = ["Owner", "forget", "guard", "guard_polling"]
 
 _guarded: set[int] = set()
 _polling: list[int] = []
+
+
+class Owner:
+    """The process that made this object: what belongs to it is nothing to a forked child."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def is_here(self) -> bool:
+        """Whether the caller runs in that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise `RuntimeError` in a forked child."""
+        if not self.is_here():
+            raise RuntimeError(f"the control channel belongs to process {self._pid}: a forked child has none")
 
 
 def guard(fd: int) -> None:

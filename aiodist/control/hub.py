@@ -158,7 +158,7 @@ class Hub:
             case Kind.REQUEST:
                 self._answer(rank, received.number, unpack(received.body))
             case Kind.CANCEL:
-                self._store.cancel((rank, received.number))
+                self._store.cancel(rank, received.number)
             case Kind.PING:
                 pass
             case kind:
@@ -179,19 +179,6 @@ class Hub:
     def _answer(self, rank: int, number: int, request: Any) -> None:  # noqa: ANN401
         value: Any = None
         match request:
-            case ["get", str(key)]:  # answered when there is something
-                self._store.get(key, (rank, number), partial(self._reply, rank, number))
-                return
-            case ["set", str(key), bytes(new)]:
-                self._store.set(key, new)
-            case ["add", str(key), int(amount)]:
-                try:
-                    value = self._store.add(key, amount)
-                except ValueError as error:
-                    self._reply(rank, number, error=str(error))
-                    return
-            case ["delete", str(key)]:
-                self._store.delete(key)
             case ["missing"]:
                 value = list(self._roster.missing().items())
             case ["fail", str(cause), str(trace), int(code)]:
@@ -199,12 +186,14 @@ class Hub:
             case ["bye", str(cause)]:
                 self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
             case _:
-                raise WireError("a request that cannot be read")
-        self._reply(rank, number, value)
+                if not self._store.answer(request, (rank, number), partial(self._reply, rank, number)):
+                    raise WireError("a request that cannot be read")
+                return
+        self._reply(rank, number, value, None)
 
-    def _reply(self, rank: int, number: int, value: Any = None, *, error: str | None = None) -> None:  # noqa: ANN401
+    def _reply(self, rank: int, number: int, value: Any, error: Exception | None) -> None:  # noqa: ANN401
         if link := self._links.get(rank):
-            link.write(frame(Kind.REPLY, number, pack([error, value])))
+            link.write(frame(Kind.REPLY, number, pack([None if error is None else str(error), value])))
 
     def _leave(self, exit: Exit) -> None:
         if not self._roster.leave(exit):
@@ -216,7 +205,7 @@ class Hub:
         if self._links.get(rank) is not link:  # it gave up while others were awaited, and came again
             return
         del self._links[rank]
-        self._store.cancel_all(rank)
+        self._store.cancel(rank)
         self._leave(Exit(rank, clean=False, cause=f"it left without a goodbye: {cause}"))
         if not self._links:
             self._idle.set()
