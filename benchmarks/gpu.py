@@ -124,14 +124,10 @@ class _Starter:
     """The device that ranks share, as CUDA_VISIBLE_DEVICES names it."""
 
     def __call__(self, todo: Todo, ranks: int, *, shares: bool, together: bool) -> Awaitable[int]:
-        from aiodist.launch import job
-        from aiodist.launch.commands import Job
-
         exports = [f"NCCL_MULTI_RANK_GPU_ENABLE={int(shares)}"]
         if together:
             exports.append(f"CUDA_VISIBLE_DEVICES={self.first}")
-        command = ("-m", "benchmarks.gpu_worker", todo.to_json())
-        return job.run(Job(command=command, ranks=ranks, mpi=self.mpi, exports=tuple(exports), prefix=False))
+        return todo.start("benchmarks.gpu_worker", ranks, mpi=self.mpi, exports=tuple(exports))
 
 
 Start = Callable[..., Awaitable[int]]

@@ -155,9 +155,6 @@ def _terminal() -> tuple[int, bool]:
 
 def _check(op: str, impls: tuple[str, ...], ranks: str | None, sizes: str | None, json: str | None, mpi: str) -> int:
     """Start ranks that compare; return their exit code."""
-    from aiodist.launch import job
-    from aiodist.launch.commands import Job
-
     if Environment.read().starter is not Starter.ALONE:
         raise ConfigError("--check: it starts its ranks itself, and this process is one of a job already")
     counts = _counts(ranks or "2", _MOST_CHECKED)
@@ -166,5 +163,4 @@ def _check(op: str, impls: tuple[str, ...], ranks: str | None, sizes: str | None
     if not flat:
         raise ConfigError(f"--impl {HIERARCHICAL}: --check compares schedules on one host")
     plan = CheckPlan(op, counts, flat, parse_sizes(sizes or _CHECK_SIZES, _ITEMSIZE), json, width, colour)
-    command = ("-m", "benchmarks.scale_check", plan.to_json())
-    return asyncio.run(job.run(Job(command=command, ranks=max(counts), mpi=mpi, prefix=False)))
+    return asyncio.run(plan.start("benchmarks.scale_check", max(counts), mpi=mpi))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -197,7 +198,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
         trainers = [await stack.enter_async_context(TRAINERS[name](setting)) for name in names]
         times, overlaps = await _rounds(session, trainers)
         lags = {
-            ours.name: await _lag(session, ours, session.median(times[ours.name]))
+            ours.name: await _lag(session, ours, statistics.median(times[ours.name]))
             for ours in trainers
             if ours.net is not None
         }

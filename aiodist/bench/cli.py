@@ -137,7 +137,12 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
     )
     _check(plan, benchmark)
-    return _here(plan) if in_job else _launched(plan, options.mpi)
+    if not in_job:
+        return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
+    from aiodist.bench import worker
+
+    worker.main(plan)
+    return 0
 
 
 def _check(plan: Plan, benchmark: Benchmark) -> None:
@@ -219,17 +224,3 @@ def writable(option: str, path: Path | None) -> str | None:
     if absolute.is_dir() or not os.access(absolute if absolute.exists() else absolute.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: expected a file that can be written")
     return str(absolute)
-
-
-def _here(plan: Plan) -> int:
-    from aiodist.bench import worker
-
-    return worker.main(plan)
-
-
-def _launched(plan: Plan, mpi: str) -> int:
-    from aiodist.launch import job
-    from aiodist.launch.commands import Job
-
-    command = ("-m", "aiodist.bench.worker", plan.to_json())
-    return asyncio.run(job.run(Job(command=command, ranks=plan.ranks, mpi=mpi, prefix=False)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from aiodist.bench.errand import Errand
 from aiodist.errors import ConfigError
 
 __all__ = [
@@ -48,7 +48,7 @@ _KICK = 13  # an odd number more than a power of two: nothing divides evenly, no
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Errand):
     """One run of a benchmark."""
 
     op: str
@@ -75,18 +75,6 @@ class Plan:
     plot: str | None = None
     width: int = 120
     colour: bool = False
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Return what `to_json` made."""
-        fields = json.loads(text)
-        for name in ("impls", "peers", "sizes", "models", "batches"):
-            fields[name] = None if fields[name] is None else tuple(fields[name])
-        return cls(**fields)
 
 
 def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:

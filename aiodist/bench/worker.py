@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import platform
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -17,10 +16,10 @@ from rich.console import Console
 
 import aiodist
 from aiodist.bench import peers, records, registry, report
+from aiodist.bench.errand import carry_out
 from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
-from aiodist.env import Environment
-from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(plan: Plan) -> int:
-    """Measure what `plan` says, with the other ranks of this job; return the exit code."""
+def main(plan: Plan) -> None:
+    """Measure what `plan` says, with the other ranks of this job."""
     aiodist.run(_measure, plan, loop_factory=_loop_factory(plan.loop))
-    return 0
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -106,14 +104,5 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
         console.print(report.verdict_table(reached))
 
 
-def _main(text: str) -> int:
-    try:
-        return main(Plan.from_json(text))
-    except (ConfigError, BackendUnavailable) as error:
-        if Environment.read().rank == 0:
-            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    carry_out(lambda text: main(Plan.from_json(text)))
