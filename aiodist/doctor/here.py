@@ -40,22 +40,33 @@ _NCCL = (("nvidia-nccl-cu13", "nccl4py"), ("nvidia-nccl-cu12", "nccl4py"))
 Ask = Callable[[str], Answer]
 AskRanks = Callable[[str, str], Answer]
 
+_LAUNCH = """
+import asyncio, sys
+from aiodist.errors import AiodistError
+from aiodist.launch.commands import Job
+from aiodist.launch.hosts import Host
+from aiodist.launch.job import run
+mpi, code, rsh, iface, *names = sys.argv[1:]
+hosts = tuple(Host(name, 1) for name in names)
+job = Job(('-c', code), len(hosts) or 2, mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)
+try:
+    sys.exit(asyncio.run(run(job)))
+except AiodistError as error:
+    sys.exit(f'Error: {error}')
+"""
+
 
 def ask(code: str) -> Answer:
     """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
     return ask_command([sys.executable, "-c", code])
 
 
-def ask_ranks(mpi: str, code: str) -> Answer:
-    """Return the JSON object that rank 0 of two prints last; the launcher runs them with `--mpi MPI`."""
-    launch = (
-        "import asyncio, sys\n"
-        "from aiodist.launch.commands import Job\n"
-        "from aiodist.launch.job import run\n"
-        "job = Job(command=('-c', sys.argv[2]), ranks=2, mpi=sys.argv[1], prefix=False, timeout=60.0)\n"
-        "sys.exit(asyncio.run(run(job)))\n"
-    )
-    return ask_command([sys.executable, "-c", launch, mpi, code])
+def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", iface: str = "") -> Answer:
+    """Return the JSON object that rank 0 of two prints last, or of one on each host that is named.
+
+    The launcher runs them with `--mpi MPI`.
+    """
+    return ask_command([sys.executable, "-c", _LAUNCH, mpi, code, rsh, iface, *names])
 
 
 def ask_command(command: Sequence[str]) -> Answer:
