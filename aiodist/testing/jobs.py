@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from aiodist.testing.plugin import _RanksFunction
 
 __all__ = ["Jobs", "Reporter", "carrier"]
+
+_End = dict[str, Any]
+"""How one test ended on one rank: nodeid, mpi, skipped, failures."""
 
 _POLL_SECONDS = 0.01
 _OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
@@ -57,13 +59,13 @@ class Jobs:
             self._job = _ProcessJob.start(item)
         job = self._job
         ended = job.wait_for(item.nodeid, _seconds(item))
-        if mpi := next((end.mpi for end in ended.values() if end.mpi), None):
+        if mpi := next((end["mpi"] for end in ended.values() if end["mpi"]), None):
             item.user_properties.append(("mpi", mpi))
         complaint = None
         if not job.left:
             complaint = job.finish()
             self._job = None
-        elif any(end.failures for end in ended.values()) or len(ended) < job.size:
+        elif any(end["failures"] for end in ended.values()) or len(ended) < job.size:
             self.close()
         _tell(item, job, ended)
         if complaint:
@@ -85,7 +87,7 @@ def _seconds(item: _RanksFunction) -> float:
 
 def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
     """Raise what the ranks report."""
-    failures = sorted((f for end in ended.values() for f in end.failures), key=lambda f: (f["peer"], f["at"]))
+    failures = sorted((f for end in ended.values() for f in end["failures"]), key=lambda f: (f["peer"], f["at"]))
     missing = [rank for rank in range(job.size) if rank not in ended]
     if failures:
         first = failures[0]
@@ -95,17 +97,8 @@ def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> Non
         pytest.fail("\n".join(lines), pytrace=False)
     if missing:
         pytest.fail(f"ranks {missing} of {job.size} gave no result; the job's output:\n{job.output()}", pytrace=False)
-    if skipped := next((end.skipped for end in ended.values() if end.skipped), None):
+    if skipped := next((end["skipped"] for end in ended.values() if end["skipped"]), None):
         pytest.skip(skipped)
-
-
-@dataclass
-class _End:
-    """How one test ended on one rank."""
-
-    mpi: str = ""
-    skipped: str = ""
-    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _ProcessJob:
@@ -132,7 +125,8 @@ class _ProcessJob:
             if isinstance(item, type(first)) and item.on_processes and item.job == first.job
         ]
         folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
-        (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *_paths(config, nodeids)]))
+        paths = [str(config.rootpath / nodeid) for nodeid in nodeids]
+        (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *paths]))
         launcher = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice]
         worker = ["--kill-after", "2", "-m", "aiodist.testing.worker", str(folder)]
         root = str(Path(__file__).parents[2])
@@ -156,7 +150,7 @@ class _ProcessJob:
         while len(ended) < self.size and time.monotonic() < until:
             alive = self._process.poll() is None
             self._read_on()
-            if any(end.failures for end in ended.values()):
+            if any(end["failures"] for end in ended.values()):
                 until = min(until, time.monotonic() + _OTHERS_SECONDS)
             if not alive:
                 break
@@ -166,8 +160,7 @@ class _ProcessJob:
     def _read_on(self) -> None:
         for rank in range(self.size):
             for record in self._records(rank):
-                end = _End(record["mpi"], record["skipped"], record["failures"])
-                self._seen.setdefault(record["nodeid"], {})[rank] = end
+                self._seen.setdefault(record["nodeid"], {})[rank] = record
 
     def _records(self, rank: int) -> Iterator[dict[str, Any]]:
         file = self._folder / f"rank-{rank}"
@@ -186,7 +179,7 @@ class _ProcessJob:
             code = self._process.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        failed = any(end.failures for ends in self._seen.values() for end in ends.values())
+        failed = any(end["failures"] for ends in self._seen.values() for end in ends.values())
         complaint = None
         if code is None:
             complaint = f"the job did not end within {_LEAVE_SECONDS:g} s of its last test:\n{self.output()}"
@@ -264,10 +257,6 @@ def _pytest_arguments(config: pytest.Config, folder: Path) -> list[str]:
         "-m",
         "",
     ]
-
-
-def _paths(config: pytest.Config, nodeids: list[str]) -> list[str]:
-    return [str(config.rootpath / nodeid) for nodeid in nodeids]
 
 
 class Reporter:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from aiodist.testing.cuda.device import active
 from aiodist.testing.cuda.lanes import Lane, Marker
 
-__all__ = ["DeviceContext", "Event", "Stream", "StreamContext"]
+__all__ = ["Event", "Stream", "device_context", "stream_context"]
 
 _handles: Final = itertools.count(1)
 
@@ -105,7 +106,7 @@ class Stream:
         self.lane.world.hold([self.lane], -1)
 
     def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
+        self._context = stream_context(self)
         self._context.__enter__()
         return self
 
@@ -208,39 +209,29 @@ class Event:
         return (end.marker.at - self.marker.at) * 1e3
 
 
-class StreamContext:
+@contextlib.contextmanager
+def stream_context(stream: Stream | None) -> Iterator[None]:
     """Make a stream current, and its device, until the context ends; None does nothing."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-        self._before: list[tuple[Stream, Stream]] = []
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            world = active()
-            self._before.append((world.current_stream(), world.current_stream(self.stream.device)))
-            world.set_stream(self.stream)
-
-    def __exit__(self, *raised: object) -> None:
-        if self.stream is not None:
-            on_current, on_its = self._before.pop()
-            world = active()
-            world.set_stream(on_its)
-            world.set_stream(on_current)
+    if stream is None:
+        yield
+        return
+    world = active()
+    on_current, on_its = world.current_stream(), world.current_stream(stream.device)
+    world.set_stream(stream)
+    try:
+        yield
+    finally:
+        world.set_stream(on_its)
+        world.set_stream(on_current)
 
 
-class DeviceContext:
-    """Make a device current until the context ends."""
-
-    def __init__(self, device: object) -> None:
-        self.idx = -1 if device is None or (isinstance(device, int) and device < 0) else active().index(device)
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = active().index()
-        active().set_index(self.idx)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        active().set_index(self.prev_idx)
+@contextlib.contextmanager
+def device_context(device: object) -> Iterator[None]:
+    """Make a device current until the context ends; None and negative numbers do nothing."""
+    world = active()
+    before = world.index()
+    world.set_index(-1 if device is None else device)
+    try:
+        yield
+    finally:
+        world.set_index(before)
