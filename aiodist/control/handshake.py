@@ -75,7 +75,7 @@ class Authenticator:
             timer.cancel()
             self._judge(link, challenge, unpack(received.body))
 
-        link = _Greeting(frame(Kind.GREETING, body=pack([_PROTOCOL, challenge])), hear, closed)
+        link = Link(hear, closed, frame(Kind.GREETING, body=pack([_PROTOCOL, challenge])))
         timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT, link.abort, "it did not say who it is")
         self._strangers.add(link)
         return link
@@ -101,18 +101,6 @@ class Authenticator:
         except Refused as refusal:
             link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
             link.close(str(refusal))
-
-
-class _Greeting(Link):
-    """A link that speaks first."""
-
-    def __init__(self, greeting: bytes, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
-        super().__init__(on_frame, on_closed)
-        self._words = greeting
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.write(self._words)
 
 
 async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:

@@ -24,7 +24,9 @@ class Link(asyncio.Protocol):
     channel. A frame that cannot be understood ends the connection.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None], greeting: bytes = b""
+    ) -> None:
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.heard = 0.0
@@ -34,6 +36,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._fd = -1
         self._cause = ""
+        self._greeting = greeting
 
     def trust(self) -> None:
         """Allow frames of full size: the other side has shown who it is."""
@@ -75,6 +78,7 @@ class Link(asyncio.Protocol):
         self._fd = transport.get_extra_info("socket").fileno()
         forks.guard(self._fd)
         self.heard = self._loop.time()
+        self.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         """Hand on each frame that is complete; called by the loop."""

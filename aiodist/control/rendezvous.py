@@ -173,7 +173,7 @@ class _Meeting:
                 nonce = secrets.token_hex(16)
                 await self._open("", 0, f"{self.token}\n{nonce}")
                 assert self.hub is not None
-                notice = Notice.of(self.hub, nonce, self.token)
+                notice = Notice.of(self.hub, nonce)
                 notice.write(place.path)
                 self.thread.stack.callback(notice.remove, place.path)
 
@@ -236,7 +236,7 @@ class _Meeting:
                 return [_HubAddress(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
-                    notice = Notice.read(path, self.token)
+                    notice = Notice.read(path)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []

@@ -236,6 +236,13 @@ def uvloop(version: str | None) -> Finding:
 # What that means for the backends
 
 
+def backend_local(library: Finding) -> Finding:
+    """Return whether torch is there, which is enough for ranks of one process."""
+    if library.state is not State.AVAILABLE:
+        return Finding("local", library.state, f"torch: {library.state}", library.remedy)
+    return Finding("local", State.AVAILABLE, "ranks as tasks of one process")
+
+
 def backend_mpi(program: Finding, binding: Finding, answer: Answer) -> Finding:
     """Return whether two ranks met over MPI."""
     for needed in (program, binding):
@@ -296,7 +303,7 @@ def backend_shm(ranks: Answer) -> Finding:
 
 
 def examine(
-    environ: Mapping[str, str], mpi: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
+    environ: Mapping[str, str], choice: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
 ) -> Report:
     """Return what is found on this host, with the MPI that `aiodist run --mpi` would take.
 
@@ -304,11 +311,7 @@ def examine(
     """
     path = environ.get("PATH", os.defpath)
     # By itself any MPI that is there, also one that mpi4py is missing for.
-    found = next(discover.installed(path), None) if mpi == "auto" else discover.find_mpi(mpi, path)
-    return _examine(found, mpi, ask, ask_ranks)
-
-
-def _examine(mpi: Mpi | None, choice: str, ask: Ask, ask_ranks: AskRanks) -> Report:
+    mpi = next(discover.installed(path), None) if choice == "auto" else discover.find_mpi(choice, path)
     torch_answer = ask(_ASK_TORCH) if _version("torch") else Answer(None)
     mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
     processes = ask_ranks("none", "print('{}')")
@@ -341,9 +344,7 @@ def _examine(mpi: Mpi | None, choice: str, ask: Ask, ask_ranks: AskRanks) -> Rep
             uvloop(_version("uvloop")),
         ],
         backends=[
-            Finding("local", State.AVAILABLE, "ranks as tasks of one process")
-            if found_torch.state is State.AVAILABLE
-            else Finding("local", found_torch.state, f"torch: {found_torch.state}", found_torch.remedy),
+            backend_local(found_torch),
             backend,
             backend_gloo(found_torch, torch_answer, processes),
             backend_shm(ranks),
