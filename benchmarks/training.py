@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from aiodist.bench.timing import percentile, ticker
 from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
-from benchmarks import models
-from benchmarks.suite import MODELS
+from benchmarks import models, suite
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -172,8 +171,8 @@ async def measure(session: Session) -> list[Record]:
     plan = session.plan
     records = []
     with torch_threads(session.coll):
-        for model in plan.models or MODELS:
-            for samples in plan.batches or MODELS[model]:
+        for model in suite.models(plan):
+            for samples in suite.batches(plan, model):
                 records += await _measure(session, model, samples)
     return records
 

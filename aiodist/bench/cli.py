@@ -12,11 +12,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_batches, parse_names, parse_sizes
+from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
 from aiodist.bench.registry import BENCHMARKS, Benchmark
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
@@ -60,9 +60,8 @@ class Options(NamedTuple):
     repeat: int | None = None
     loop: str = "auto"
     mpi: str = "auto"
-    model: str | None = None
-    batch: str | None = None
-    servers: int | None = None
+    own: Mapping[str, Any] = {}
+    """Options that only some benchmarks have."""
 
 
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="How many ranks (2).")]
@@ -106,12 +105,13 @@ def bench(  # noqa: PLR0913 - one for each option
 
 def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
     """Measure `op` of `benchmarks` on ranks of their own, or those of the job that this is; return the exit code."""
-    if op not in benchmarks:
-        raise ConfigError(f"bench {op}: expected one of {', '.join(benchmarks)}")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
-    if options.loop not in LOOPS:
-        raise ConfigError(f"--loop {options.loop}: expected one of {', '.join(LOOPS)}")
+    for option, given, known in (
+        ("bench", op, benchmarks),
+        ("--dtype", options.dtype, DTYPES),
+        ("--loop", options.loop, LOOPS),
+    ):
+        if given not in known:
+            raise ConfigError(f"{option} {given}: expected one of {', '.join(known)}")
     benchmark = benchmarks[op]
     environment = Environment.read()
     in_job = _job_size(options.ranks, environment)
@@ -123,20 +123,19 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         impls=_impls(options.impl, benchmark, with_mpi),
         peers=_peers(options.against, benchmark, with_mpi),
         sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
-        models=_models(options.model, benchmark),
-        batches=None if options.batch is None else parse_batches(options.batch),
         module=benchmark.module,
         targets=benchmark.targets,
         dtype=options.dtype,
-        servers=_servers(options.servers, benchmark),
         repeat=options.repeat,
         loop=options.loop,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
         width=max(100, shutil.get_terminal_size((120, 40)).columns),
         colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
+        own=options.own,
     )
     _check(plan, benchmark)
+    benchmark.check(plan)
     if not in_job:
         return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
     from aiodist.bench import worker
@@ -153,13 +152,6 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
         raise ConfigError(f"--sizes: a {plan.op} has none")
     if plan.dtype != "float32" and (plan.op == "await" or not benchmark.sized):
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
-    if plan.batches is not None and not benchmark.batched:
-        raise ConfigError(f"--batch: {plan.op} has none")
-    if benchmark.serves:
-        if plan.servers >= plan.ranks:
-            raise ConfigError(f"--servers {plan.servers}: expected fewer than --ranks {plan.ranks}, one is to work")
-        if plan.dtype == "bool":
-            raise ConfigError(f"--dtype bool: {plan.op} adds")
     if plan.plot is not None:
         from aiodist.bench.report import check_plot
 
@@ -175,20 +167,6 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     if asked not in (None, environment.size):
         raise ConfigError(f"--ranks {asked}: {environment.starter} started {environment.size} of them")
     return environment.size
-
-
-def _servers(given: int | None, benchmark: Benchmark) -> int:
-    if given is not None and not benchmark.serves:
-        raise ConfigError(f"--servers: in {benchmark.name} no rank serves")
-    return given or 1
-
-
-def _models(given: str | None, benchmark: Benchmark) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    if not benchmark.models:
-        raise ConfigError(f"--model: {benchmark.name} trains nothing")
-    return parse_names("--model", given, benchmark.models)
 
 
 def _impls(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ async def measure(plan: Plan) -> list[Record]:
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
     monkeypatch.setattr(ps_serving, "PULLS", 1)
-    plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), servers=servers, repeat=1)
+    plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert others == [[]] * (ranks - 1)
     calls = [("push", "copy"), ("push", "add"), ("pull", None), ("push_pull", "copy"), ("push_pull", "add")]
