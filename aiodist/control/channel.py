@@ -49,7 +49,7 @@ class Channel(ABC):
         self._owner = forks.Owner()
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` for all ranks; raise `ValueError` when it is over 64 MiB."""
+        """Store `value` under `key` for all ranks; raise `ValueError` when it is over 48 MiB."""
         await self.request("set", key, bytes(value))
 
     async def get(self, key: str, *, timeout: float | None = None) -> bytes:
@@ -81,7 +81,7 @@ class Channel(ABC):
         """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
 
         From any thread; never blocks; what one thread sends to one rank arrives in order. Raises `ValueError` for a
-        rank outside the job or over 64 MiB, and `TypeError` for what cannot travel.
+        rank outside the job or over 64 MiB of JSON, bytes in base64, and `TypeError` for what cannot travel.
         """
         if not 0 <= dst < self.size:
             raise ValueError(f"rank {dst} of {self.size}: expected 0 <= rank < {self.size}")
@@ -133,7 +133,7 @@ class Channel(ABC):
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         """Ask the hub; the future, of the running loop, has the answer. Cancelling it withdraws the question.
 
-        Raises `ValueError` at the call for a question over 64 MiB; the future raises `PeerLost` when the hub is gone.
+        Raises `ValueError` at the call for one over 64 MiB of JSON; the future raises `PeerLost` when the hub is gone.
         """
 
     @abstractmethod

@@ -22,7 +22,7 @@ __all__ = ["Authenticator", "Hello", "Refused", "dial"]
 
 HANDSHAKE_TIMEOUT: Final = 10.0
 _ABORT_TIMEOUT: Final = 1.0
-_PROTOCOL: Final = "aiodist control 1"
+_PROTOCOL: Final = "aiodist control 2"
 
 
 class Refused(Exception):

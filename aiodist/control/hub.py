@@ -16,8 +16,7 @@ from typing import Any
 
 from aiodist.control.exits import Exit
 from aiodist.control.handshake import Authenticator, Hello
-from aiodist.control.link import Link, Pulse
-from aiodist.control.listener import Listener
+from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
 from aiodist.control.roster import Roster
 from aiodist.control.store import Store

@@ -190,12 +190,9 @@ def nccl_packages(version: Callable[[str], str | None], devices: Finding) -> Fin
     if devices.state is not State.AVAILABLE:
         return Finding("NCCL", State.ABSENT, "it is for GPUs")
     there = [package for package in dict.fromkeys(sum(_NCCL, ())) if version(package)]
+    wanted = next((packages for packages in _NCCL if packages[0] in there), _NCCL[0])
     detail = f"only {', '.join(there)}" if there else ""
-    return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(_wanted_nccl(there))}")
-
-
-def _wanted_nccl(there: Sequence[str]) -> tuple[str, ...]:
-    return next((packages for packages in _NCCL if packages[0] in there), _NCCL[0])
+    return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(wanted)}")
 
 
 def shared_memory(total: int, free: int) -> Finding:
