@@ -60,7 +60,6 @@ class SocketChannel(Channel):
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
 
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
-        """See `Channel.fail`."""
         self._owner.check()
         if self._closing or self._lost:
             return
@@ -71,7 +70,6 @@ class SocketChannel(Channel):
             told.wait(_FAIL_TIMEOUT)
 
     async def aclose(self) -> None:
-        """See `Channel.aclose`."""
         self._owner.check()
         try:
             if not self._closing and not self._lost:
@@ -86,7 +84,6 @@ class SocketChannel(Channel):
             await self._thread.aclose()
 
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        """See `Channel.request`."""
         self._check_open()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -207,7 +204,6 @@ class SocketChannel(Channel):
         self._lose(Exit(self._host_rank, clean=False, cause=f"the hub{where} was lost: {cause}"))
 
     def _lose(self, exit: Exit) -> None:
-        """The hub is gone; nobody waits for it any more."""
         if self._lost is None:
             earlier = self._inbox.exits.get(exit.rank)
             if earlier is not None and not earlier.clean:
@@ -223,7 +219,6 @@ class SocketChannel(Channel):
             resolve(None, self._gone())
 
     def _gone(self) -> Exception:
-        """Return why there is no hub to answer."""
         if self._closing or self._lost is None:
             return RuntimeError(f"the control channel of rank {self.rank} is closed")
         return self._lost.error()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodist.doctor import probe
 from aiodist.doctor.here import ASK_MPI, ask_ranks
-from aiodist.doctor.report import Answer, Finding, State, show_findings, show_verdict
+from aiodist.doctor.report import Finding, State, show_findings, show_verdict
 from aiodist.env import variables
 from aiodist.launch import discover, network
 from aiodist.launch.commands import Flavour, Mpi
@@ -269,8 +269,7 @@ def _reach(host: _HostInquiry) -> str:
     return f"ssh-copy-id {host.name}, then ssh {host.name} true must ask nothing; another program: --rsh"
 
 
-def _daemon(host: _HostInquiry, mpi: Mpi | None) -> Finding:
-    assert mpi is not None
+def _daemon(host: _HostInquiry, mpi: Mpi) -> Finding:
     name = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}[mpi.flavour]
     if host.daemon:
         return Finding("MPI", State.AVAILABLE, host.daemon)
@@ -312,15 +311,13 @@ def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[
     if any(finding.state is State.UNUSABLE for findings in found.values() for finding in findings):
         return Finding("MPI over all", State.UNUSABLE, "not tried: see above")
     names = [host.name for host in question.hosts]
-    return _met(ask_ranks(mpi.mpirun, ASK_MPI, names, question.rsh, question.iface), len(names))
-
-
-def _met(answer: Answer, count: int) -> Finding:
+    answer = ask_ranks(mpi.mpirun, ASK_MPI, names, question.rsh, question.iface)
     if answer.said is None:
         return Finding("MPI over all", State.UNUSABLE, f"the ranks did not meet: {answer.trouble}")
-    if answer.said["size"] != count:
+    if answer.said["size"] != len(names):
         return Finding("MPI over all", State.UNUSABLE, f"each rank is alone: {answer.said['library']}")
-    return Finding("MPI over all", State.AVAILABLE, f"a rank on each of {count} hosts met: {answer.said['library']}")
+    met = f"a rank on each of {len(names)} hosts met: {answer.said['library']}"
+    return Finding("MPI over all", State.AVAILABLE, met)
 
 
 def show_hosts(report: HostsReport, console: Console) -> None:

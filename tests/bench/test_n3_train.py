@@ -15,7 +15,7 @@ import torch
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.records import Record, dumps
 from aiodist.bench.registry import load
 from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
@@ -24,6 +24,7 @@ from benchmarks import __main__ as command
 from benchmarks import endtoend, jobs, models, prefetching, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
+from tests.support.records import loads
 
 ROOT = Path(aiodist.__file__).parents[1]
 TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})

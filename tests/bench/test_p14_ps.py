@@ -10,7 +10,7 @@ import torch
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.records import Record, dumps
 from aiodist.bench.report import table
 from aiodist.bench.session import Session
 from aiodist.launch.discover import find_mpi
@@ -19,6 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import ps, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
 from benchmarks.targets import verdicts
+from tests.support.records import loads
 
 OURS = ("aiodist:ps", "aiodist:ps-arena")
 

@@ -1,4 +1,4 @@
-"""What stands in for `torch.cuda.Stream`, `torch.cuda.Event` and the contexts around them."""
+"""What stands in for `torch.cuda.Stream`, `torch.cuda.Event` and the contexts around them, and does what they do."""
 
 from __future__ import annotations
 
@@ -58,12 +58,10 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """The device whose stream it is."""
         return torch.device("cuda", self.lane.index)
 
     @property
     def device_index(self) -> int:
-        """The index of that device."""
         return self.lane.index
 
     @property
@@ -74,27 +72,22 @@ class Stream:
     stream_id = cuda_stream
 
     def wait_event(self, event: Event) -> None:
-        """Let what is queued from now on wait for what the event recorded last; for nothing if it did not."""
         if event.marker is not None:
             self.lane.wait_for(event.marker)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what is queued from now on wait for all that `stream` has queued until now."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, a new one by default, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether all that was queued is done."""
         self.lane.world.check(self.lane.index)
         return self.lane.idle
 
     def synchronize(self) -> None:
-        """Let the host wait for all that was queued."""
         self.lane.world.wait(self.lane.mark(), self.lane.index, "stream")
 
     def hold(self) -> None:
@@ -168,11 +161,9 @@ class Event:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the stream that it was recorded in."""
         return None if self._recorded.lane is None else torch.device("cuda", self._recorded.lane.index)
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record in `stream`, the current one by default."""
         lane = (active().current_stream() if stream is None else stream).lane
         recorded = self._recorded
         if recorded.lane is not None and recorded.lane.index != lane.index:
@@ -181,11 +172,9 @@ class Event:
         recorded.marker = lane.mark()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let what is queued from now on in `stream`, the current one by default, wait for the event."""
         (active().current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the event is over, or was never recorded."""
         recorded = self._recorded
         if recorded.lane is None or recorded.marker is None:
             return True
@@ -193,13 +182,11 @@ class Event:
         return recorded.marker.reached
 
     def synchronize(self) -> None:
-        """Let the host wait for the event."""
         recorded = self._recorded
         if recorded.lane is not None and recorded.marker is not None:
             recorded.lane.world.wait(recorded.marker, recorded.lane.index, "event")
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds from this event to `end`; both were made with `enable_timing=True` and are over."""
         if not (self.enable_timing and end.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.marker is None or end.marker is None:
