@@ -184,7 +184,9 @@ def doctor(
     """
     from rich.console import Console
 
-    from aiodist.doctor import HostsReport, Question, Report, examine, examine_hosts, show, show_hosts
+    from aiodist.doctor.here import examine
+    from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
+    from aiodist.doctor.report import Report, show
 
     report: Report | HostsReport
     where = _hosts(hosts, hostfile)

@@ -4,11 +4,11 @@ Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank s
 """
 
 from aiodist.control.channel import Channel, exchange
-from aiodist.control.exits import HUB, Exit, name_ranks
 from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub, HubOptions
 from aiodist.control.local import in_process
 from aiodist.control.rendezvous import HostedHub, connect, host
+from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.wire import MAX_FRAME
 
 __all__ = [

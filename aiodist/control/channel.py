@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiodist.control import forks
-from aiodist.control.exits import Exit
 from aiodist.control.inbox import Subscriptions
+from aiodist.control.roster import Exit
 from aiodist.control.wire import EVERYBODY, pack
 from aiodist.errors import OperationTimeout
 

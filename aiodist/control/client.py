@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from aiodist.control.channel import Channel, settle
-from aiodist.control.exits import HUB, Exit, name_ranks
 from aiodist.control.inbox import Subscriptions
 from aiodist.control.link import Link, Pulse
+from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 

@@ -16,24 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiodist.control.link import Link
+from aiodist.control.roster import Refused
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
-__all__ = ["Authenticator", "Hello", "Refused", "dial"]
+__all__ = ["Authenticator", "Hello", "dial"]
 
 HANDSHAKE_TIMEOUT: Final = 10.0
 _ABORT_TIMEOUT: Final = 1.0
 _PROTOCOL: Final = "aiodist control 2"
-
-
-class Refused(Exception):
-    """The hub does not let this rank in; `code` is `token`, `size`, `rank`, `duplicate`, `left` or `failed`.
-
-    `left`: this rank left the session and others have not yet, so that it may come back later.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)

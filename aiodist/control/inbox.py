@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aiodist.control.exits import Exit
+    from aiodist.control.roster import Exit
 
 __all__ = ["Subscriptions"]
 

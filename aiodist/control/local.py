@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from aiodist.control.channel import Channel, settle
-from aiodist.control.exits import Exit
 from aiodist.control.inbox import Subscriptions
+from aiodist.control.roster import Exit
 from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack, unpack
 

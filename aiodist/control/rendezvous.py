@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
-from aiodist.control.exits import name_ranks
-from aiodist.control.handshake import Hello, Refused, dial
+from aiodist.control.handshake import Hello, dial
 from aiodist.control.hub import Hub, HubOptions
 from aiodist.control.notice import Notice
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
+from aiodist.control.roster import Refused, name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 

@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
@@ -68,9 +67,7 @@ class Ranks:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if self._server is not None:
             self._server.close()
         self.release()

@@ -42,13 +42,13 @@ def report(hub: Hub) -> Departures:
     """Return what the hub knows in the words of the verdict."""
 
     def left(rank: int) -> Left:
-        exit = hub.exits.get(rank)
+        exit = hub.roster.exits.get(rank)
         if exit is None:
-            return Left.OPEN if rank in hub.joined else Left.NEVER_JOINED
+            return Left.OPEN if rank in hub.roster.joined else Left.NEVER_JOINED
         return Left.CLEAN if exit.clean else Left.OPEN
 
     def first_failure() -> tuple[int, int] | None:
-        failed = next((exit for exit in hub.exits.values() if not exit.clean), None)
+        failed = next((exit for exit in hub.roster.exits.values() if not exit.clean), None)
         return None if failed is None else (failed.rank, failed.exitcode or 1)
 
     return Departures(left, first_failure)

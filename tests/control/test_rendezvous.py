@@ -127,7 +127,7 @@ async def test_l9_a_stale_file_fools_nobody(tmp_path: Path) -> None:
             assert caught.value.late.keys() == {0}
             first = await connect(path.as_uri(), rank=0, size=2, token="t")
             await talk_and_part([first, await second])
-        assert not other.joined
+        assert not other.roster.joined
         assert not path.exists()
 
 
@@ -329,7 +329,7 @@ async def test_cancelling_host_leaves_nothing() -> None:
 async def test_a_hub_that_closes_meanwhile_is_no_hang() -> None:
     async with Hub(2) as hub:
         waiting = asyncio.ensure_future(connect(hub.address, rank=0, size=2))
-        while not hub.joined:  # noqa: ASYNC110  - the hub tells its ranks alone
+        while not hub.roster.joined:  # noqa: ASYNC110  - the hub tells its ranks alone
             await asyncio.sleep(0)
     with pytest.raises(OperationTimeout, match="the hub was closed, before rank 1 had come"):
         await waiting
