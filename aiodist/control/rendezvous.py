@@ -93,15 +93,14 @@ async def connect(
 
     `address` is one of
 
-    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that somebody runs there, or soon will;
-    - `file:///path`: a file that all ranks see. Rank 0 runs the hub and writes there where it is. What an earlier
-      job left there is told apart; the file is removed at close;
-    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, and rank 0 runs the hub there; under torchrun, whose
-      agent keeps that port for itself, at one of the eight above; under Slurm without these, on the first node.
+    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that runs there, or soon will;
+    - `file:///path`: a file that all ranks see, in which rank 0 says where its hub is; it is removed at close;
+    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, where rank 0 runs the hub; under torchrun at one of the
+      eight ports above, under Slurm without these on the first node.
 
     `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
-    here when this call fails. `options` are those of a hub that this call opens. The loop of the caller (asyncio
-    or uvloop) is not blocked; cancelling leaves no thread, no socket and no file.
+    here when this call fails. `options` are those of a hub that this call opens. Cancelling leaves no thread, no
+    socket and no file.
 
     Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
     hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the
