@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import sys
@@ -16,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
+from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
 from aiodist.bench.registry import BENCHMARKS, Benchmark
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, ConfigError
@@ -171,15 +170,11 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
 
 def _impls(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
-        return tuple([impl for impl in benchmark.default_impls if impl not in BACKENDS or _has_backend(impl)])
+        return benchmark.default_impls
     impls = parse_names("--impl", given, benchmark.impls)
     if "mpi" in impls and not with_mpi:
         raise ConfigError("--impl mpi: no MPI was found to start the ranks with")
     return impls
-
-
-def _has_backend(name: str) -> bool:
-    return importlib.util.find_spec(f"aiodist.backends.{name}") is not None
 
 
 def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
@@ -188,9 +183,8 @@ def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str
     if given == "none" and given not in benchmark.peers:
         return ()
     peers = parse_names("--against", given, benchmark.peers)
-    for peer in peers:
-        if peer in _MPI and not with_mpi:
-            raise ConfigError(f"--against {peer}: no MPI was found to start the ranks with")
+    if not with_mpi and (lacking := [peer for peer in peers if peer in _MPI]):
+        raise ConfigError(f"--against {lacking[0]}: no MPI was found to start the ranks with")
     return peers
 
 

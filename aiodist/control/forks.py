@@ -53,7 +53,7 @@ def guard_polling(fd: int | None) -> Iterator[None]:
     An epoll is shared with the parent. A child that ends its copy of the parent's event loop takes out of it what
     wakes the parent, which then sleeps for ever.
     """
-    if fd is None or not hasattr(select, "epoll"):
+    if fd is None:
         yield
         return
     _install()
@@ -66,8 +66,7 @@ def guard_polling(fd: int | None) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _let_go() -> None:
