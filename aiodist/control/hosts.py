@@ -77,7 +77,7 @@ def _listening() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
                     links.append(stack.enter_context(listener.accept()[0]))
             return links
 
-        name = f"aiodist-{secrets.token_hex(8)}"
+        name = f"aiodist-{secrets.token_hex(8)}" if hasattr(os, "memfd_create") else ""
         try:
             listener.bind(f"\0{name}")
             listener.listen(_BACKLOG)
