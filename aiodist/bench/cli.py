@@ -17,11 +17,11 @@ import typer
 
 from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
 from aiodist.bench.registry import BENCHMARKS, Benchmark
-from aiodist.env import Environment, Starter
+from aiodist.env import Environment, Starter, variables
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["Options", "app", "called", "main", "run", "writable"]
+__all__ = ["Options", "app", "called", "main", "run", "terminal", "writable"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -116,6 +116,7 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
     in_job = _job_size(options.ranks, environment)
     path = environment.variables.get("PATH", os.defpath)
     with_mpi = environment.mpi if in_job else find_mpi(options.mpi, path) is not None
+    width, colour = terminal()
     plan = Plan(
         op=op,
         ranks=in_job or options.ranks or 2,
@@ -129,8 +130,8 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         loop=options.loop,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
-        width=max(100, shutil.get_terminal_size((120, 40)).columns),
-        colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
+        width=width,
+        colour=colour,
         own=options.own,
     )
     _check(plan, benchmark)
@@ -186,6 +187,12 @@ def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str
     if not with_mpi and (lacking := [peer for peer in peers if peer in _MPI]):
         raise ConfigError(f"--against {lacking[0]}: no MPI was found to start the ranks with")
     return peers
+
+
+def terminal() -> tuple[int, bool]:
+    """Return the width of tables that are printed, and whether they have colours."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in variables()
+    return max(100, shutil.get_terminal_size((120, 40)).columns), colour
 
 
 def writable(option: str, path: Path | None) -> str | None:

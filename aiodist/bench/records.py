@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-__all__ = ["Record", "bandwidths", "dumps", "write"]
+__all__ = ["Record", "bandwidths", "dumps"]
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
@@ -73,8 +72,3 @@ def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float 
 def dumps(records: Iterable[Record]) -> str:
     """Return records as a JSON list, one to a line."""
     return "[\n" + ",\n".join(json.dumps(record.to_dict()) for record in records) + "\n]\n"
-
-
-def write(path: str | Path, records: Iterable[Record]) -> None:
-    """Write records to a file."""
-    Path(path).write_text(dumps(records))

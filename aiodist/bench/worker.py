@@ -10,6 +10,7 @@ import importlib
 import platform
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -95,7 +96,7 @@ def _title(plan: Plan, coll: Communicator) -> str:
 def _report(plan: Plan, found: list[Record], title: str) -> None:
     """Write the files first: what was measured is not lost when printing it fails."""
     if plan.json is not None:
-        records.write(plan.json, found)
+        Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)

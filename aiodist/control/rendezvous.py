@@ -30,12 +30,12 @@ _LONGEST_PAUSE = 0.5
 _QUESTION_TIMEOUT = 1.0
 
 
+@dataclass(frozen=True)
 class HostedHub:
     """A hub that serves while its process computes; give it to `connect(…, hub=…)`, which closes it in the end."""
 
-    def __init__(self, thread: LoopThread, hub: Hub) -> None:
-        self.thread = thread
-        self.hub = hub
+    thread: LoopThread
+    hub: Hub
 
     @property
     def address(self) -> str:

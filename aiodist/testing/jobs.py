@@ -55,7 +55,7 @@ class Jobs:
         """Have `item` run on its ranks; raise as it did there."""
         if self._job is None or item.nodeid not in self._job.left:
             self.close()
-            self._job = _ProcessJob.start(item)
+            self._job = _ProcessJob(item)
         job = self._job
         ended = job.wait_for(item.nodeid, _seconds(item))
         if mpi := next((end["mpi"] for end in ended.values() if end["mpi"]), None):
@@ -103,35 +103,29 @@ def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> Non
 class _ProcessJob:
     """Processes that run some tests in order, each process all of them."""
 
-    def __init__(self, size: int, left: list[str], process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.size = size
-        self.left = left
-        self._process = process
-        self._folder = folder
-        self._output = ""
-        self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in left}
-        self._read = [0] * size
-
-    @classmethod
-    def start(cls, first: _RanksFunction) -> _ProcessJob:
+    def __init__(self, first: _RanksFunction) -> None:
         """Start the job of `first` and of all that comes after it and goes with it."""
         spec, config = first.spec, first.config
         choice = _mpi_choice(spec.backend)
         items = first.session.items[first.session.items.index(first) :]
-        nodeids = [
+        self.size = spec.size
+        self.left = [
             item.nodeid
             for item in items
             if isinstance(item, type(first)) and item.on_processes and item.job == first.job
         ]
-        folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
-        paths = [str(config.rootpath / nodeid) for nodeid in nodeids]
+        self._output = ""
+        self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in self.left}
+        self._read = [0] * self.size
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
+        paths = [str(config.rootpath / nodeid) for nodeid in self.left]
         (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *paths]))
         launcher = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice]
         worker = ["--kill-after", "2", "-m", "aiodist.testing.worker", str(folder)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [*launcher, *worker],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -139,7 +133,6 @@ class _ProcessJob:
                 cwd=config.invocation_params.dir,
                 env={**os.environ, "PYTHONPATH": path} | ({"AIODIST_BACKEND": "shm"} if spec.backend == "shm" else {}),
             )
-        return cls(spec.size, nodeids, process, folder)
 
     def wait_for(self, nodeid: str, seconds: float) -> dict[int, _End]:
         """Return how the test ended, by rank; a rank is missing that died or did not end in time."""
@@ -158,19 +151,15 @@ class _ProcessJob:
 
     def _read_on(self) -> None:
         for rank in range(self.size):
-            for record in self._records(rank):
-                self._seen.setdefault(record["nodeid"], {})[rank] = record
-
-    def _records(self, rank: int) -> Iterator[dict[str, Any]]:
-        file = self._folder / f"rank-{rank}"
-        if not file.exists():
-            return
-        with file.open("rb") as lines:
-            lines.seek(self._read[rank])
-            for line in lines:
-                if line.endswith(b"\n"):
+            file = self._folder / f"rank-{rank}"
+            if not file.exists():
+                continue
+            with file.open("rb") as lines:
+                lines.seek(self._read[rank])
+                for line in filter(lambda line: line.endswith(b"\n"), lines):
                     self._read[rank] += len(line)
-                    yield json.loads(line)
+                    record = json.loads(line)
+                    self._seen.setdefault(record["nodeid"], {})[rank] = record
 
     def finish(self) -> str | None:
         """Its tests are over: wait for its end, and return what was wrong with that."""
