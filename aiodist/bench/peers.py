@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,25 +61,8 @@ class Buffers:
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
-class Peer(Protocol):
-    """A library to be measured beside ours."""
-
-    name: str
-
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return its ways to do `op`, none where it cannot."""
-
-    def barrier(self) -> None:
-        """Block until every rank is here."""
-
-    def close(self) -> None:
-        """Release it."""
-
-
 class Mpi4py:
     """mpi4py on a duplicate of COMM_WORLD."""
-
-    name = "mpi4py"
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -101,11 +84,11 @@ class Mpi4py:
         ]
 
     def barrier(self) -> None:
-        """See `Peer`."""
+        """Block until every rank is here."""
         self.comm.Barrier()
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Release it."""
         self.comm.Free()
         if self._started:
             self._mpi.Finalize()
@@ -152,8 +135,6 @@ def _mpi_sendrecv(comm: MPI.Intracomm, b: Buffers) -> _Calls:
 class Gloo:
     """torch.distributed with its gloo backend, a process group of its own."""
 
-    name = "gloo"
-
     def __init__(self, store: Store, rank: int, size: int) -> None:
         import torch.distributed as dist
 
@@ -168,11 +149,11 @@ class Gloo:
         return [] if call is None else [Contender("gloo", call)]
 
     def barrier(self) -> None:
-        """See `Peer`."""
+        """Block until every rank is here."""
         self._dist.barrier()
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Release it."""
         self._dist.destroy_process_group()
 
 
@@ -205,6 +186,10 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
     return calls.get(op)
 
 
+Peer = Mpi4py | Gloo
+"""A library to be measured beside ours."""
+
+
 @asynccontextmanager
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
     """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
@@ -221,7 +206,7 @@ async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list
         yield peers
 
 
-async def _open_mpi4py(coll: Communicator) -> Peer:
+async def _open_mpi4py(coll: Communicator) -> Mpi4py:
     try:
         peer = await asyncio.to_thread(Mpi4py)
     except ImportError as error:
@@ -234,7 +219,7 @@ async def _open_mpi4py(coll: Communicator) -> Peer:
     return peer
 
 
-async def _open_gloo(coll: Communicator) -> Peer:
+async def _open_gloo(coll: Communicator) -> Gloo:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 

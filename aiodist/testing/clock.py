@@ -38,15 +38,8 @@ _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more the
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
 
-class TimeLimit:
+class TimeLimit(partial[None]):
     """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Do so."""
-        self._call()
 
 
 class FakeClockLoop(asyncio.SelectorEventLoop):

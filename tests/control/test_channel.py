@@ -12,8 +12,7 @@ import pytest
 
 from aiodist.control import MAX_FRAME, Channel, connect, host, in_process
 from aiodist.control.client import SocketChannel
-from aiodist.control.local import InProcessHub
-from aiodist.errors import OperationTimeout, PeerLost, RemoteError
+from aiodist.errors import OperationTimeout, RemoteError
 
 SIZE = 3
 
@@ -260,19 +259,6 @@ async def test_a_closed_channel_says_so(channels: Channels) -> None:
     channels[1].fail("too late to matter")
     await channels[1].aclose()
     channels[0].send(1, "t", "to nobody")
-
-
-@limited
-async def test_in_process_a_death_can_be_played() -> None:
-    hub = InProcessHub(2)
-    lost = Letters()
-    hub.channels[0].on_lost(lost)
-    hub.lose(1, "unplugged")
-    ((exit,),) = await lost.take()
-    assert isinstance(exit.error(), PeerLost)
-    assert "rank 1 left: unplugged" in str(exit.error())
-    with pytest.raises(RuntimeError, match="closed"):
-        hub.channels[1].send(0, "t", 1)
 
 
 @limited

@@ -103,7 +103,7 @@ async def test_a_killed_rank_is_lost_at_once() -> None:
         exit = await lost.take()
         assert (exit.rank, exit.clean, exit.exitcode) == (1, False, None)
         assert exit.error().lost == 1
-        assert hub.exits[1] == exit
+        assert hub.roster.exits[1] == exit
         await channel.aclose()
 
 

@@ -23,9 +23,10 @@ import pytest
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, loads
+from aiodist.bench.records import Record
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
+from tests.support.records import loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,9 +1,10 @@
-"""What stands in for `torch.cuda.Stream`, `torch.cuda.Event` and the contexts around them."""
+"""What stands in for `torch.cuda.Stream`, `torch.cuda.Event` and the contexts around them, and does what they do."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from aiodist.testing.cuda.device import active
 from aiodist.testing.cuda.lanes import Lane, Marker
 
-__all__ = ["DeviceContext", "Event", "Stream", "StreamContext"]
+__all__ = ["Event", "Stream", "device_context", "stream_context"]
 
 _handles: Final = itertools.count(1)
 
@@ -57,12 +58,10 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """The device whose stream it is."""
         return torch.device("cuda", self.lane.index)
 
     @property
     def device_index(self) -> int:
-        """The index of that device."""
         return self.lane.index
 
     @property
@@ -73,27 +72,22 @@ class Stream:
     stream_id = cuda_stream
 
     def wait_event(self, event: Event) -> None:
-        """Let what is queued from now on wait for what the event recorded last; for nothing if it did not."""
         if event.marker is not None:
             self.lane.wait_for(event.marker)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what is queued from now on wait for all that `stream` has queued until now."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, a new one by default, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether all that was queued is done."""
         self.lane.world.check(self.lane.index)
         return self.lane.idle
 
     def synchronize(self) -> None:
-        """Let the host wait for all that was queued."""
         self.lane.world.wait(self.lane.mark(), self.lane.index, "stream")
 
     def hold(self) -> None:
@@ -105,7 +99,7 @@ class Stream:
         self.lane.world.hold([self.lane], -1)
 
     def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
+        self._context = stream_context(self)
         self._context.__enter__()
         return self
 
@@ -167,11 +161,9 @@ class Event:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the stream that it was recorded in."""
         return None if self._recorded.lane is None else torch.device("cuda", self._recorded.lane.index)
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record in `stream`, the current one by default."""
         lane = (active().current_stream() if stream is None else stream).lane
         recorded = self._recorded
         if recorded.lane is not None and recorded.lane.index != lane.index:
@@ -180,11 +172,9 @@ class Event:
         recorded.marker = lane.mark()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let what is queued from now on in `stream`, the current one by default, wait for the event."""
         (active().current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the event is over, or was never recorded."""
         recorded = self._recorded
         if recorded.lane is None or recorded.marker is None:
             return True
@@ -192,13 +182,11 @@ class Event:
         return recorded.marker.reached
 
     def synchronize(self) -> None:
-        """Let the host wait for the event."""
         recorded = self._recorded
         if recorded.lane is not None and recorded.marker is not None:
             recorded.lane.world.wait(recorded.marker, recorded.lane.index, "event")
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds from this event to `end`; both were made with `enable_timing=True` and are over."""
         if not (self.enable_timing and end.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.marker is None or end.marker is None:
@@ -208,39 +196,29 @@ class Event:
         return (end.marker.at - self.marker.at) * 1e3
 
 
-class StreamContext:
+@contextlib.contextmanager
+def stream_context(stream: Stream | None) -> Iterator[None]:
     """Make a stream current, and its device, until the context ends; None does nothing."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-        self._before: list[tuple[Stream, Stream]] = []
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            world = active()
-            self._before.append((world.current_stream(), world.current_stream(self.stream.device)))
-            world.set_stream(self.stream)
-
-    def __exit__(self, *raised: object) -> None:
-        if self.stream is not None:
-            on_current, on_its = self._before.pop()
-            world = active()
-            world.set_stream(on_its)
-            world.set_stream(on_current)
+    if stream is None:
+        yield
+        return
+    world = active()
+    on_current, on_its = world.current_stream(), world.current_stream(stream.device)
+    world.set_stream(stream)
+    try:
+        yield
+    finally:
+        world.set_stream(on_its)
+        world.set_stream(on_current)
 
 
-class DeviceContext:
-    """Make a device current until the context ends."""
-
-    def __init__(self, device: object) -> None:
-        self.idx = -1 if device is None or (isinstance(device, int) and device < 0) else active().index(device)
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = active().index()
-        active().set_index(self.idx)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        active().set_index(self.prev_idx)
+@contextlib.contextmanager
+def device_context(device: object) -> Iterator[None]:
+    """Make a device current until the context ends; None and negative numbers do nothing."""
+    world = active()
+    before = world.index()
+    world.set_index(-1 if device is None else device)
+    try:
+        yield
+    finally:
+        world.set_index(before)
