@@ -77,14 +77,13 @@ class Peer:
         comm: int = 0,
         number: int = 0,
         nbytes: int = 0,
-        signature: bytes = b"",
         data: Tensor | None = None,
     ) -> BackendError | None:
         """Send a frame with a copy of `data`; return why that cannot be done."""
         if self.error is not None:
             return self.error
         self._told = self._received
-        frame = Frame.write(kind, tag, comm, number, nbytes, self._told, signature, data)
+        frame = Frame.write(kind, tag, comm, number, nbytes, self._told, data)
         try:
             self._sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class

@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Protocol
 
 from aiodist.backends.gloo.frames import Frame
-from aiodist.backends.gloo.group import GlooGroup
 from aiodist.backends.gloo.library import CLOSE_SECONDS, ProcessGroup, cut
+from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.peer import Peer
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
@@ -42,7 +42,7 @@ class Wire:
         self._early: dict[int, list[tuple[int, Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
         self._closing = False
-        self.groups: set[GlooGroup] = set()
+        self.natives: set[GlooNative] = set()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         self.peers = {other: Peer(self, other) for other in range(size) if other != rank}
@@ -101,8 +101,8 @@ class Wire:
     def close(self) -> None:
         """End the threads and close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
         atexit.unregister(self._at_exit)
-        for group in list(self.groups):
-            group.close()
+        for native in list(self.natives):
+            native.close()
         cut(self.group, self.peers)
         until = monotonic() + CLOSE_SECONDS
         if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
