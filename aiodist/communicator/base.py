@@ -18,8 +18,8 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.wrappers import side_by_side
-from aiodist.communicator.arguments import check_list, check_tensor, is_number
+from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
+from aiodist.communicator.arguments import check_across, check_list, check_tensor, is_number
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
 from aiodist.communicator.gate import When
@@ -41,7 +41,6 @@ __all__ = [
     "described",
     "fingerprint_of",
     "how",
-    "joined",
     "kind_of",
     "kinds_of",
     "lift",
@@ -277,6 +276,28 @@ class Base:
             attach(handle, work, (ts, outs, claims))
         return handle
 
+    def _issue_across(
+        self,
+        what: Fingerprint,
+        ts: list[Tensor],
+        make: Callable[[Primitives], Program[Any]],
+        claims: Sequence[Claim],
+        *,
+        timeout: float | None,
+        impl: str,
+        empty: object,
+        together: bool = False,
+    ) -> Handle[Any]:
+        """Issue what `make` returns, an operation over the list and the ranks; of an empty list the result is `empty`.
+
+        It begins once all ranks are known to give lists of one length.
+        """
+        if not ts:
+            return self._issue(what, returning(nothing(), empty), [], ts, timeout)
+        check_across(ts)
+        program = alike_lists(self._primitives(impl, together=together), ts, make)
+        return self._issue(what, program, claims, ts, timeout)
+
     @staticmethod
     def _when(kind: str, nbytes: int) -> When:
         """Return when an operation may begin: what is made of messages of its own compares large ones first."""
@@ -304,6 +325,14 @@ class Base:
         check_not_capturing(self._device.index)
         return [accelerator.work(self.name, self._device, tag_of(self.seq), expected=True)]
 
+    def _each(
+        self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, impl: str
+    ) -> Program[Any]:
+        """Return the program of a call that was given one tensor, else those of all `ts` side by side."""
+        p = self._primitives(impl, together=len(ts) > 1)
+        programs = [make(p, t) for t in ts]
+        return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
+
     def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
         self._repertoire.check(impl)
@@ -330,11 +359,6 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     whole = isinstance(t, int) and op != "mean"
     lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64)
     return lifted, lambda result: None if result is None else result.item()
-
-
-def joined(programs: Sequence[Program[Any]], ts: Sequence[Tensor], given: object) -> Program[Any]:
-    """Return the one program of a call that was given one tensor, else those of all `ts` side by side."""
-    return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
 
 def check_single(t: object, name: str) -> None:

@@ -18,11 +18,26 @@ from aiodist.collectives.choice.table import Edit, LimitEdit, RangeEdit, parse_e
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
 from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.topology import Topology
 
-__all__ = ["cache_folder", "conditions", "read_edits", "render", "tuned_path", "write"]
+__all__ = ["cache_folder", "conditions", "edits_at_start", "read_edits", "render", "tuned_path", "write"]
 
 _MADE_FOR = "made-for"
 _SHOWN = 120
+
+
+def edits_at_start(
+    asked: str | os.PathLike[str] | None, repertoire: Repertoire, topology: Topology, backend: str
+) -> list[Edit]:
+    """Return what the file `asked` for says, with None what was measured, or nothing where nothing was.
+
+    "none" is neither. Raises what `read_edits` does.
+    """
+    if asked == "none" or (asked is None and (len(topology.host_of) == 1 or not cache_folder().is_dir())):
+        return []
+    here = conditions(repertoire, topology, backend)
+    path = tuned_path(here) if asked is None else Path(asked)
+    return [] if asked is None and not path.exists() else read_edits(path, here, repertoire)
 
 
 def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
@@ -100,8 +115,14 @@ def write(path: Path, text: str) -> None:
 # --- what was measured -----------------------------------------------------------------------------------------
 
 
-def conditions(repertoire: Repertoire, ranks_per_host: Sequence[int], library: str) -> dict[str, str]:
+def conditions(repertoire: Repertoire, topology: Topology, backend: str) -> dict[str, str]:
     """Return what the speeds depend on: topology, versions, and what there is to choose from; cores are this host's."""
+    ranks_per_host = [len(topology.ranks_on(host)) for host in topology.hosts]
+    library = backend
+    if backend == "mpi":  # the others are torch's or ours
+        from aiodist.backends.mpi import library_version
+
+        library = library_version().partition(",")[0]
     return {
         "aiodist": _version("aiodist"),
         "torch": _version("torch"),
