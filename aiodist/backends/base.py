@@ -35,6 +35,9 @@ __all__ = [
     "Wanted",
     "dtype_name",
     "guarded",
+    "ignore",
+    "keeping",
+    "once",
     "ours",
     "tag_of",
     "tell",
@@ -71,6 +74,30 @@ def guarded(call: Callable[[Done], object], done: Done) -> None:
         if told:
             raise
         tell_once(ours(error))
+
+
+def once(done: Done) -> Done:
+    """Return what calls `done` the first time it is called."""
+    left = [done]
+
+    def told(error: BaseException | None) -> None:
+        if left:
+            left.pop()(error)
+
+    return told
+
+
+def keeping(t: Tensor, done: Done) -> Done:
+    """Return `done`, holding on to `t` until it is called."""
+
+    def over(error: BaseException | None, _t: Tensor = t) -> None:
+        done(error)
+
+    return over
+
+
+def ignore(_: object) -> None:
+    """Take what nobody waits for."""
 
 
 def ours(error: Exception) -> AiodistError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import once
 from aiodist.collectives.program import Program, run
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.gate import Entry
@@ -109,19 +109,7 @@ def through_gate(
     if entry.decided and entry.error is None:
         finish(result, error)
         return
-    known = _Once(lambda differ: finish(None if differ else result, differ or error))
+    known = once(lambda differ: finish(None if differ else result, differ or error))
     entry.known(known)
     if error is not None:
         owner.later(partial(owner.progress.exclusively, partial(known, None)))
-
-
-class _Once:
-    """Passes on the first of its calls."""
-
-    def __init__(self, done: Done) -> None:
-        self._done: Done | None = done
-
-    def __call__(self, error: BaseException | None) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            done(error)

@@ -194,7 +194,7 @@ class Dispatcher:
         completion = Completion(self, handle, claims, convert)
         work_bytes = 0 if queues else nbytes
         if self.gate is None:
-            self.run(program, completion, work_bytes)
+            self.start(partial(completion.run, program), work_bytes)
             return handle
         large = work_bytes >= self.large_bytes
         entry = Entry(handle.seq, what.word ^ handle.seq, when, traffic, large=large)
@@ -208,10 +208,6 @@ class Dispatcher:
     def later(self, call: Callable[[], object]) -> None:
         """See `Owner`."""
         self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
-
-    def run(self, program: Program[Any], completion: Completion, nbytes: int) -> None:
-        """Run `program`, which moves `nbytes`, to its end."""
-        self.start(partial(completion.run, program), nbytes)
 
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""

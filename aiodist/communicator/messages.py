@@ -114,7 +114,7 @@ class PointToPoint(Base):
             yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
             return box[0]
 
-        self._dispatcher.run(on_devices(program(), sending), finish, t.nbytes)
+        self._dispatcher.start(partial(finish.run, on_devices(program(), sending)), t.nbytes)
         if works := sending if work is None else [*sending, work]:
             attach(handle, works, (t, into))
         return handle
@@ -132,7 +132,7 @@ class PointToPoint(Base):
         def program() -> Program[None]:
             yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
 
-        self._dispatcher.run(on_devices(program(), work), finish, nbytes)
+        self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
         if work:
             attach(handle, work, ts)
         return handle

@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
 from aiodist.backends.base import Wanted
-from aiodist.backends.gloo import meeting, memory, peer
+from aiodist.backends.gloo import library, meeting, wire
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError
@@ -209,7 +209,7 @@ async def test_a_parked_wait_costs_next_to_no_cpu() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
 async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(library, "_PIECE_BYTES", 1 << 18)
     async with worlds(3) as (zero, one, two):
         into = [torch.full((numel,), -1.0) for _ in range(5)]
         early = [receive(zero, into[0], ANY), receive(zero, into[1], 2), receive(zero, into[2], ANY, tag=9)]
@@ -261,7 +261,7 @@ async def test_thousands_of_frames_one_way_keep_no_memory() -> None:
             await over(send(one, torch.tensor([float(i)]), 0), receive(zero, into))
             assert into == i
         assert one._wire is not None
-        assert len(one._wire.peers[0]._sent) <= 2 * peer._CREDIT
+        assert len(one._wire.peers[0]._sent) <= 2 * wire._CREDIT
 
 
 async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> None:
@@ -479,7 +479,7 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
 def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
     """Its thread may still hear that the first of it came."""
     over = threading.Event()
-    waiting: Any = object.__new__(peer.Peer)
+    waiting: Any = object.__new__(wire.Peer)
     waiting._payloads, waiting._sent = SimpleQueue(), deque(["frame"])
     waiting._threads = [threading.Thread(target=over.wait, daemon=True)]
     waiting._threads[0].start()

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from aiodist.backends.gloo.memory import empty
+from aiodist.backends.gloo.library import empty
 
 __all__ = ["CREDITS", "HEADER_BYTES", "MESSAGE", "OFFER", "TAKEN", "Frame"]
 

@@ -21,9 +21,9 @@ from copy import copy
 from datetime import timedelta
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from aiodist.backends.gloo.memory import empty
 from aiodist.errors import BackendError, BackendUnavailable
 
 try:
@@ -46,11 +46,15 @@ __all__ = [
     "backend_error",
     "c10d",
     "cut",
+    "empty",
+    "pieces",
 ]
 
 FOREVER: Final = timedelta(days=3000)
 """Deadlines are the handles' business."""
 CLOSE_SECONDS: Final = 5.0
+
+_PIECE_BYTES = 1 << 30
 
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
@@ -76,6 +80,17 @@ def cut(group: ProcessGroup, others: Iterable[int]) -> None:
     for rank in others:
         with suppress(RuntimeError):
             group.recv([empty(1)], rank, _NEVER).wait(timedelta(milliseconds=1))
+
+
+def empty(nbytes: int) -> Tensor:
+    """Return new memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def pieces(flat: Tensor) -> list[Tensor]:
+    """Return `flat` in pieces whose counts every library can hold."""
+    most = _PIECE_BYTES // flat.element_size()
+    return [flat[start : start + most] for start in range(0, max(1, flat.numel()), most)]
 
 
 def backend_error(error: Exception, what: str = "") -> BackendError:

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Begin, Done, Operation, Wanted
-from aiodist.backends.gloo.library import CLOSE_SECONDS, FOREVER, ProcessGroup, Work, again, backend_error, c10d, cut
-from aiodist.backends.gloo.memory import pieces
-from aiodist.backends.gloo.peer import Peer
+from aiodist.backends.gloo.library import (
+    CLOSE_SECONDS,
+    FOREVER,
+    ProcessGroup,
+    Work,
+    again,
+    backend_error,
+    c10d,
+    cut,
+    pieces,
+)
+from aiodist.backends.gloo.wire import Peer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, join

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from aiodist.backends.base import Done, guarded, tell
-from aiodist.backends.gloo.library import again
-from aiodist.backends.gloo.memory import empty
-from aiodist.backends.gloo.peer import Peer
+from aiodist.backends.gloo.library import again, empty
+from aiodist.backends.gloo.wire import Peer
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching
 from aiodist.errors import BackendError
@@ -44,10 +43,6 @@ class ArrivedMessage(NamedTuple):
     data: Tensor
     offer: int
     """Its number where the data is still to be fetched, else 0."""
-
-    def kept(self) -> ArrivedMessage:
-        """Return the message with its data in memory of its own."""
-        return ArrivedMessage(self.src, self.tag, self.nbytes, self.data.clone(), self.offer)
 
 
 class Receiving:
@@ -81,7 +76,7 @@ class Receiving:
         if wanted is not None:
             self._deliver(message, wanted)
         else:
-            self._matching.keep(message if message.offer else message.kept())
+            self._matching.keep(message if message.offer else message._replace(data=message.data.clone()))
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank`, see [Note: lost peers]."""

@@ -15,9 +15,8 @@ from aiodist.backends.gloo.frames import MESSAGE, OFFER, Frame
 from aiodist.backends.gloo.library import ProcessGroup, again
 from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
-from aiodist.backends.gloo.peer import Peer
 from aiodist.backends.gloo.receiving import ArrivedMessage, PostedReceive, Receiving
-from aiodist.backends.gloo.wire import Wire
+from aiodist.backends.gloo.wire import Peer, Wire
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
@@ -66,7 +65,7 @@ class GlooTransport:
         if wire is not None and group is not None:
             self._native = GlooNative(group, self.rank, self._peers.values(), wire.tell)
             with transport_lock:
-                wire.natives.add(self._native)
+                wire.at_close.add(self._native.close)
                 wire.join(self._comm, self)
         self.native: Native | None = self._native
 
@@ -147,7 +146,7 @@ class GlooTransport:
     def _close(self, owner: bool) -> None:
         if self._wire is not None and self._native is not None:
             self._native.close()
-            self._wire.natives.discard(self._native)
+            self._wire.at_close.discard(self._native.close)
             if owner:
                 self._wire.close()
                 self._meeting.devices.clear()

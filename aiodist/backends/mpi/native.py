@@ -78,12 +78,10 @@ class MpiNative:
         self._conveyor = conveyor
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for what MPI has a type and an operator for; large counts go piecewise elsewhere."""
+        """Return True for what MPI has a type and an operator for, and counts that every library can hold."""
         operation, kind, op = wanted.operation, wanted.kind, wanted.op
-        if operation not in _STARTS:
+        if operation not in _STARTS or (wanted.nbytes > PIECE_BYTES and operation != "allreduce"):  # it goes in pieces
             return False
-        if wanted.nbytes > PIECE_BYTES:
-            return operation in ("allreduce", "broadcast", "reduce")
         if op is ReduceOp.MEAN:
             return operation == "allreduce" and kind in DTYPES
         return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
@@ -133,15 +131,13 @@ class MpiNative:
 
     def _broadcast(self, o: Operation, done: Done) -> None:
         """Ibcast of bytes."""
-        self._piecewise(bytes_of(o.t), done, lambda piece: self._comm.Ibcast(piece, o.root))
+        self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)
 
     def _reduce(self, o: Operation, done: Done) -> None:
         op, root = o.op, o.root
         t, done = _widened(o.t, op, done, o.t if self._comm.rank == root else None)
-        if self._comm.rank == root:
-            self._piecewise(t, done, lambda piece: self._comm.Ireduce(MPI.IN_PLACE, piece, OPS[op], root))
-        else:
-            self._piecewise(t, done, lambda piece: self._comm.Ireduce(piece, None, OPS[op], root))
+        mine, into = (MPI.IN_PLACE, spec(t)) if self._comm.rank == root else (spec(t), None)
+        self._start(lambda: self._comm.Ireduce(mine, into, OPS[op], root), t.nbytes, done)
 
     def _allgather(self, o: Operation, done: Done) -> None:
         """Iallgather(v) of bytes."""
@@ -165,15 +161,6 @@ class MpiNative:
     def _scan(self, o: Operation, done: Done) -> None:
         t, done = _widened(o.t, o.op, done, o.t)
         self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(t), OPS[o.op]), t.nbytes, done)
-
-    def _piecewise(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
-        if t.nbytes <= PIECE_BYTES:
-            self._start(lambda: call(spec(t)), t.nbytes, done)
-            return
-        pieces = flat(t).split(PIECE_BYTES // t.element_size())
-        joined = join(len(pieces), done)
-        for piece in pieces:
-            self._start(lambda piece=piece: call(spec(piece)), piece.nbytes, joined)  # type: ignore[misc]
 
     def _start(self, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
         start(self._requests, call, nbytes, done)

@@ -9,7 +9,7 @@ from aiodist.backends.base import DTYPES
 from aiodist.backends.inplace import flat, numbers_of
 from aiodist.types import ReduceOp
 
-__all__ = ["MOVES", "REDUCTIONS", "as_numbers", "native_op", "supports"]
+__all__ = ["MOVES", "NATIVE_OPS", "REDUCTIONS", "as_numbers", "supports"]
 
 MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter"})
@@ -29,7 +29,7 @@ _TAKES = {
     ReduceOp.BAND: frozenset({torch.bool}),
     ReduceOp.BOR: frozenset({torch.bool}),
 }
-_NATIVE = {
+NATIVE_OPS = {
     ReduceOp.SUM: "sum",
     ReduceOp.MEAN: "sum",
     ReduceOp.PROD: "prod",
@@ -38,6 +38,7 @@ _NATIVE = {
     ReduceOp.BAND: "min",
     ReduceOp.BOR: "max",
 }
+"""What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
 
 
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
@@ -45,11 +46,6 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
     if operation in MOVES:
         return kind in DTYPES
     return operation in REDUCTIONS and op is not None and kind in _TAKES.get(op, ())
-
-
-def native_op(op: ReduceOp) -> str:
-    """Return what NCCL calls `op`, given numbers of `as_numbers`; a mean is a sum until it is divided."""
-    return _NATIVE[op]
 
 
 def as_numbers(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from aiodist.backends.base import Done, Exchange, Operation
 from aiodist.backends.inplace import bytes_of, divide
 from aiodist.backends.nccl.group import Launch, NcclGroup
-from aiodist.backends.nccl.kinds import as_numbers, native_op
+from aiodist.backends.nccl.kinds import NATIVE_OPS, as_numbers
 from aiodist.backends.nccl.launch_order import LaunchSlot
 from aiodist.types import ReduceOp
 
@@ -48,14 +48,11 @@ class NcclNative:
 
     def start(self, o: Operation, done: Done) -> None:
         """Enqueue an operation; see `kinds.supports` for which."""
-        self._call([] if _is_empty(o) else [_PARTS[o.kind](self, o)], o.kind, done)
+        self.start_all([o], done)
 
     def start_all(self, operations: Sequence[Operation], done: Done) -> None:
         """Enqueue several, launched together."""
         parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
-        self._call(parts, ", ".join(dict.fromkeys(o.kind for o in operations)), done)
-
-    def _call(self, parts: Sequence[_Part], what: str, done: Done) -> None:
         if not parts:
             done(None)
             return
@@ -63,6 +60,7 @@ class NcclNative:
         if len(parts) > 1:
             launch = partial(self._together, [part.launch for part in parts])
             after = partial(_in_turn, [part.after for part in parts if part.after is not None])
+        what = ", ".join(dict.fromkeys(o.kind for o in operations))
         self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
 
     def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -151,7 +149,7 @@ class NcclNative:
         return _Part(launch)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
-        return self._group.library.ops[native_op(op)]
+        return self._group.library.ops[NATIVE_OPS[op]]
 
     def _division(self, o: Operation) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:

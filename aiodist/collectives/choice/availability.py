@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, OPERATIONS
+from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, OPERATIONS, check_known
 from aiodist.collectives.columns import columns
 from aiodist.types import Impl
 
@@ -71,8 +71,7 @@ class Availability(Sequence[Offer]):
             ("implementation", impl, IMPLEMENTATIONS),
             ("device", device, DEVICES),
         ):
-            if seen not in known:
-                raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
+            check_known(what, seen, known)
         wanted = (operation, impl, device)
         return next(offer for offer in self._offers if (offer.operation, offer.impl, offer.device) == wanted)
 

@@ -13,6 +13,7 @@ from aiodist.collectives.choice.table import (
     Edit,
     LimitEdit,
     RangeEdit,
+    check_known,
 )
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
@@ -45,8 +46,8 @@ class Selector:
 
         Raises ValueError for "cuda" where there is no CUDA device.
         """
-        _check("operation", operation, OPERATIONS)
-        _check("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
+        check_known("operation", operation, OPERATIONS)
+        check_known("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
         return self.repertoire.choice(operation, nbytes, device)
 
     @property
@@ -62,9 +63,9 @@ class Selector:
         """
         for what, seen, known in (("operation", operation, OPERATIONS), ("device", device, DEVICES)):
             if seen is not None:
-                _check(what, seen, known)
+                check_known(what, seen, known)
         if hosts is not None:
-            _check("hosts", hosts, HOSTS)
+            check_known("hosts", hosts, HOSTS)
         ranges = self.repertoire.table.ranges(operation=operation, device=device, hosts=hosts)
         text = columns(
             ("device", "hosts", "operation", "from", "below", "implementation", ""),
@@ -122,8 +123,3 @@ class Selector:
     def __repr__(self) -> str:
         names = dict.fromkeys(edit.impl for edit in self.repertoire.table.ranges(hosts=self.repertoire.hosts))
         return f"<Selector of {', '.join(names)} for {self.repertoire.hosts} host(s)>"
-
-
-def _check(what: str, seen: str, known: tuple[str, ...]) -> None:
-    if seen not in known:
-        raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")

@@ -39,6 +39,7 @@ __all__ = [
     "RangeEdit",
     "Table",
     "bytes_text",
+    "check_known",
     "last_resorts",
     "parse_bytes",
     "parse_edit",
@@ -117,10 +118,10 @@ class RangeEdit:
     impl: str
 
     def __post_init__(self) -> None:
-        _check_known("device", self.device, DEVICES)
-        _check_known("hosts", self.hosts, HOSTS)
-        _check_known("operation", self.operation, OPERATIONS)
-        _check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
+        check_known("device", self.device, DEVICES)
+        check_known("hosts", self.hosts, HOSTS)
+        check_known("operation", self.operation, OPERATIONS)
+        check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
         if self.above < 0 or (self.below is not None and self.below <= self.above):
             to = "" if self.below is None else f" to {self.below}"
             raise ValueError(f"sizes {self.above}{to}: expected bytes, at least 0, and an end above the beginning")
@@ -148,7 +149,7 @@ class LimitEdit:
     value: int
 
     def __post_init__(self) -> None:
-        _check_known("limit", self.name, LIMITS)
+        check_known("limit", self.name, LIMITS)
         limit = LIMITS[self.name]
         if not limit.least <= self.value <= limit.most:
             raise ValueError(f"limit {self.name} {self.value}: expected {limit.least} to {limit.most}")
@@ -200,7 +201,8 @@ def bytes_text(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _check_known(what: str, seen: str, known: Iterable[str]) -> None:
+def check_known(what: str, seen: str, known: Iterable[str]) -> None:
+    """Raise ValueError, with the names there are, for another one."""
     if seen not in known:
         raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
 

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Operation, Wanted
+from aiodist.backends.base import Done, Operation, Wanted, ignore, once
 from aiodist.backends.inplace import copy
 from aiodist.collectives.choice.table import OPERATIONS
-from aiodist.collectives.cuda.device_messages import StagedMessages, staged_irecv, staged_isend
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
@@ -28,11 +27,7 @@ from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
 
-__all__ = ["Staged", "StagedMessages", "chunks_of", "cut", "staged_irecv", "staged_isend"]
-
-
-def _ignore(_: object) -> None:
-    pass
+__all__ = ["Staged", "chunks_of", "cut"]
 
 
 def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
@@ -69,7 +64,7 @@ class Staged(Implementation):
     """The host's collectives on pinned chunks; an `Implementation` for tensors of CUDA devices.
 
     Each chunk is copied to the host, reduced there and copied back. A few of them are on their way at once, each on a
-    lane of its own. 16-bit floats cross the bus as they are.
+    lane of its own. 16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
     """
 
     name = "staged"
@@ -95,13 +90,11 @@ class Staged(Implementation):
         self._together = together
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that."""
         if wanted.operation not in OPERATIONS:
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        """Run an operation; of an allgather my elements do not leave the device on their way to their place."""
         o = operation
         if o.kind == "allgather":
             return self._allgather(ep, o)
@@ -243,11 +236,11 @@ class _Work:
 
     def read(self, pairs: Copies, behind: bool, done: Done) -> None:
         """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
-        self._staging.copies(pairs, self._current if behind else self._to_host, _ignore, done)
+        self._staging.copies(pairs, self._current if behind else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, buffer: Tensor, done: Done) -> None:
         """Queue the copies to the device; `buffer` is free when they are over."""
-        told = _once(done)
+        told = once(done)
 
         def over(error: BaseException | None) -> None:
             self._staging.pool.give(buffer)
@@ -264,14 +257,3 @@ def _parts(cuts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """Return how long each part is, and where it begins when they lie one behind the other."""
     parts = [last - first for first, last in cuts]
     return parts, [0, *accumulate(parts)][:-1]
-
-
-def _once(done: Done) -> Done:
-    """Return what calls `done` the first time it is called."""
-    left = [done]
-
-    def told(error: BaseException | None) -> None:
-        if left:
-            left.pop()(error)
-
-    return told
