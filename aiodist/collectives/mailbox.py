@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -297,36 +297,20 @@ class Mailbox:
         def there(error: BaseException | None) -> None:
             work.end(lambda lost: done(error or lost))
 
-        def take(transport: Transport) -> None:
-            guarded(partial(device_messages.recv, transport, flat, message.source, message.payload), there)
-
-        def on_host(error: BaseException | None) -> None:
+        def on_host(data: Tensor, error: BaseException | None) -> None:
             if error is not None:
                 there(error)
                 return
             with work.current():
-                take(cast(Transport, _AtHand(host)))
+                guarded(partial(device_messages.put, data, flat), there)
 
-        if message.data is not None:
-            take(cast(Transport, _AtHand(message.data)))
-        elif message.form == _IN_PIECES:
-            take(self._transport)
+        if message.form == _IN_PIECES:
+            guarded(partial(device_messages.recv, self._transport, flat, message.source, message.payload), there)
+        elif message.data is not None:
+            on_host(message.data, None)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
-            guarded(partial(self._transport.irecv, host, message.source, message.payload), on_host)
-
-
-class _AtHand:
-    """Gives `DeviceMessages` a message that came whole, piece after piece: the host must not wait for the device."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._left = data
-
-    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Fill `t` with what comes next."""
-        copy(t, self._left[: t.numel()])
-        self._left = self._left[t.numel() :]
-        done(None)
+            guarded(partial(self._transport.irecv, host, message.source, message.payload), partial(on_host, host))
 
 
 def _read(frame: Tensor) -> _Unexpected:

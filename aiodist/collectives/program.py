@@ -52,6 +52,9 @@ class DeviceMessages(Protocol):
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         """Call `then` with a copy of `t` in memory of the host, or with an error."""
 
+    def put(self, host: Tensor, t: Tensor, done: Done) -> None:
+        """Copy `host` to `t`, of the same shape and dtype, behind what is queued on the current stream."""
+
     def cut(self, t: Tensor) -> Sequence[Tensor]:
         """Return the pieces in which flat `t` travels, each in a message of its own."""
 

@@ -69,11 +69,6 @@ class Traffic:
         self.agreed = partial(_at_once, error)
         self._rooms = None
 
-    @property
-    def refused(self) -> bool:
-        """It may send and ask for nothing any more."""
-        return self._refusal is not None
-
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` what may be of another operation, and longer: until all agree, up to `ROOM_BYTES`."""
         sizes, rooms = _noted(self._asked, src, tag, t.nbytes), self._rooms

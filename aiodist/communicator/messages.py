@@ -110,7 +110,15 @@ class PointToPoint(Base):
 
         def program() -> Program[Arrived]:
             box: list[Arrived] = []
-            receive = partial(_receive, mailbox, Wanted(Mailbox.TENSOR, src, tag, into, _nobody, work), box)
+
+            def receive(done: Done) -> None:
+                def finish(arrived: Arrived | None, error: BaseException | None) -> None:
+                    if arrived is not None:
+                        box.append(arrived)
+                    done(error)
+
+                mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish, work))
+
             yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
             return box[0]
 
@@ -136,18 +144,3 @@ class PointToPoint(Base):
         if work:
             attach(handle, work, ts)
         return handle
-
-
-def _nobody(arrived: Arrived | None, error: BaseException | None) -> None:
-    """Whom a receive tells before `_receive` says who."""
-
-
-def _receive(mailbox: Mailbox, wanted: Wanted, box: list[Arrived], done: Done) -> None:
-    def finish(arrived: Arrived | None, error: BaseException | None) -> None:
-        wanted.finish = _nobody  # else the program, which keeps its calls, would keep itself
-        if arrived is not None:
-            box.append(arrived)
-        done(error)
-
-    wanted.finish = finish
-    mailbox.receive(wanted)

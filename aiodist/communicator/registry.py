@@ -225,21 +225,18 @@ class Registry:
 
     def _device_failed(self, name: str, error: AiodistError) -> None:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
-        for communicator in (*self._open, *self._closing):
-            if communicator.name == name:
-                self._abort(communicator, error)
+        self._abort([c for c in (*self._open, *self._closing) if c.name == name], error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
-        for communicator in (*self._open, *self._closing):
-            self._abort(communicator, ours(error))
+        self._abort([*self._open, *self._closing], ours(error))
 
     @staticmethod
-    def _abort(communicator: Communicator, error: AiodistError) -> None:
-        dispatcher = communicator.parts.dispatcher
-        if dispatcher.refusal is None:
-            dispatcher.abort(error)
-            dispatcher.disputes.tell_abort(f"rank {communicator.rank}: {error}")
+    def _abort(communicators: Sequence[Communicator], error: AiodistError) -> None:
+        for dispatcher in [communicator.parts.dispatcher for communicator in communicators]:
+            if dispatcher.refusal is None:
+                dispatcher.abort(error)
+                dispatcher.disputes.tell_abort(f"rank {dispatcher.transport.rank}: {error}")
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):

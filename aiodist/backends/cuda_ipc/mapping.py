@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -34,19 +35,21 @@ __all__ = ["Mapped", "Mapper", "TorchMapper", "address_of", "living"]
 _REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
 
-class Mapped(Protocol):
+class Mapped(ABC):
     """The memory of somebody else's storage."""
 
+    @abstractmethod
     def memory(self) -> Tensor:
         """Return all of it, flat, as bytes; raise BackendError where it is gone."""
 
     def lost(self) -> bool:
         """Return True where its device failed: it can only be leaked."""
+        return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  - there may be nothing to do
         """Let go of it, when nothing that was queued uses it any more."""
 
-    def leak(self) -> None:
+    def leak(self) -> None:  # noqa: B027
         """Keep it mapped for as long as the process lives."""
 
 
@@ -118,7 +121,7 @@ class TorchMapper:
         return self._places[device]
 
 
-class Own:
+class Own(Mapped):
     """A storage of this process, which another of its ranks lends: looked at, not kept alive."""
 
     def __init__(self, cdata: int, device: torch.device) -> None:
@@ -130,16 +133,6 @@ class Own:
         """See `Mapped`."""
         return flat(_lent(self._storage.cdata), self._device)
 
-    def lost(self) -> bool:
-        """See `Mapped`."""
-        return False
-
-    def close(self) -> None:
-        """See `Mapped`."""
-
-    def leak(self) -> None:
-        """See `Mapped`."""
-
 
 class _Allocation:
     """What storages of other processes lie in."""
@@ -148,7 +141,7 @@ class _Allocation:
         self.device = device
 
 
-class _Foreign:
+class _Foreign(Mapped):
     """Memory of another process.
 
     Torch checks what it calls when it ends, in a destructor: on a device that is lost that is the end of the process.

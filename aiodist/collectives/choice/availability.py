@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,9 +60,6 @@ class Availability(Sequence[Offer]):
 
     def __len__(self) -> int:
         return len(self._offers)
-
-    def __iter__(self) -> Iterator[Offer]:
-        return iter(self._offers)
 
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
         """Return that offer; raise ValueError, with the names there are, for an unknown one."""

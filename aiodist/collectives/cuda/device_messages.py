@@ -50,6 +50,13 @@ class StagedMessages:
 
         self._staging.copy(host, t, torch.cuda.current_stream(t.device), ignore, finish)
 
+    def put(self, host: Tensor, t: Tensor, done: Done) -> None:
+        """See `DeviceMessages`."""
+        if t.numel():
+            self._staging.copies([(t, host)], torch.cuda.current_stream(t.device), ignore, done)
+        else:
+            done(None)
+
     def cut(self, t: Tensor) -> list[Tensor]:
         """See `DeviceMessages`."""
         return list(t.split(self._staging.piece_bytes)) or [t]

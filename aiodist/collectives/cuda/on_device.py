@@ -112,7 +112,7 @@ class InOrder:
     def __init__(self, device_messages: DeviceMessages) -> None:
         self._device_messages = device_messages
         self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
-        self.fetch, self.cut = device_messages.fetch, device_messages.cut
+        self.fetch, self.put, self.cut = device_messages.fetch, device_messages.put, device_messages.cut
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """See `DeviceMessages`."""
