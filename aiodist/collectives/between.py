@@ -2,8 +2,7 @@
 
 A dissemination barrier whose messages carry the word of the operation (Hensgen, Finkel and Manber, Two algorithms for
 barrier synchronization, 1988): in step k leader i sends to leader i + 2^k and hears from leader i - 2^k, modulo h of
-them. After log2(h) steps each has heard of all, by way of others: who has met another word than its own says so to all
-that it sends to from then on. It goes on beside the operation, whose messages have other tags.
+them. A leader that has met another word than its own says so in all that it sends from then on.
 """
 
 from __future__ import annotations

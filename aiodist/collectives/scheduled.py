@@ -73,11 +73,8 @@ class Scheduled(Implementation):
     """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
-    `limits` (see `LIMITS`). What cannot be cut is not. Raises ValueError for an unknown name and for more chunks than
-    the schedule takes.
-
-    Chunks of a ring or a tree have tags of their own, which are the same in each program that shares the endpoint:
-    programs in lockstep take one chunk. A chain may have more.
+    `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
+    endpoint: programs in lockstep take one chunk. Raises ValueError for an unknown name and for too many chunks.
     """
 
     recallable = True

@@ -1,9 +1,8 @@
 """The gate of a communicator: an operation goes through when the ranks are known to have issued the same one.
 
 Every collective enters in the order of its number, with a *word*: its fingerprint, mixed with that number. Ranks that
-share memory are compared in the rings of `Marks`; then the first rank of each such host, its *leader*, compares with
-the leaders of the others in messages (`Between`) and leaves the verdict in its ring. Ranks that share no memory are
-hosts of their own.
+share memory are compared in the rings of `Marks`; then the first of them, the *leader* of its host, compares with the
+leaders of the others in messages (`Between`) and leaves the verdict in its ring.
 
     entered - posted - the host compares - [the hosts compare] - all agree: it begins, if it has not, and counts
                                                               - some differ: it is refused, on every rank

@@ -130,7 +130,6 @@ class MpiNative:
         return begin
 
     def _broadcast(self, o: Operation, done: Done) -> None:
-        """Ibcast of bytes."""
         self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)
 
     def _reduce(self, o: Operation, done: Done) -> None:
@@ -140,7 +139,6 @@ class MpiNative:
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[op], root), t.nbytes, done)
 
     def _allgather(self, o: Operation, done: Done) -> None:
-        """Iallgather(v) of bytes."""
         t, out = o.t, o.out
         sizes = [count * out.element_size() for count in o.counts]
         mine: Any = MPI.IN_PLACE if _own_block(t, out, o.counts, self._comm.rank) else spec(bytes_of(t))

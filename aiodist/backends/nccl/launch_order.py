@@ -13,9 +13,8 @@ Call = Callable[[], None]
 class LaunchOrder:
     """The order of the operations of one group.
 
-    NCCL matches the calls of the ranks by their order alone. All ranks issue operations in the same order, but some
-    of these reach their native call only after a message has come, when others were issued behind them. So each
-    takes a slot when it is issued, and its calls wait for those of all slots before.
+    NCCL matches calls by their order alone. Some operations reach theirs only after a message has come, when others
+    were issued behind them. So each takes a slot when it is issued, and its calls wait for those of all slots before.
 
     All is called with the transport lock held, but `take`, on the thread that issues. A call may take, use and give
     back slots; what it adds is made after it, not within.

@@ -31,11 +31,9 @@ class _Part(NamedTuple):
 class NcclNative:
     """What one operation does with NCCL, or all of them where they need no order.
 
-    Tensors are dense, flat and on the group's device. Calls take part in the order of the stream that is current when
-    the method is called, and `done(None)` says that they are *enqueued*: results are there when that stream has come
-    so far, and until then the tensors are in use. They run on the group's own stream, where nothing is allocated. All
-    ranks must make the same calls in the same order; see `LaunchOrder`. Those that have no part in an exchange make
-    no call for it.
+    Tensors are dense, flat and on the group's device. `done(None)` says that calls are *enqueued*, see
+    `NcclGroup.call`: results are there when the stream that was current has come so far. All ranks make the same calls
+    in the same order (`LaunchOrder`); those that have no part in an exchange make none for it.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class NcclNative:
                 launch(comm, stream)
 
     def _allreduce(self, o: Operation) -> _Part:
-        """NcclAllReduce."""
         numbers, native = as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -78,7 +75,6 @@ class NcclNative:
         return _Part(launch, self._division(o))
 
     def _broadcast(self, o: Operation) -> _Part:
-        """NcclBroadcast."""
         data = bytes_of(o.t)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -87,7 +83,6 @@ class NcclNative:
         return _Part(launch)
 
     def _reduce(self, o: Operation) -> _Part:
-        """NcclReduce."""
         numbers, native = as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -134,7 +129,6 @@ class NcclNative:
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
     def _exchange(self, o: Operation) -> _Part:
-        """NcclSend and ncclRecv, launched together."""
         assert isinstance(o, Exchange)
         sends = [(bytes_of(t), rank) for rank, t in o.sends]
         receives = [(bytes_of(t), rank) for rank, t in o.receives]

@@ -221,18 +221,17 @@ class Table:
     limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
 
     @classmethod
-    def usual(cls, library: str | None, *, on_cuda: bool = False, shares: bool = True) -> Table:
+    def usual(cls, library: str | None, *, shares: bool = True) -> Table:
         """Return the table of a communicator that `library` carries; None: its transport has no collectives.
 
-        With `on_cuda` its ranks have CUDA devices; `shares`: those of a host share memory.
+        `shares`: the ranks of a host share memory.
         """
         rows = {
             ("cpu", hosts, operation): _usual(library, hosts, operation, shares=shares)
             for hosts in HOSTS
             for operation in OPERATIONS
         }
-        table = cls(MappingProxyType(rows))
-        return table.on_cuda() if on_cuda else table
+        return cls(MappingProxyType(rows))
 
     def on_cuda(self) -> Table:
         """Return the table with rows for CUDA devices: the usual ones where it has none."""

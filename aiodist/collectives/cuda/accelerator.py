@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,11 +113,11 @@ class Accelerator:
         slots = None if tag is None else self._slots.get(name)
         give_back = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
         if give_back is None:
-            return DeviceWork(self._progress, stream.stream, stream.give_back)
+            return DeviceWork(self._progress, stream.stream, stream.users.pop)
         self._keep_looking()
 
         def queued() -> None:
-            stream.give_back()
+            stream.users.pop()
             give_back()
 
         return DeviceWork(self._progress, stream.stream, queued)
@@ -125,10 +125,10 @@ class Accelerator:
     def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
         streams = self._streams.setdefault(device, [])
-        least = min(streams, key=_Stream.__len__, default=None)
-        if least is None or (len(least) and len(streams) < _MOST_STREAMS):
-            streams.append(least := _Stream(torch.cuda.Stream(device=device)))
-        least.take()
+        least = min(streams, key=lambda one: len(one.users), default=None)
+        if least is None or (least.users and len(streams) < _MOST_STREAMS):
+            streams.append(least := _Stream(torch.cuda.Stream(device=device), []))
+        least.users.append(None)
         return least
 
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
@@ -191,7 +191,7 @@ class Accelerator:
     # --- reductions that only queue -----------------------------------------------------------------------------
 
     def queue_alone(self, device: torch.device) -> Queue:
-        """Return how the only rank of a communicator reduces tensors on `device`, in place."""
+        """Return how the only rank of a communicator does it."""
         return alone(self._progress, device)
 
     def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
@@ -256,23 +256,11 @@ class Accelerator:
         await self._mappings.aclose()
 
 
-class _Stream:
-    """A stream, and how many operations have it; taken on the loop's thread, given back on any."""
+class _Stream(NamedTuple):
+    """A stream and its users, one entry each: taken on the loop's thread, given back on any, as a list's end can be."""
 
-    __slots__ = ("_users", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        self._users: list[None] = []  # its ends are atomic, as a sum is not
-
-    def __len__(self) -> int:
-        return len(self._users)
-
-    def take(self) -> None:
-        self._users.append(None)
-
-    def give_back(self) -> None:
-        self._users.pop()
+    stream: torch.cuda.Stream
+    users: list[None]
 
 
 def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:

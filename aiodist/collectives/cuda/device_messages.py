@@ -1,9 +1,8 @@
 """Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces (S5).
 
-A piece is copied to the host and sent while the one before it travels. What is to come behind other work of the device
-is copied on the stream that was the current one. Once the host knows that work to be over, pieces go to the streams
-that are for copies alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later
-operations wait for.
+A piece is copied to the host and sent while the one before it travels. The first pieces are copied on the operation's
+stream, behind its earlier work. Once the host knows that work to be over, pieces go to the streams that are for copies
+alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
 """
 
 from __future__ import annotations

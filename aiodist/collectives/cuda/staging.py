@@ -1,9 +1,7 @@
 """Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks (S5).
 
-A chunk is copied to the host, reduced there and copied back, while those before it and behind it are one stage further
-or less far: what takes longest is all that is waited for. The first of them are copied on the operation's own stream,
-behind what it comes behind. Once they are there that is over, and the others go to the streams that are for copies
-alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
+A chunk is copied to the host, reduced there and copied back, while those before and behind it are at other stages: what
+takes longest is all that is waited for. For the streams of the copies see `device_messages`.
 """
 
 from __future__ import annotations
@@ -61,10 +59,9 @@ class _Chunk(NamedTuple):
 
 
 class Staged(Implementation):
-    """The host's collectives on pinned chunks; an `Implementation` for tensors of CUDA devices.
+    """See the module, and `Implementation`. A few chunks are on their way at once, each on a lane of its own.
 
-    Each chunk is copied to the host, reduced there and copied back. A few of them are on their way at once, each on a
-    lane of its own. 16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
+    16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
     """
 
     name = "staged"
@@ -96,10 +93,8 @@ class Staged(Implementation):
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         o = operation
-        if o.kind == "allgather":
-            return self._allgather(ep, o)
-        if o.kind == "reduce_scatter":
-            return self._reduce_scatter(ep, o)
+        if o.kind in ("allgather", "reduce_scatter"):
+            return self._by_blocks(ep, o)
         reads = o.kind != "broadcast" or ep.rank == o.root
         writes = {"broadcast": ep.rank != o.root, "reduce": ep.rank == o.root}.get(o.kind, True)
         chunks = self._chunks(o.t.nbytes)
@@ -112,42 +107,29 @@ class Staged(Implementation):
 
         return self._run(ep, o.t, chunks, chunk)
 
-    def _allgather(self, ep: Endpoint, o: Operation) -> Program[None]:
-        blocks = o.out.split(list(o.counts))
-        own = blocks[ep.rank]
-        if own.data_ptr() != o.t.data_ptr():
-            copy(own, o.t)
-        chunks = self._chunks(o.out.nbytes)
+    def _by_blocks(self, ep: Endpoint, o: Operation) -> Program[None]:
+        """Run an allgather or a reduce_scatter: of each rank's block a part goes through each chunk."""
+        gathers = o.kind == "allgather"
+        whole = o.out if gathers else o.t
+        blocks = whole.split(list(o.counts))
+        if gathers and blocks[ep.rank].data_ptr() != o.t.data_ptr():
+            copy(blocks[ep.rank], o.t)
+        chunks = self._chunks(whole.nbytes)
 
         def chunk(i: int) -> _Chunk:
             cuts = [cut(count, chunks, i) for count in o.counts]
-            parts, starts = _parts(cuts)
-            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
-            return _Chunk(
-                sum(parts),
-                [(mine.start, o.t[slice(*cuts[ep.rank])])],
-                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size) if r != ep.rank],
-                lambda host: Operation("allgather", host[mine], host, counts=parts),
-            )
+            parts = [last - first for first, last in cuts]
+            starts = [0, *accumulate(parts)]
+            mine = slice(starts[ep.rank], starts[ep.rank + 1])
+            of_all = [(start, block[slice(*ends)]) for start, block, ends in zip(starts, blocks, cuts, strict=False)]
+            own = [(mine.start, (o.t if gathers else o.out)[slice(*cuts[ep.rank])])]
+            if gathers:
+                del of_all[ep.rank]
+                return _Chunk(starts[-1], own, of_all, lambda host: Operation(o.kind, host[mine], host, counts=parts))
+            operation = partial(Operation, o.kind, op=o.op, counts=parts)
+            return _Chunk(starts[-1], of_all, own, lambda host: operation(host, host[mine]))
 
-        yield from self._run(ep, o.out, chunks, chunk)
-
-    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
-        blocks = o.t.split(list(o.counts))
-        chunks = self._chunks(o.t.nbytes)
-
-        def chunk(i: int) -> _Chunk:
-            cuts = [cut(count, chunks, i) for count in o.counts]
-            parts, starts = _parts(cuts)
-            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
-            return _Chunk(
-                sum(parts),
-                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size)],
-                [(mine.start, o.out[slice(*cuts[ep.rank])])],
-                lambda host: Operation("reduce_scatter", host, host[mine], op=o.op, counts=parts),
-            )
-
-        yield from self._run(ep, o.t, chunks, chunk)
+        yield from self._run(ep, whole, chunks, chunk)
 
     # --- the pipeline -----------------------------------------------------------------------------------------
 
@@ -251,9 +233,3 @@ class _Work:
     def end(self) -> None:
         """Let the operation's stream go on behind all copies."""
         self._staging.order(self._current, self._to_device)
-
-
-def _parts(cuts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Return how long each part is, and where it begins when they lie one behind the other."""
-    parts = [last - first for first, last in cuts]
-    return parts, [0, *accumulate(parts)][:-1]
