@@ -12,8 +12,9 @@ error of that transfer alone: callers use `guarded`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, dtype
@@ -33,6 +34,7 @@ __all__ = [
     "Operation",
     "Transport",
     "Wanted",
+    "again",
     "dtype_name",
     "guarded",
     "ignore",
@@ -43,6 +45,7 @@ __all__ = [
     "tell",
 ]
 
+E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
@@ -107,6 +110,13 @@ def ours(error: Exception) -> AiodistError:
     wrapped = BackendError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def again(error: E) -> E:
+    """Return `error` anew: each operation writes its own place into its error."""
+    renewed = copy(error)
+    renewed.__cause__ = error.__cause__
+    return renewed
 
 
 def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:

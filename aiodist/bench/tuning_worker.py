@@ -135,7 +135,7 @@ def _line(operation: str, nbytes: int, seconds: Mapping[str, float]) -> str:
 
 
 def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:
-    here = conditions(coll.parts.repertoire, coll.topology, coll.backend)
+    here = conditions(coll.parts.repertoire, coll.topology)
     text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
     path = tuned_path(here) if todo.output is None else Path(todo.output)
     if todo.dry:

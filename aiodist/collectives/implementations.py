@@ -138,6 +138,11 @@ class Repertoire:
         self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
 
     @property
+    def carrier(self) -> str:
+        """The library that carries the communicator."""
+        return self._transport.name
+
+    @property
     def why_no_cuda(self) -> str:
         """Why there is nothing for tensors on CUDA devices."""
         return self._cuda if isinstance(self._cuda, str) else ""

@@ -79,7 +79,7 @@ def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]
 
 
 def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
-    target = _copied(t, out)
+    target = _into(t, out)
     if not _alone(p):
         yield from computed(p, Operation(kind, flat(target), op=op, root=root))
     return target
@@ -88,7 +88,7 @@ def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp,
 def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
     ep = p.ep
-    target = _copied(t, out)
+    target = _into(t, out)
     if _alone(p):
         return target
     wire = to_wire(t)
@@ -336,17 +336,13 @@ def _alone(p: Primitives) -> bool:
 
 
 def _into(t: Tensor, out: Tensor | None) -> Tensor:
+    """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory."""
+    if out is t:
+        return t
     target = _room(Meta(t.dtype, tuple(t.shape)), out, t.device)
-    copy(target, t)
+    if target.data_ptr() != t.data_ptr():
+        copy(target, t)
     return target
-
-
-def _copied(t: Tensor, out: Tensor) -> Tensor:
-    if out is not t:
-        out = fit(out, tuple(t.shape), t.dtype)
-        if out.data_ptr() != t.data_ptr():
-            copy(out, t)
-    return out
 
 
 def _agree_on_dtype(metas: Sequence[Meta]) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Transport, dtype_name, tag_of
-from aiodist.collectives.choice.agreement import compared
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
-from aiodist.collectives.choice.selector import Selector
+from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, OPERATIONS, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.implementations import Repertoire

@@ -7,7 +7,6 @@ import os
 import warnings
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Transport, ours
+from aiodist.backends.base import Begin, Done, Transport, again, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
@@ -526,9 +525,7 @@ class Dispatcher:
     def _fail_all(self, error: AiodistError) -> None:
         for handle in self.pending():
             own = self._rejected.get(handle.seq) if self._pending.get(handle) is True else None
-            again = copy(error)
-            again.__cause__ = error.__cause__
-            self._failed(handle, own or again)
+            self._failed(handle, own or again(error))
         self._pending.clear()
         self._freed.clear()
         self._rejected.clear()

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from enum import Enum
 from functools import partial
 from time import perf_counter
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, again
 from aiodist.backends.shm import Marks
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
@@ -251,7 +250,7 @@ class Gate:
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""
         if self._closed is not None:
-            entry.abort(copy(self._closed))
+            entry.abort(again(self._closed))
             return
         if entry.when is When.NOW:
             entry.begin()
@@ -370,4 +369,4 @@ class Gate:
             if entry.large:
                 self._progress.add_large(-1)
         for entry in (*undecided, *waiting):
-            entry.abort(copy(error))
+            entry.abort(again(error))

@@ -10,12 +10,10 @@ import selectors
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from aiodist.collectives.choice.agreement import rank_zeros
 from aiodist.collectives.choice.tablefile import edits_at_start
 from aiodist.communicator import Communicator
 from aiodist.communicator.hierarchy import Hierarchy, root_levels
@@ -103,8 +101,8 @@ async def opened(
         Watch.of(Progress.current(), channel).report.after = report
         _limit_spinning(world)
         asked = selector or environment.selector
-        read = partial(edits_at_start, asked, world.parts.repertoire, topology, transport.name)
-        edits = rank_zeros(channel, read, limits.rendezvous)
+        table = world.parts.repertoire
+        edits = edits_at_start(asked, channel, table, topology, seconds=limits.rendezvous)
         world.upkeep.apply_edits(await unless_lost(channel, edits))
         # Ranks that are tasks of one process share its cores as they are.
         cores = nullcontext() if given else await unless_lost(channel, pinned(channel, world.topology, environment))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiodist.backends.cuda_ipc import Loan, Mappings, TorchMapper
+from aiodist.backends.cuda_ipc import Loan, Mapper, Mappings
 from aiodist.backends.cuda_ipc import mapping as mapping_module
 from aiodist.errors import BackendError, MismatchError
 from aiodist.testing import SimulatedCuda
@@ -351,7 +351,7 @@ class Shared:
     @staticmethod
     def described(t: Tensor) -> bytes:
         lent: Any = Lent(t)
-        return TorchMapper().export(lent)
+        return Mapper().export(lent)
 
 
 @pytest.fixture
@@ -396,8 +396,8 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
 
     monkeypatch.setattr(mapping_module, "OnStream", entering)
     with pytest.raises(BackendError, match="no access to the memory of cuda:1"):
-        TorchMapper().open(description, torch.device("cuda:0"))
-    mapped = TorchMapper().open(description, torch.device("cuda:1"))
+        Mapper().open(description, torch.device("cuda:0"))
+    mapped = Mapper().open(description, torch.device("cuda:1"))
     # The counter is this mapping's; the event is not waited for: ranks synchronise on the host.
     assert shared.made == [(1, b"handle", 40, 512, b"/torch_counters", 7, b"event", False)]
     assert torch.equal(mapped.memory(), torch.arange(40, dtype=torch.uint8))
@@ -408,14 +408,14 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
     assert not shared.released
 
 
-def opened_elsewhere(monkeypatch: pytest.MonkeyPatch, query: Callable[[], bool]) -> TorchMapper:
+def opened_elsewhere(monkeypatch: pytest.MonkeyPatch, query: Callable[[], bool]) -> Mapper:
     """Return a mapper for which all descriptions are of another process, and its stream's `query`."""
     monkeypatch.setattr(mapping_module, "_process", partial(next, zip(repeat(0), count())))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: type("_", (), {"query": staticmethod(query)}))
     monkeypatch.setattr(mapping_module, "OnStream", lambda stream: nullcontext())
-    return TorchMapper()
+    return Mapper()
 
 
 def test_s4_torch_knows_when_its_device_is_lost(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +462,7 @@ def test_s4_torch_opens_an_allocation_for_one_device(shared: Shared, monkeypatch
 
 def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Shared) -> None:
     t = torch.arange(4, dtype=torch.uint8)
-    mapped = TorchMapper().open(shared.described(t), CPU)
+    mapped = Mapper().open(shared.described(t), CPU)
     assert mapped.memory().data_ptr() == t.data_ptr()
     assert shared.released == [(b"/torch_counters", 7)]
     assert not shared.made
@@ -474,4 +474,4 @@ def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Shared) -> 
 
 def test_s4_memory_that_cannot_be_shared_is_refused_with_the_remedy() -> None:
     with pytest.raises(BackendError, match=r"cannot be lent.*staged"):
-        TorchMapper().export(torch.ones(3))
+        Mapper().export(torch.ones(3))

@@ -473,7 +473,7 @@ async def test_s4_tensors_made_in_inference_mode(ranks_of: type[Ranks]) -> None:
 
 @pytest.fixture
 def simulated_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mappings_module, "TorchMapper", SimulatedMapper)
+    monkeypatch.setattr(mappings_module, "Mapper", SimulatedMapper)
 
 
 @pytest.mark.usefixtures("simulated_mapper")

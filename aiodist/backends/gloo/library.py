@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from copy import copy
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -42,7 +41,6 @@ __all__ = [
     "ProcessGroup",
     "Store",
     "Work",
-    "again",
     "backend_error",
     "c10d",
     "cut",
@@ -98,10 +96,3 @@ def backend_error(error: Exception, what: str = "") -> BackendError:
     wrapped = BackendError(f"gloo: {what}{str(error).partition(chr(10) + 'Exception raised from')[0]}")
     wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
     return wrapped
-
-
-def again(error: BackendError) -> BackendError:
-    """Return it anew: each operation writes its own place into its error."""
-    renewed = copy(error)
-    renewed.__cause__ = error.__cause__
-    return renewed

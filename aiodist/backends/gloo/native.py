@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted
+from aiodist.backends.base import Begin, Done, Operation, Wanted, again
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
     FOREVER,
     ProcessGroup,
     Work,
-    again,
     backend_error,
     c10d,
     cut,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, guarded, tell
-from aiodist.backends.gloo.library import again, empty
+from aiodist.backends.base import Done, again, guarded, tell
+from aiodist.backends.gloo.library import empty
 from aiodist.backends.gloo.wire import Peer
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching

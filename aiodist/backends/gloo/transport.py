@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native
+from aiodist.backends.base import Capabilities, Done, Native, again
 from aiodist.backends.gloo.frames import MESSAGE, OFFER, Frame
-from aiodist.backends.gloo.library import ProcessGroup, again
+from aiodist.backends.gloo.library import ProcessGroup
 from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.receiving import ArrivedMessage, PostedReceive, Receiving

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, tell
+from aiodist.backends.base import Done, again, tell
 from aiodist.backends.gloo.frames import CREDITS, HEADER_BYTES, OFFER, TAKEN, Frame
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
@@ -24,7 +24,6 @@ from aiodist.backends.gloo.library import (
     PAYLOADS,
     ProcessGroup,
     Work,
-    again,
     backend_error,
     cut,
     empty,

@@ -6,10 +6,9 @@ in [Note: nccl] of `library`.
 
 from aiodist.backends.nccl.group import Exchange, NcclGroup
 from aiodist.backends.nccl.groups import NcclGroups
-from aiodist.backends.nccl.kinds import supports
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
-from aiodist.backends.nccl.native import NcclNative
+from aiodist.backends.nccl.native import NcclNative, supports
 
 __all__ = [
     "Exchange",

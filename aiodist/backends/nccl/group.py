@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, again
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
-from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library, again
+from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging

@@ -8,16 +8,51 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Exchange, Operation
-from aiodist.backends.inplace import bytes_of, divide
+from aiodist.backends.base import DTYPES, Done, Exchange, Operation
+from aiodist.backends.inplace import bytes_of, divide, flat, numbers_of
 from aiodist.backends.nccl.group import Launch, NcclGroup
-from aiodist.backends.nccl.kinds import NATIVE_OPS, as_numbers
 from aiodist.backends.nccl.launch_order import LaunchSlot
 from aiodist.types import ReduceOp
 
-__all__ = ["NcclNative"]
+__all__ = ["NcclNative", "supports"]
+
+_MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
+_REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter"})
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = frozenset({torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_TAKES = {
+    ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
+    ReduceOp.MEAN: _FLOATS | _COMPLEX,
+    ReduceOp.PROD: _INTEGERS | _FLOATS,
+    # Nothing is rounded here, so 16-bit floats may stay what they are.
+    ReduceOp.MIN: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
+    ReduceOp.MAX: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
+    # Of bytes that are 0 or 1: the smaller, the larger.
+    ReduceOp.BAND: frozenset({torch.bool}),
+    ReduceOp.BOR: frozenset({torch.bool}),
+}
+_NATIVE_OPS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.MEAN: "sum",
+    ReduceOp.PROD: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "min",
+    ReduceOp.BOR: "max",
+}
+"""What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
+
+
+def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
+    """Return True for what `NcclNative` does as the contract says; see [Note: nccl] for what it leaves out."""
+    if operation in _MOVES:
+        return kind in DTYPES
+    return operation in _REDUCTIONS and op is not None and kind in _TAKES.get(op, ())
 
 
 class _Part(NamedTuple):
@@ -67,7 +102,7 @@ class NcclNative:
                 launch(comm, stream)
 
     def _allreduce(self, o: Operation) -> _Part:
-        numbers, native = as_numbers(o.t), self._op(o.op)
+        numbers, native = _as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.allreduce(numbers, numbers, native, stream=stream)
@@ -83,7 +118,7 @@ class NcclNative:
         return _Part(launch)
 
     def _reduce(self, o: Operation) -> _Part:
-        numbers, native = as_numbers(o.t), self._op(o.op)
+        numbers, native = _as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.reduce(numbers, numbers, native, o.root, stream=stream)
@@ -108,7 +143,7 @@ class NcclNative:
 
     def _reduce_scatter(self, o: Operation) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
-        numbers, mine, native, counts = as_numbers(o.t), as_numbers(o.out), self._op(o.op), o.counts
+        numbers, mine, native, counts = _as_numbers(o.t), _as_numbers(o.out), self._op(o.op), o.counts
         parts = 2 if o.t.is_complex() else 1
         blocks = _blocks(numbers, [count * parts for count in counts])
 
@@ -143,7 +178,7 @@ class NcclNative:
         return _Part(launch)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
-        return self._group.library.ops[NATIVE_OPS[op]]
+        return self._group.library.ops[_NATIVE_OPS[op]]
 
     def _division(self, o: Operation) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:
@@ -160,6 +195,12 @@ _PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
     "alltoall": NcclNative._alltoall,
     "exchange": NcclNative._exchange,
 }
+
+
+def _as_numbers(t: Tensor) -> Tensor:
+    """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
+    numbers = numbers_of(t)
+    return flat(torch.view_as_real(numbers)) if numbers.is_complex() else numbers
 
 
 def _is_empty(o: Operation) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
+
+from aiodist.backends.base import Operation
 from aiodist.collectives.choice.table import (
     DEVICES,
     HOSTS,
@@ -17,10 +20,15 @@ from aiodist.collectives.choice.table import (
 )
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
-from aiodist.errors import BackendUnavailable
+from aiodist.collectives.metadata import as_bytes, as_tensor
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program
+from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 
-__all__ = ["Selector"]
+__all__ = ["Selector", "compared"]
+
+_FRAME_BYTES = 192  # of an edit as text
 
 
 class Selector:
@@ -123,3 +131,19 @@ class Selector:
     def __repr__(self) -> str:
         names = dict.fromkeys(edit.impl for edit in self.repertoire.table.ranges(hosts=self.repertoire.hosts))
         return f"<Selector of {', '.join(names)} for {self.repertoire.hosts} host(s)>"
+
+
+def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> Program[None]:
+    """Return once all ranks have made the same edit; else call `differ` with what shows two sides, and raise it."""
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    packed = as_tensor(str(edit).encode())
+    frame[: packed.numel()] = packed
+    everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8)
+    yield from p.run(Operation("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
+    texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
+    if other:
+        sides = "; ".join(f"rank {rank}: {texts[rank]}" for rank in (0, other))
+        error = MismatchError(f"ranks edit the selector differently: {sides}")
+        differ(error)
+        raise error
