@@ -219,10 +219,11 @@ class Base:
         `torch.empty`. It goes on working where the communicator was closed or given up. On a CUDA `device` it is
         `torch.empty` too: ranks of a host can map any memory of a device (`impl="cuda_ipc"`).
         """
-        if torch.device(device).type != "cpu":
-            return torch.empty(size_of(shape), dtype=dtype, device=device)
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
         near = self._registry.near
-        return torch.empty(size_of(shape), dtype=dtype) if near is None else near.arena.empty(size_of(shape), dtype)
+        if near is None or torch.device(device).type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        return near.arena.empty(size, dtype)
 
     def arena(self, nbytes: int) -> None:
         """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
@@ -386,11 +387,6 @@ def kind_of(t: Tensor) -> str:
 def kinds_of(ts: Sequence[Tensor]) -> str:
     """Return the kinds of elements as words."""
     return ", ".join(map(kind_of, ts))
-
-
-def size_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape that may be given as a number of elements."""
-    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def fingerprint_of(

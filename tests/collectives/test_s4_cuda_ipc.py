@@ -491,7 +491,7 @@ async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator) ->
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodist.backends.cuda_ipc.release_notices._SECONDS", 1e-3)
+    monkeypatch.setattr("aiodist.backends.cuda_ipc.mappings._LOOK_SECONDS", 1e-3)
 
 
 @pytest.mark.usefixtures("simulated_mapper", "soon")

@@ -80,7 +80,7 @@ class NcclNative:
         self._behind = behind
 
     def start(self, o: Operation, done: Done) -> None:
-        """Enqueue an operation; see `kinds.supports` for which."""
+        """Enqueue an operation; see `supports` for which."""
         self.start_all([o], done)
 
     def start_all(self, operations: Sequence[Operation], done: Done) -> None:
