@@ -132,7 +132,6 @@ class LocalTransport:
         self._comm = comm
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=True)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
@@ -140,11 +139,9 @@ class LocalTransport:
         self._hub.send((self._comm, dst), _LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t`."""
         self._hub.receive((self._comm, self.rank), _Receive(src, tag, t, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return the transport among `ranks`."""
         return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), f"{self._comm}/{name}")
 
     async def aclose(self, *, drained: bool) -> None:

@@ -255,9 +255,8 @@ class Base:
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
-        work = self._work_on(where, tag_of(self.seq)) if where else []
-        if expects and not where:
-            work = self._work_expected()
+        tag = tag_of(self.seq)
+        work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
         if work:
             program = on_devices(program, work)
             assert self._registry.accelerator is not None
@@ -272,8 +271,7 @@ class Base:
         except BaseException:
             program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
             raise
-        if work:
-            attach(handle, work, (ts, outs, claims))
+        attach(handle, work, (ts, outs, claims))
         return handle
 
     def _issue_across(
@@ -308,6 +306,8 @@ class Base:
 
         ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
+        if not devices:
+            return []
         self._dispatcher.check_usable()
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
@@ -316,14 +316,15 @@ class Base:
         check_not_capturing(*(device.index for device in devices))
         return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
 
-    def _work_expected(self) -> list[DeviceWork]:
+    def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return what the next operation may do on this rank's device; none where the process uses no device yet."""
         accelerator = self._registry.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
             return []
         assert accelerator is not None
+        self._dispatcher.check_usable()
         check_not_capturing(self._device.index)
-        return [accelerator.work(self.name, self._device, tag_of(self.seq), expected=True)]
+        return [accelerator.work(self.name, self._device, tag, expected=True)]
 
     def _each(
         self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, impl: str

@@ -70,7 +70,6 @@ class GlooTransport:
         self.native: Native | None = self._native
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=False)
 
     # Messages.

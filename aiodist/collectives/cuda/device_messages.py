@@ -33,15 +33,12 @@ class StagedMessages:
         self._staging = staging
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         _Sending(self._staging, transport, t, dst, tag, done).advance()
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         _Receiving(self._staging, transport, t, src, tag, done).advance()
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
-        """See `DeviceMessages`."""
         host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
         def finish(error: BaseException | None) -> None:
@@ -50,14 +47,12 @@ class StagedMessages:
         self._staging.copy(host, t, torch.cuda.current_stream(t.device), ignore, finish)
 
     def put(self, host: Tensor, t: Tensor, done: Done) -> None:
-        """See `DeviceMessages`."""
         if t.numel():
             self._staging.copies([(t, host)], torch.cuda.current_stream(t.device), ignore, done)
         else:
             done(None)
 
     def cut(self, t: Tensor) -> list[Tensor]:
-        """See `DeviceMessages`."""
         return list(t.split(self._staging.piece_bytes)) or [t]
 
 
@@ -65,15 +60,12 @@ class DirectMessages(StagedMessages):
     """The same over a transport that takes memory of devices itself: in one piece, once the stream has come there."""
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         self._when_settled(t, partial(transport.isend, t, dst, tag), done)
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         self._when_settled(t, partial(transport.irecv, t, src, tag), done)
 
     def cut(self, t: Tensor) -> list[Tensor]:
-        """See `DeviceMessages`."""
         return [t]
 
     def _when_settled(self, t: Tensor, begin: Callable[[Done], None], done: Done) -> None:

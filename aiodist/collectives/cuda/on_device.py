@@ -218,7 +218,7 @@ def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) ->
     """
     for work in works:
         work.keep = tensors
-    if not handle.done():
+    if works and not handle.done():
         handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
 
 
