@@ -25,7 +25,7 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import DeviceMessages, Endpoint, Implementation
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 from aiodist.streams import Events, Fence, Staging
 from aiodist.topology import Means, Topology
 from aiodist.types import ReduceOp
@@ -243,10 +243,7 @@ class Accelerator:
         self._slots.pop(name, None)
         for group in self._of(name):
             assert self._groups is not None
-            ended: Handle[None] = Handle(self._progress, "release")
-            told = partial(_resolve, ended)
-            self._progress.start(partial(self._groups.destroy, group, told, drained=drained))
-            await ended
+            await self._groups.destroy(group, drained=drained)
 
     async def aclose(self) -> None:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
@@ -266,11 +263,6 @@ class _Stream(NamedTuple):
 def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:
     """Return the host's collectives for what is staged, chosen as those of tensors on the CPU are."""
     return Primitives(ep, repertoire, "auto", together=together, later=True)
-
-
-def _resolve(handle: Handle[None], error: BaseException | None) -> None:
-    """NCCL's communicator is gone, with or without an error: nobody uses it any more."""
-    handle.resolve(None)
 
 
 def _no_nccl(topology: Topology) -> str | None:

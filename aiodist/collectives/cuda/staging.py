@@ -141,8 +141,7 @@ class Staged(Implementation):
         if not like.numel():
             return
         lanes = min(chunks, self._limits["staged.pieces"])
-        reading = all(any(t.numel() for _, t in chunk(lane).reads) for lane in range(lanes))
-        work = _Work(self._staging, like.device, watched=not reading)
+        work = _Work(self._staging, like.device)
         shared = self._together or lanes > 1
         programs = [
             self._lane(self._host(on_lane(ep, lane), shared), like.dtype, work, map(chunk, range(lane, chunks, lanes)))
@@ -188,33 +187,16 @@ class Staged(Implementation):
 class _Work:
     """The copies of one operation."""
 
-    def __init__(self, staging: Staging, device: torch.device, *, watched: bool) -> None:
-        """With the operation's stream the current one, on which all that it comes behind is queued.
-
-        `watched`: `begun` will be asked for.
-        """
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        """With the operation's stream the current one, on which all that it comes behind is queued."""
         self._staging = staging
         self._current = torch.cuda.current_stream(device)
         self._to_host = staging.to_host(device)
         self._to_device = staging.to_device(device)
-        self._begun = not watched
-        self._error: BaseException | None = None
-        self._waiting: list[Done] = []
-        if watched:
-            staging.events.watch(self._current, self._begin)
-
-    def _begin(self, error: BaseException | None) -> None:
-        self._begun = True
-        self._error = error
-        for done in self._waiting:
-            done(error)
 
     def begun(self, done: Done) -> None:
         """Call `done` when all that the operation comes behind is over."""
-        if self._begun:
-            done(self._error)
-        else:
-            self._waiting.append(done)
+        self._staging.events.watch(self._current, done)
 
     def read(self, pairs: Copies, behind: bool, done: Done) -> None:
         """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
