@@ -48,9 +48,8 @@ def nothing() -> Program[None]:
     yield []
 
 
-def interleaved(program: Program[list[list[Tensor]]]) -> Program[list[Tensor]]:
-    """Turn a list by tensor of lists by rank into one list in the order rank * len + i."""
-    by_tensor = yield from program
+def interleaved(by_tensor: list[list[Tensor]]) -> list[Tensor]:
+    """Return a list by tensor of lists by rank as one list in the order rank * len + i."""
     return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
 
 

@@ -118,7 +118,7 @@ class Movement(Base):
 
         def allgather(p: Primitives) -> Program[Any]:
             by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
-            return interleaved(lockstep(by_tensor))
+            return mapped(lockstep(by_tensor), interleaved)
 
         many = len(ts) > 1
         return self._issue_across(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +71,7 @@ class Reductions(Base):
                 check_not_capturing(t.get_device())
                 return self._dispatcher.quick(queued, t, timeout)
         if across:
-            return self._allreduce_across(t, op, timeout, impl)
+            return self._reduction_across("allreduce", t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
 
     def scan(
@@ -124,30 +125,10 @@ class Reductions(Base):
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
         root = check_rank(root, self.size)
-        mine = self.rank == root
-        lifted, convert = lift(t, op)
-        ts = check_list(t, None, "t") if across else tensors_of(lifted)
-        known = _op_for(ts, op)
-        what = fingerprint_of("reduce", ts, op, root, impl, given=t, across=across)
         if across:
-
-            def over_all(p: Primitives) -> Program[Any]:
-                return returning(local_first(p, ts, known, root), ts[0] if mine else None)
-
-            claims = [*writing(*ts[:1]), *reading(*ts[1:])] if mine else reading(*ts)
-            return self._issue_across(what, ts, over_all, claims, timeout=timeout, impl=impl, empty=None)
-        if out is not None and mine:
-            check_single(lifted, "out")
-            check_out(out, ts[0], numel=ts[0].numel())
-
-        def reduce(p: Primitives, x: Tensor) -> Program[Any]:
-            return operations.reduce(p, x, (x if out is None else out) if mine else None, known, root)
-
-        program = self._each(reduce, ts, lifted, impl)
-        if isinstance(t, list):
-            program = returning(program, t if mine else None)
-        claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
+            return self._reduction_across("reduce", t, op, timeout, impl, root)
+        make = partial(operations.reduce, root=root)
+        return self._reduction("reduce", make, t, op, out, timeout, impl, root)
 
     def reduce_scatter(
         self,
@@ -230,35 +211,52 @@ class Reductions(Base):
     def _reduction(
         self,
         name: str,
-        make: Callable[..., Program[Tensor]],
-        t: Data,
+        make: Callable[..., Program[Any]],
+        t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
         timeout: float | None,
         impl: str,
-    ) -> Handle[Data]:
+        root: int | None = None,
+    ) -> Handle[Any]:
+        """`make(p, t, into, op)` is the program of one tensor; `root`: it alone gets the result."""
+        mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
         known = _op_for(ts, op)
-        if out is not None:
+        if out is not None and mine:
             check_single(lifted, "out")
             check_out(out, ts[0], numel=ts[0].numel())
-        program = self._each(lambda p, x: make(p, x, x if out is None else out, known), ts, lifted, impl)
+
+        def one(p: Primitives, x: Tensor) -> Program[Any]:
+            return make(p, x, (x if out is None else out) if mine else None, known)
+
+        program = self._each(one, ts, lifted, impl)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
-            program = returning(program, t)
-        claims = writing(*ts) if out is None else claims_of(ts, out)
-        what = fingerprint_of(name, ts, op, impl=impl, given=t)
+            program = returning(program, t if mine else None)
+        claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
+        what = fingerprint_of(name, ts, op, root, impl, given=t)
         return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
 
-    def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
+    def _reduction_across(
+        self, name: str, t: object, op: str, timeout: float | None, impl: str, root: int | None = None
+    ) -> Handle[Any]:
+        """Reduce the list and the ranks: into every tensor, or into the first of `root`."""
         ts = check_list(t, None, "t")
-        what = fingerprint_of("allreduce", ts, op, impl=impl, given=t, across=True)
+        what = fingerprint_of(name, ts, op, root, impl, given=t, across=True)
         known = _op_for(ts, op)
+        if root is None:
+            claims, result = writing(*ts), t
+        else:
+            mine = self.rank == root
+            claims = [*writing(*ts[:1]), *reading(*ts[1:])] if mine else reading(*ts)
+            result = next(iter(ts), None) if mine else None
 
-        def allreduce(p: Primitives) -> Program[Any]:
-            return returning(copied_to_all(local_first(p, ts, known), ts), t)
+        def over_all(p: Primitives) -> Program[Any]:
+            program = local_first(p, ts, known, root)
+            return returning(copied_to_all(program, ts) if root is None else program, result)
 
-        return self._issue_across(what, ts, allreduce, writing(*ts), timeout=timeout, impl=impl, empty=t)
+        return self._issue_across(what, ts, over_all, claims, timeout=timeout, impl=impl, empty=result)
 
 
 def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:

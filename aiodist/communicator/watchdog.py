@@ -121,10 +121,6 @@ class Watch:
         for member in list(self.members.values()):
             member.look(self.inquiry.now(), hurry=True)
 
-    def hurry_in(self, seconds: float) -> None:
-        """Do so in so many seconds."""
-        self.progress.loop.call_later(seconds, self.hurry)
-
     def _look(self) -> None:
         if not any(member.pending for member in self.members.values()):
             self.watching = False
@@ -210,7 +206,7 @@ class Watchdog:
     def expect(self, seconds: float) -> None:
         """Have it known in good time who is late when the deadline of a new operation comes, in so many seconds."""
         if seconds < SHORT_SECONDS:
-            self.watch.hurry_in(seconds / 2)
+            self.watch.progress.loop.call_later(seconds / 2, self.watch.hurry)
 
     # --- looking -------------------------------------------------------------------------------------------
 

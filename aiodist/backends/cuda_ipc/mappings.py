@@ -132,19 +132,9 @@ class Mappings:
         self._closed = False
 
     @property
-    def lent(self) -> int:
-        """The number of storages that others may have mapped."""
-        return len(self._lent)
-
-    @property
     def lends(self) -> bool:
         """Whether others may have something mapped, be it dead."""
         return bool(self._lent or self._dead)
-
-    @property
-    def borrowed(self) -> int:
-        """The number of others' storages that are mapped here."""
-        return len(self._borrowed)
 
     async def aclose(self) -> None:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""

@@ -15,9 +15,10 @@ from aiodist.backends.gloo.frames import MESSAGE, OFFER, Frame
 from aiodist.backends.gloo.library import ProcessGroup
 from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
-from aiodist.backends.gloo.receiving import ArrivedMessage, PostedReceive, Receiving
+from aiodist.backends.gloo.receiving import ArrivedMessage, Receiving
 from aiodist.backends.gloo.wire import Peer, Wire
 from aiodist.backends.inplace import bytes_of
+from aiodist.backends.matching import Receive
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
@@ -89,7 +90,7 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
-        self._receiving.receive(PostedReceive(src, tag, t, done))
+        self._receiving.receive(Receive(src, tag, t, done))
 
     # What the wire tells.
 
