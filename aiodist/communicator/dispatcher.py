@@ -445,11 +445,9 @@ class Dispatcher:
         """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""
 
         def conclude() -> None:
-            if self._refusal is None:
-                wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
-                wrapped.__cause__ = error
-                self.abort(wrapped)
-                self.disputes.tell_abort(f"rank {self.transport.rank}: {wrapped}")
+            wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
+            wrapped.__cause__ = error
+            self.give_up(wrapped)
 
         self.later(conclude)
 
@@ -511,6 +509,12 @@ class Dispatcher:
         self.abort(error)
         for tell in list(self.on_lost):
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
+
+    def give_up(self, error: AiodistError) -> None:
+        """Abort it on all ranks, unless that was done."""
+        if self._refusal is None:
+            self.abort(error)
+            self.disputes.tell_abort(f"rank {self.transport.rank}: {error}")
 
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""

@@ -225,18 +225,14 @@ class Registry:
 
     def _device_failed(self, name: str, error: AiodistError) -> None:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
-        self._abort([c for c in (*self._open, *self._closing) if c.name == name], error)
+        for communicator in (*self._open, *self._closing):
+            if communicator.name == name:
+                communicator.parts.dispatcher.give_up(error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
-        self._abort([*self._open, *self._closing], ours(error))
-
-    @staticmethod
-    def _abort(communicators: Sequence[Communicator], error: AiodistError) -> None:
-        for dispatcher in [communicator.parts.dispatcher for communicator in communicators]:
-            if dispatcher.refusal is None:
-                dispatcher.abort(error)
-                dispatcher.disputes.tell_abort(f"rank {dispatcher.transport.rank}: {error}")
+        for communicator in (*self._open, *self._closing):
+            communicator.parts.dispatcher.give_up(ours(error))
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):

@@ -16,10 +16,9 @@ from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from aiodist.communicator.inquiry import Inquiry
+from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts, line_of_thread, lines_of_tasks
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.report import StallReporter
-from aiodist.communicator.whereabouts import Wait, Whereabouts, line_of_thread, lines_of_tasks
 from aiodist.control import Channel
 from aiodist.handles import Handle, Progress
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes

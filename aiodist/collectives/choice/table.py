@@ -14,6 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
@@ -243,7 +244,7 @@ class Table:
     def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
         """Return the name of what runs `operation` on `nbytes`."""
         steps = self.rows[device, hosts, operation]
-        return steps[bisect_right(steps, nbytes, key=_start_of) - 1][1]
+        return steps[bisect_right(steps, nbytes, key=itemgetter(0)) - 1][1]
 
     def edited(self, edit: Edit) -> Table:
         """Return the table after `edit`."""
@@ -268,10 +269,6 @@ class Table:
                 for (start, impl), end in zip(steps, ends, strict=True):
                     found.append(RangeEdit(of_device, of_hosts, of_operation, start, end, impl))
         return found
-
-
-def _start_of(step: tuple[int, str]) -> int:
-    return step[0]
 
 
 def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:

@@ -165,8 +165,11 @@ class Accelerator:
         missing: dict[str, str] = {}
         kits: list[list[Implementation]] = []
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
+
+        def host(ep: Endpoint, together: bool) -> Primitives:  # chosen as for tensors on the CPU
+            return Primitives(ep, repertoire, together=together, later=True)
+
         for of, together in ((limits, False), (one_piece, True)):
-            host = partial(_on_host, repertoire)
             made: list[Implementation] = []
             if not self._direct:
                 made.append(Staged(self._staging, host, of, together=together))
@@ -258,11 +261,6 @@ class _Stream(NamedTuple):
 
     stream: torch.cuda.Stream
     users: list[None]
-
-
-def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:
-    """Return the host's collectives for what is staged, chosen as those of tensors on the CPU are."""
-    return Primitives(ep, repertoire, "auto", together=together, later=True)
 
 
 def _no_nccl(topology: Topology) -> str | None:
