@@ -86,7 +86,9 @@ class Base:
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], ReductionPlan] = {}
         self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
-        self._selector = Selector(self._repertoire, lambda edit: registry.edit(self, edit), dispatcher.large_bytes)
+        self._selector = Selector(
+            self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
+        )
         self._can_be_quick = self._transport.size > 1
 
     @property
@@ -185,7 +187,6 @@ class Base:
     @property
     def selector(self) -> Selector:
         """Which implementation runs an operation of which size: `print` shows the table, `set` edits it."""
-        self._selector.large_bytes = self._dispatcher.large_bytes
         return self._selector
 
     def availability(self) -> Availability:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from aiodist.errors import BackendError, BackendUnavailable
 
 try:
     from torch._C import _distributed_c10d as c10d
-    from torch._C._distributed_c10d import PrefixStore, Store, Work
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 except ImportError as error:
     raise BackendUnavailable(f"this torch was built without gloo: install one from pytorch.org ({error})") from error
 
@@ -55,22 +55,6 @@ CLOSE_SECONDS: Final = 5.0
 _PIECE_BYTES = 1 << 30
 
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
-
-
-class ProcessGroup(Protocol):
-    """What is used of `ProcessGroupGloo`."""
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work:
-        """Send one tensor."""
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work:
-        """Receive one tensor."""
-
-    def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions, /) -> Work:
-        """Reduce one tensor in place on every rank."""
-
-    def reduce(self, tensors: list[Tensor], options: c10d.ReduceOptions, /) -> Work:
-        """Reduce one tensor into root's."""
 
 
 def cut(group: ProcessGroup, others: Iterable[int]) -> None:

@@ -41,10 +41,12 @@ class Selector:
     from every later operation. That handle may be left alone. Cost: p-1 messages of 192 bytes.
     """
 
-    def __init__(self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: int) -> None:
-        """`publish` makes an edit here and below; `large_bytes` is what the communicator uses now."""
+    def __init__(
+        self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: Callable[[], int]
+    ) -> None:
+        """`publish` makes an edit here and below; `large_bytes` returns what the communicator uses now."""
         self.repertoire = repertoire
-        self.large_bytes = large_bytes
+        self._large_bytes = large_bytes
         self._publish = publish
 
     # --- looking at it --------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ class Selector:
     @property
     def limits(self) -> Mapping[str, int]:
         """Every threshold and count beside the table, by name."""
-        return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self.large_bytes})
+        return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self._large_bytes()})
 
     def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
         """Return the table as text: of one operation, for "cpu" or "cuda", for ranks on "one" or "several" hosts.
