@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -177,6 +177,7 @@ class Wanted(NamedTuple):
         return what if self.device == "cpu" else f"{what} on {self.device}"
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """One collective, as one rank takes part in it: what it is, and on which tensors.
 
@@ -193,27 +194,20 @@ class Operation:
     | alltoall       | my blocks, in rank order  | the blocks for me, in rank order        | counts, received  |
     """
 
-    __slots__ = ("counts", "kind", "op", "out", "received", "root", "t")
+    kind: str
+    t: Tensor
+    out: Tensor = None  # type: ignore[assignment]
+    """`t` unless it is given."""
+    _: KW_ONLY
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    counts: Sequence[int] = ()
+    """The elements of each block, of alltoall those sent."""
+    received: Sequence[int] = ()
+    """Those that come."""
 
-    def __init__(
-        self,
-        kind: str,
-        t: Tensor,
-        out: Tensor | None = None,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        counts: Sequence[int] = (),
-        received: Sequence[int] = (),
-    ) -> None:
-        """`counts` are the elements of each block, of alltoall those sent; `received` those that come."""
-        self.kind = kind
-        self.t = t
-        self.out = t if out is None else out
-        self.op = op
-        self.root = root
-        self.counts = counts
-        self.received = received
+    def __post_init__(self) -> None:
+        self.out = self.t if self.out is None else self.out
 
     @property
     def wanted(self) -> Wanted:

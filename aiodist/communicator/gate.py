@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import partial
 from time import perf_counter
@@ -42,57 +43,39 @@ class When(Enum):
 Calls = tuple[Callable[[], None], Done]
 
 
+def _nothing(error: BaseException | None = None) -> None:
+    """It has begun, or was refused."""
+
+
+@dataclass(eq=False, slots=True)
 class Entry:
     """One operation at the gate."""
 
-    __slots__ = (
-        "begun",
-        "calls",
-        "decided",
-        "error",
-        "held",
-        "large",
-        "refused",
-        "seq",
-        "traffic",
-        "verdict",
-        "when",
-        "word",
-    )
+    seq: int
+    word: int
+    when: When = When.HOST
+    traffic: Traffic | None = None
+    """What it sends between hosts."""
+    _: KW_ONLY
+    calls: Calls = (_nothing, _nothing)
+    """What begins it, and what refuses it instead, with why: one of them is made."""
+    large: bool = False
+    """Only the progress thread may begin it."""
+    begun: bool = field(default=False, init=False)
+    refused: bool = field(default=False, init=False)
+    """It will never begin."""
+    verdict: bool | None = field(default=None, init=False)
+    """Of its leader: whether the hosts differ."""
+    decided: bool = field(default=False, init=False)
+    """Whether all ranks agree is known."""
+    error: BaseException | None = field(default=None, init=False)
+    """Why it does not count: a `Differ`, or why nobody compares any more."""
+    held: list[Done] = field(default_factory=list, init=False)
+    """What waits to know."""
 
-    def __init__(
-        self,
-        seq: int,
-        word: int,
-        when: When = When.HOST,
-        traffic: Traffic | None = None,
-        *,
-        calls: Calls | None = None,
-        large: bool = False,
-    ) -> None:
-        """`calls` begin it, and refuse it instead, with why; one of them is made. None: it has begun elsewhere.
-
-        `traffic` is what it sends between hosts. `large`: only the progress thread may begin it.
-        """
-        self.seq = seq
-        self.word = word
-        self.calls: Calls = calls or (_nothing, _nothing)
-        self.when = when
-        self.traffic = traffic
-        if traffic is not None:
-            traffic.agreed = self.known
-        self.large = large
-        self.begun = False
-        self.refused = False
-        """It will never begin."""
-        self.verdict: bool | None = None
-        """Of its leader: whether the hosts differ."""
-        self.decided = False
-        """Whether all ranks agree is known."""
-        self.error: BaseException | None = None
-        """Why it does not count: a `Differ`, or why nobody compares any more."""
-        self.held: list[Done] = []
-        """What waits to know."""
+    def __post_init__(self) -> None:
+        if self.traffic is not None:
+            self.traffic.agreed = self.known
 
     def known(self, done: Done) -> None:
         """Call `done` with None when all ranks agree, else with the error; at once where that is known."""
@@ -137,10 +120,6 @@ class Entry:
         """Return what is to be called, which holds on to the operation's memory."""
         calls, self.calls = self.calls, (_nothing, _nothing)
         return calls
-
-
-def _nothing(error: BaseException | None = None) -> None:
-    """It has begun, or was refused."""
 
 
 class Gates:

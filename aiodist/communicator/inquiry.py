@@ -11,6 +11,7 @@ import asyncio
 import sysconfig
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 from sys import _current_frames
 from types import CodeType, FrameType
@@ -71,18 +72,18 @@ class Whereabouts(NamedTuple):
         return "; ".join(filter(None, parts))
 
 
+@dataclass(eq=False)
 class _RankEntry:
     """What is known of one rank."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        """Of the last question."""
-        self.asked = -inf
-        self.answered = -inf
-        self.answer = Whereabouts("", [], [])
-        self.answer_to = 0
-        """The number of the question that it answers; -1 where it came unasked."""
-        self.loop_answer_to = 0
+    number: int = 0
+    """Of the last question."""
+    asked: float = -inf
+    answered: float = -inf
+    answer: Whereabouts = Whereabouts("", [], [])  # noqa: RUF009  - nobody changes it
+    answer_to: int = 0
+    """The number of the question that it answers; -1 where it came unasked."""
+    loop_answer_to: int = 0
 
     def loop_answers(self, now: float) -> bool | None:
         """Return whether its loop runs, None where that is not known."""

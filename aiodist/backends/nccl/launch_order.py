@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 __all__ = ["LaunchOrder", "LaunchSlot"]
 
@@ -67,16 +68,14 @@ class LaunchOrder:
         return self._late.popleft() if self._late else None
 
 
+@dataclass(eq=False, slots=True)
 class LaunchSlot:
     """One operation's place in the order."""
 
-    __slots__ = ("_order", "calls", "given_back")
-
-    def __init__(self, order: LaunchOrder) -> None:
-        self._order = order
-        self.calls: deque[Call] = deque()
-        """Those that wait."""
-        self.given_back = False
+    _order: LaunchOrder
+    calls: deque[Call] = field(default_factory=deque)
+    """Those that wait."""
+    given_back: bool = False
 
     def run(self, call: Call) -> None:
         """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class _Part(NamedTuple):
     """What is queued behind its calls."""
 
 
+@dataclass(eq=False, slots=True)
 class NcclNative:
     """What one operation does with NCCL, or all of them where they need no order.
 
@@ -71,13 +73,10 @@ class NcclNative:
     in the same order (`LaunchOrder`); those that have no part in an exchange make none for it.
     """
 
-    def __init__(
-        self, group: NcclGroup, slot: LaunchSlot | None = None, behind: torch.cuda.Event | None = None
-    ) -> None:
-        """With `behind`, the calls come behind that event, and no stream is ordered behind them."""
-        self._group = group
-        self._slot = slot
-        self._behind = behind
+    _group: NcclGroup
+    _slot: LaunchSlot | None = None
+    _behind: torch.cuda.Event | None = None
+    """The calls come behind it, and no stream is ordered behind them."""
 
     def start(self, o: Operation, done: Done) -> None:
         """Enqueue an operation; see `supports` for which."""
