@@ -23,6 +23,7 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,16 +88,16 @@ class _Lent:
         return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
 
 
+@dataclass(eq=False)
 class _Borrowed:
     """A storage of another rank, mapped by the first loan that looks into it."""
 
-    def __init__(self, mapper: Mapper, description: bytes) -> None:
-        self._mapper = mapper
-        self._description = description
-        self._mapped: Mapped | None = None
-        self._device = torch.device("cpu")
-        self.users = 0
-        self.dead = False
+    _mapper: Mapper
+    _description: bytes
+    _mapped: Mapped | None = None
+    _device: torch.device = torch.device("cpu")  # noqa: RUF009  - it never changes
+    users: int = 0
+    dead: bool = False
 
     def memory(self, device: torch.device) -> Tensor:
         if self._mapped is None:
@@ -255,16 +256,16 @@ class Mappings:
             borrowed.close()
 
 
+@dataclass(eq=False)
 class Loan:
     """What one operation lends and borrows; see [Note: loans]."""
 
-    def __init__(self, mappings: Mappings, t: Tensor) -> None:
-        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
-        self._mappings = mappings
-        self._t = t
-        self._lent: _Lent | None = None
-        self._told: list[int] = []
-        self._heard: dict[int, tuple[_Announcement, _Borrowed]] = {}
+    _mappings: Mappings
+    _t: Tensor
+    """What it lends, or a tensor of the kind and on the device that it borrows for."""
+    _lent: _Lent | None = None
+    _told: list[int] = field(default_factory=list)
+    _heard: dict[int, tuple[_Announcement, _Borrowed]] = field(default_factory=dict)
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytes:
         """Return what to tell `rank` of my tensor; where it cannot be mapped, or I failed, that says why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -48,6 +49,7 @@ _TAKES = {
 }
 
 
+@dataclass(eq=False)
 class GlooNative:
     """`allreduce` and `reduce`, in a process group of their own.
 
@@ -59,16 +61,13 @@ class GlooNative:
     inline_bytes = LARGE_BYTES
     in_order = True
 
-    def __init__(
-        self, group: ProcessGroup, rank: int, peers: Collection[Peer], tell: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """`tell` calls what completes operations from a thread of gloo's: see `Wire`."""
-        self._group: ProcessGroup | None = group
-        self._rank = rank
-        self._peers = peers
-        self._tell = tell
-        self._running = 0
-        self._cutter: threading.Thread | None = None
+    _group: ProcessGroup | None
+    _rank: int
+    _peers: Collection[Peer]
+    _tell: Callable[[Callable[[], None]], None]
+    """Calls what completes operations from a thread of gloo's: see `Wire`."""
+    _running: int = 0
+    _cutter: threading.Thread | None = None
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True where gloo has the dtype and the operator."""

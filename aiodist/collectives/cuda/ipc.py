@@ -80,7 +80,6 @@ class CudaIpc(Implementation):
         self._well = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device="cpu")
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that; on CUDA devices it takes every dtype."""
         if wanted.operation not in OPERATIONS:
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"

@@ -7,6 +7,7 @@ takes longest is all that is waited for. For the streams of the copies see `devi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -58,6 +59,7 @@ class _Chunk(NamedTuple):
     """The collective on the buffer."""
 
 
+@dataclass(eq=False)
 class Staged(Implementation):
     """See the module, and `Implementation`. A few chunks are on their way at once, each on a lane of its own.
 
@@ -68,23 +70,12 @@ class Staged(Implementation):
     finishes = True
     compares = True  # the device is not held up
 
-    def __init__(
-        self,
-        staging: Staging,
-        host: Callable[[Endpoint, bool], Primitives],
-        limits: Mapping[str, int],
-        *,
-        together: bool = False,
-    ) -> None:
-        """`host(ep, together)` gives the host's primitives for any step but an operation's first.
-
-        When a chunk is on the host differs from rank to rank, so it may not begin what is matched by order. With
-        `together` other tensors of the same operation share the endpoint: then there is one chunk.
-        """
-        self._staging = staging
-        self._host = host
-        self._limits = limits
-        self._together = together
+    _staging: Staging
+    _host: Callable[[Endpoint, bool], Primitives]
+    """(ep, together): the host's primitives for any step but an operation's first, since ranks reach it at any time."""
+    _limits: Mapping[str, int]
+    together: bool = False
+    """Other tensors of the same operation share the endpoint: then there is one chunk."""
 
     def lacks(self, wanted: Wanted) -> str | None:
         if wanted.operation not in OPERATIONS:
@@ -134,7 +125,7 @@ class Staged(Implementation):
     # --- the pipeline -----------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
-        return 1 if self._together else chunks_of(nbytes, self._limits)
+        return 1 if self.together else chunks_of(nbytes, self._limits)
 
     def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> Program[None]:
         """Run all chunks, those of each lane one after another."""
@@ -142,7 +133,7 @@ class Staged(Implementation):
             return
         lanes = min(chunks, self._limits["staged.pieces"])
         work = _Work(self._staging, like.device)
-        shared = self._together or lanes > 1
+        shared = self.together or lanes > 1
         programs = [
             self._lane(self._host(on_lane(ep, lane), shared), like.dtype, work, map(chunk, range(lane, chunks, lanes)))
             for lane in range(lanes)
