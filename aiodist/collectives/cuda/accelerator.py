@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -161,35 +161,29 @@ class Accelerator:
         no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         limits = repertoire.table.limits
-        one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
-        missing: dict[str, str] = {}
-        kits: list[list[Implementation]] = []
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
 
         def host(ep: Endpoint, together: bool) -> Primitives:  # chosen as for tensors on the CPU
             return Primitives(ep, repertoire, together=together, later=True)
 
-        for of, together in ((limits, False), (one_piece, True)):
-            made: list[Implementation] = []
-            if not self._direct:
-                made.append(Staged(self._staging, host, of, together=together))
+        def implementations(of: Mapping[str, int], together: bool) -> list[Implementation]:
             within = None if no_ipc else CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
-            if len(hosts) == 1:
-                made += [] if within is None else [within]
-            else:
+            made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, of, together)]
+            if len(hosts) > 1:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)
-            if exchanger is not None:
-                made.append(exchanger)
-            kits.append(made)
+            elif within is not None:
+                made.append(within)
+            return made if exchanger is None else [*made, exchanger]
+
+        missing: dict[str, str] = {}
         if self._direct:
             missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
-        if no_ipc:
-            missing["cuda_ipc"] = no_ipc
-        if len(hosts) > 1:
-            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
+        if no_ipc or len(hosts) > 1:
+            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else no_ipc
         if isinstance(slots, str):
             missing["nccl"] = slots
-        return Kit(kits[0], kits[1], missing, exchanger)
+        in_one = implementations({**limits, "hierarchical.pieces": 1}, True)
+        return Kit(implementations(limits, False), in_one, missing, exchanger)
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 
