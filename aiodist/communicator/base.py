@@ -416,15 +416,14 @@ def how(op: str | None, impl: str, *, given: object = None, across: bool = False
     return " ".join(filter(None, words)) or None
 
 
-class Upkeep:
+class Upkeep(NamedTuple):
     """What the registry does to a communicator that it made; apart from the calls, since users make none of it."""
 
-    def __init__(self, communicator: Base) -> None:
-        self._communicator = communicator
+    communicator: Base
 
     def apply_edits(self, edits: Sequence[Edit]) -> None:
         """Have the selector's table be as after `edits`, for every operation from the next one on."""
-        comm = self._communicator
+        comm = self.communicator
         comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
         comm._plans.clear()
         comm._queue_plans.clear()
@@ -434,8 +433,8 @@ class Upkeep:
 
     def compare_edit(self, edit: Edit) -> Handle[None]:
         """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
-        dispatcher, transport, _, repertoire = self._communicator.parts
-        endpoint = Endpoint(transport, tag_of(self._communicator.seq), traffic=dispatcher.traffic())
+        dispatcher, transport, _, repertoire = self.communicator.parts
+        endpoint = Endpoint(transport, tag_of(self.communicator.seq), traffic=dispatcher.traffic())
         program = compared(
             Primitives(endpoint, repertoire, "direct"),
             edit,
@@ -446,4 +445,4 @@ class Upkeep:
 
     def set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None = None) -> None:
         """Form `levels`; without them, those that are left among its ranks of what it was made of."""
-        self._communicator._levels, self._communicator._made_of = levels, made_of
+        self.communicator._levels, self.communicator._made_of = levels, made_of
