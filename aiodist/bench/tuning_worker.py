@@ -21,8 +21,7 @@ from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.table import RangeEdit, bytes_text
-from aiodist.collectives.choice.tablefile import render, tuned_path, write
-from aiodist.communicator.tuned import conditions_of
+from aiodist.collectives.choice.tablefile import conditions, render, tuned_path, write
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
@@ -134,7 +133,7 @@ def _line(operation: str, nbytes: int, seconds: Mapping[str, float]) -> str:
 
 
 def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:
-    here = conditions_of(coll)
+    here = conditions(coll.parts.repertoire, coll.topology)
     text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
     path = tuned_path(here) if todo.output is None else Path(todo.output)
     if todo.dry:

@@ -1,9 +1,7 @@
 """What ranks tell each other about an operation that they disagree on, or that failed on one of them.
 
-A gate finds that ranks differ, and every rank finds it; here they show each other what they called, so that each can
-raise an error with all sides. Both sides keep the number, what was sent for it is taken off the wire, and the
-communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives the communicator up by itself.
-
+They show each other what they called, so that each can raise an error with all sides; what was sent for it is taken off
+the wire, and the communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives it up by itself.
 Everything here runs on the loop's thread, but `begin`, which runs where the gate does, and `_heard`.
 """
 

@@ -12,9 +12,8 @@ from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, lockstep
-from aiodist.collectives.wrappers import alike_lists, copied_to_all, interleaved, mapped, nothing, returning
+from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
 from aiodist.communicator.arguments import (
-    check_across,
     check_apart,
     check_list,
     check_one_place,
@@ -29,7 +28,6 @@ from aiodist.communicator.base import (
     check_single,
     described,
     how,
-    joined,
     kind_of,
     kinds_of,
     lift,
@@ -64,8 +62,7 @@ class Movement(Base):
             return self._broadcast_across(t, root, timeout, impl)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        programs = [operations.broadcast(self._primitives(impl, together=len(ts) > 1), x, root) for x in ts]
-        program = joined(programs, ts, lifted)
+        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, impl)
         if isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
@@ -75,16 +72,12 @@ class Movement(Base):
     def _broadcast_across(self, t: object, root: int, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
         what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t, across=True), root)
-        if not ts:
-            return self._issue(what, returning(nothing(), t), [], ts, timeout)
-        check_across(ts)
 
         def broadcast(p: Primitives) -> Program[Any]:
-            return copied_to_all(operations.broadcast(p, ts[0], root), ts)
+            return returning(copied_to_all(operations.broadcast(p, ts[0], root), ts), t)
 
-        program = returning(alike_lists(self._primitives(impl), ts, broadcast), t)
-        claims = [*reading(ts[0]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
-        return self._issue(what, program, claims, ts, timeout)
+        claims = [*reading(*ts[:1]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
+        return self._issue_across(what, ts, broadcast, claims, timeout=timeout, impl=impl, empty=t)
 
     def allgather(
         self,
@@ -113,25 +106,24 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
+        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, t, impl)
         what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t))
-        return self._issue(what, joined(programs, ts, t), claims_of(ts, out), ts, timeout, outs=(out,))
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
         if out is not None:
             check_single(t, "out")
         what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t, across=True))
-        if not ts:
-            return self._issue(what, returning(nothing(), []), [], ts, timeout)
-        check_across(ts)
 
         def allgather(p: Primitives) -> Program[Any]:
             by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
-            return interleaved(lockstep(by_tensor))
+            return mapped(lockstep(by_tensor), interleaved)
 
-        program = alike_lists(self._primitives(impl, together=len(ts) > 1), ts, allgather)
-        return self._issue(what, program, reading(*ts), ts, timeout)
+        many = len(ts) > 1
+        return self._issue_across(
+            what, ts, allgather, reading(*ts), timeout=timeout, impl=impl, empty=[], together=many
+        )
 
     def gather(
         self,
@@ -152,8 +144,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
-        program = joined(programs, ts, t)
+        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, t, impl)
         what = Fingerprint("gather", kinds_of(ts), how=how(None, impl, given=t), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport, ours
+from aiodist.backends.base import Transport, ours
+from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Group, Groups, Marks, Neighbourhood, ShmNative
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
@@ -226,19 +227,12 @@ class Registry:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
-                self._abort(communicator, error)
+                communicator.parts.dispatcher.give_up(error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
         for communicator in (*self._open, *self._closing):
-            self._abort(communicator, ours(error))
-
-    @staticmethod
-    def _abort(communicator: Communicator, error: AiodistError) -> None:
-        dispatcher = communicator.parts.dispatcher
-        if dispatcher.refusal is None:
-            dispatcher.abort(error)
-            dispatcher.disputes.tell_abort(f"rank {communicator.rank}: {error}")
+            communicator.parts.dispatcher.give_up(ours(error))
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):
@@ -361,7 +355,9 @@ class Registry:
 
     def _outside(self, name: str, size: int) -> Communicator:
         error = CommunicatorError(f"this rank is outside communicator {name!r}")
-        return self._make(Dispatcher.refusing(name, _Outside(size), self._channel, error), None, self)
+        nobodys = LocalTransport(LocalHub(), -1, size)
+        nobodys.name = "none"
+        return self._make(Dispatcher.refusing(name, nobodys, self._channel, error), None, self)
 
     # --- closing -----------------------------------------------------------------------------------------------
 
@@ -459,28 +455,3 @@ def _issued_as(name: str) -> str:
     """
     path, _, last = name.rpartition("/")
     return f"{path}/{last.partition('.')[0]}"
-
-
-class _Outside:
-    """The transport of a rank that is not in the group: there is none."""
-
-    name = "none"
-    rank = -1
-    native: Native | None = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(short_receives=True)
-
-    def isend(self, t: torch.Tensor, dst: int, tag: int, done: Done) -> None:
-        done(CommunicatorError("this rank is outside the communicator"))
-
-    irecv = isend
-
-    async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        raise CommunicatorError("this rank is outside the communicator")
-
-    async def aclose(self, *, drained: bool) -> None:
-        return None

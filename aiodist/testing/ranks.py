@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.whereabouts import line_of_task
+from aiodist.communicator.inquiry import line_of_task
 from aiodist.control import Channel, in_process
 from aiodist.errors import AiodistError, PeerError
 from aiodist.handles import listed

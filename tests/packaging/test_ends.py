@@ -1,8 +1,8 @@
 """What ends something is called by one of four words.
 
-`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (memory, a
-hook, a place in a line: it may be used anew). Verbs that torch, asyncio or Python have for a thing of
-theirs stay: `remove` a hook, `discard` from a set.
+`close` (collective, orderly), `abort` (given up, all are told), `cancel` (withdrawn, never happened), `release` (of
+memory, a hook, a place in a line: it may be used anew). Verbs that torch, asyncio or Python have for theirs stay:
+`remove` a hook, `discard` from a set.
 """
 
 from __future__ import annotations

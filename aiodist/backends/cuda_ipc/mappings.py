@@ -22,19 +22,28 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.backends.base import dtype_name
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper, address_of, living
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
+from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["Loan", "Mappings"]
+if TYPE_CHECKING:
+    from aiodist.control import Channel
 
+__all__ = ["Loan", "Mappings", "ReleaseNotices"]
+
+_TOPIC = "cuda_ipc"
+_LOOK_SECONDS = 1.0
 _LOOKS = 8  # of how many storages a loan finds out, one after another, whether they have died: each costs 1 us
 
 
@@ -79,16 +88,16 @@ class _Lent:
         return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
 
 
+@dataclass(eq=False)
 class _Borrowed:
     """A storage of another rank, mapped by the first loan that looks into it."""
 
-    def __init__(self, mapper: Mapper, description: bytes) -> None:
-        self._mapper = mapper
-        self._description = description
-        self._mapped: Mapped | None = None
-        self._device = torch.device("cpu")
-        self.users = 0
-        self.dead = False
+    _mapper: Mapper
+    _description: bytes
+    _mapped: Mapped | None = None
+    _device: torch.device = torch.device("cpu")  # noqa: RUF009  - it never changes
+    users: int = 0
+    dead: bool = False
 
     def memory(self, device: torch.device) -> Tensor:
         if self._mapped is None:
@@ -115,8 +124,7 @@ class Mappings:
     """
 
     def __init__(self, mapper: Mapper | None = None) -> None:
-        """`mapper` is torch's unless it is given."""
-        self._mapper = mapper or TorchMapper()
+        self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
         self._looked: Iterator[int] = iter(())
         self._lent: dict[int, _Lent] = {}  # by torch's object
@@ -125,19 +133,9 @@ class Mappings:
         self._closed = False
 
     @property
-    def lent(self) -> int:
-        """The number of storages that others may have mapped."""
-        return len(self._lent)
-
-    @property
     def lends(self) -> bool:
         """Whether others may have something mapped, be it dead."""
         return bool(self._lent or self._dead)
-
-    @property
-    def borrowed(self) -> int:
-        """The number of others' storages that are mapped here."""
-        return len(self._borrowed)
 
     async def aclose(self) -> None:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""
@@ -258,16 +256,16 @@ class Mappings:
             borrowed.close()
 
 
+@dataclass(eq=False)
 class Loan:
     """What one operation lends and borrows; see [Note: loans]."""
 
-    def __init__(self, mappings: Mappings, t: Tensor) -> None:
-        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
-        self._mappings = mappings
-        self._t = t
-        self._lent: _Lent | None = None
-        self._told: list[int] = []
-        self._heard: dict[int, tuple[_Announcement, _Borrowed]] = {}
+    _mappings: Mappings
+    _t: Tensor
+    """What it lends, or a tensor of the kind and on the device that it borrows for."""
+    _lent: _Lent | None = None
+    _told: list[int] = field(default_factory=list)
+    _heard: dict[int, tuple[_Announcement, _Borrowed]] = field(default_factory=dict)
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytes:
         """Return what to tell `rank` of my tensor; where it cannot be mapped, or I failed, that says why."""
@@ -328,3 +326,37 @@ class Loan:
         if self._lent is not None:
             self._lent.known.update(self._told)
             self._mappings.give_back(self._lent)
+
+
+class ReleaseNotices:
+    """Looks once a second for what died of what one rank lends, and tells those who have heard of it.
+
+    So memory goes back also where no operation follows that would tell. It goes by the control channel: a number is
+    declared dead when all to whom it was announced have heard of it, so this comes behind all that was said of it.
+    """
+
+    def __init__(self, mappings: Mappings, progress: Progress, channel: Channel) -> None:
+        self._mappings = mappings
+        self._progress = progress
+        self._channel = channel
+        channel.subscribe(_TOPIC, self._told)
+        self._next = progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._next = self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        if self._mappings.lends:
+            self._progress.start(self._tell)
+
+    def _tell(self) -> None:
+        for rank, numbers in self._mappings.collect_dead().items():
+            self._channel.send(rank, _TOPIC, numbers)
+
+    def _told(self, rank: int, numbers: Sequence[int]) -> None:
+        """Let go of what `rank` has declared dead; called on the channel's thread."""
+        self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
+
+    def close(self) -> None:
+        """Look no more; on the loop."""
+        self._next.cancel()
+        with suppress(RuntimeError):  # it is closed already, where all was given up
+            self._channel.unsubscribe(_TOPIC)

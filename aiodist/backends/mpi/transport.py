@@ -48,7 +48,6 @@ class MpiTransport:
         self.native: Native | None = MpiNative(comm, requests, self._conveyor)
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         # Open MPI 5 frees memory twice when a receive is too short for a message that did not come at once.
         devices = frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"})
         return Capabilities(short_receives=True, devices=devices, overruns=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 __all__ = ["LaunchOrder", "LaunchSlot"]
 
@@ -13,9 +14,8 @@ Call = Callable[[], None]
 class LaunchOrder:
     """The order of the operations of one group.
 
-    NCCL matches the calls of the ranks by their order alone. All ranks issue operations in the same order, but some
-    of these reach their native call only after a message has come, when others were issued behind them. So each
-    takes a slot when it is issued, and its calls wait for those of all slots before.
+    NCCL matches calls by their order alone. Some operations reach theirs only after a message has come, when others
+    were issued behind them. So each takes a slot when it is issued, and its calls wait for those of all slots before.
 
     All is called with the transport lock held, but `take`, on the thread that issues. A call may take, use and give
     back slots; what it adds is made after it, not within.
@@ -68,16 +68,14 @@ class LaunchOrder:
         return self._late.popleft() if self._late else None
 
 
+@dataclass(eq=False, slots=True)
 class LaunchSlot:
     """One operation's place in the order."""
 
-    __slots__ = ("_order", "calls", "given_back")
-
-    def __init__(self, order: LaunchOrder) -> None:
-        self._order = order
-        self.calls: deque[Call] = deque()
-        """Those that wait."""
-        self.given_back = False
+    _order: LaunchOrder
+    calls: deque[Call] = field(default_factory=deque)
+    """Those that wait."""
+    given_back: bool = False
 
     def run(self, call: Call) -> None:
         """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.

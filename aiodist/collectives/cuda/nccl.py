@@ -101,7 +101,6 @@ class Nccl(Exchanger):
         self._repertoire = repertoire
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can."""
         if supports(wanted.operation, wanted.kind, wanted.op):
             return None
         return f"NCCL has no {wanted}"
@@ -120,7 +119,6 @@ class Nccl(Exchanger):
         return len({t.device for t in tensors}) == 1 and self._slots.is_first(ep.tag, exchange.t.device)
 
     def forgo(self, ep: Endpoint) -> None:
-        """See `Exchanger`."""
         self._slots.forgo(ep.tag)
 
     def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
