@@ -20,10 +20,7 @@ from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
 
-__all__ = ["LIGHT_BYTES", "Context"]
-
-LIGHT_BYTES = 256 << 10
-"""Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
+__all__ = ["Context"]
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ class Naming:
 
     def _opened_by(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         leader = entry.spans[0].rank
-        said = yield from self._session.client.calls.call(
+        said = yield from self._session.client.call(
             leader,
             "open",
             name=entry.name,
@@ -136,7 +136,7 @@ class Naming:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
             with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
                 yield from self._session.client.filling(entry, data, spans)
-            yield from self._session.client.calls.call(leader, "ready", name=entry.name, key=entry.key)
+            yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
@@ -156,7 +156,7 @@ class Naming:
     def _freeing(self, entry: NameEntry) -> Program[None]:
         try:
             yield [partial(self._session.client.when_over, entry)]
-            yield from self._session.client.calls.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
+            yield from self._session.client.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
             self._names.settle(entry.name, None)
 
@@ -173,7 +173,7 @@ class Naming:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for entry in entries:
             check_settings(entry, settings)
-        programs = [self._session.client.calls.configuring(entry, settings) for entry in entries]
+        programs = [self._session.client.configuring(entry, settings) for entry in entries]
         return self._run_all("configure", programs, timeout)
 
     def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:

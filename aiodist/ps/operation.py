@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -63,17 +64,14 @@ class Operation:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class PushPart:
-    """A push of one tensor: `accepting` and `applying` are the servers that have not said so yet."""
+    """A push of one tensor: `applying` and, where they accept first, `accepting` are the servers yet to say so."""
 
-    __slots__ = ("accepting", "applying", "entry", "keep", "operation")
-
-    def __init__(self, operation: Operation, entry: NameEntry, servers: Sequence[int], *, accepts: bool) -> None:
-        self.operation = operation
-        self.entry = entry
-        self.accepting = set(servers) if accepts else None
-        self.applying = set(servers)
-        self.keep: Any = None
+    operation: Operation
+    entry: NameEntry
+    applying: set[int]
+    accepting: set[int] | None = None
 
 
 class PullPart:

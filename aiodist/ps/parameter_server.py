@@ -12,11 +12,10 @@ from torch import Tensor
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
-from aiodist.handles import Handle, in_flight
+from aiodist.handles import Handle, in_flight, join
 from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
-from aiodist.ps.integration import Integration
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
@@ -307,7 +306,25 @@ class ParameterServer(Naming):
         fetched = [self._prefetched.pop(entry.name) for entry in entries]
         handle = self._session.handle("integrate", 0, timeout)
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
-        Integration(handle, fn, tensors, fetched, single=single).begin()
+
+        def finish(_: object) -> None:
+            try:
+                with torch.no_grad():
+                    for mine, (pull, i) in zip(tensors, fetched, strict=True):
+                        theirs = pull.result()
+                        fn(mine, theirs if i is None else theirs[i])
+            except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+                handle.reject(error)
+                return
+            handle.version = min((pull.version for pull, _ in fetched if pull.version is not None), default=None)
+            handle.resolve(tensors[0] if single else tensors)
+
+        pulls = {id(pull): pull for pull, _ in fetched}.values()
+        one_over = join(len(pulls), finish)
+        for pull in pulls:
+            pull.add_done_callback(lambda _: one_over(None))
+        if not pulls:
+            finish(None)
         return handle
 
     # --- waiting -----------------------------------------------------------------------------------------------
@@ -336,7 +353,7 @@ class ParameterServer(Naming):
         self._session.check()
         if not self.is_worker:
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        return self._session.run("barrier", self._session.client.calls.everywhere("barrier"), timeout)
+        return self._session.run("barrier", self._session.client.everywhere("barrier"), timeout)
 
     # --- how it is done ----------------------------------------------------------------------------------------
 

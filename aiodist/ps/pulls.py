@@ -11,7 +11,6 @@ from torch import Tensor
 from aiodist.backends.inplace import copy
 from aiodist.errors import AiodistError
 from aiodist.ps.codes import Codes
-from aiodist.ps.context import LIGHT_BYTES
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
 from aiodist.ps.raw import bytes_in
@@ -90,15 +89,10 @@ class Pulls:
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
                 self._context.coalescer.put(src, Kind.RELEASE, Release(part.entry.key, data.number).pack())
-                self._context.coalescer.flush()
             self._read(data.number, src, error)
 
-        if data.nbytes <= LIGHT_BYTES:
-            look()
-            looked(None)
-        else:
-            part.copying.add(src)
-            self._context.service.run(look, looked)
+        part.copying.add(src)
+        self._context.service.do(data.nbytes, look, looked)
 
     def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
         """Take what came with the entry, or comes in a message behind it."""

@@ -12,7 +12,7 @@ from aiodist.ps.context import Context
 
 __all__ = ["RequestQueue", "Sender"]
 
-Sender = Callable[[], None]
+Sender = Callable[[], object]
 """Puts a request, or a part of one, into the coalescer; called with the transport lock held."""
 
 
@@ -62,8 +62,6 @@ class RequestQueue:
     def _leave(self, senders: Sequence[Sender]) -> None:
         if self.behind:
             self._work(_nothing, lambda _: self.send(senders))
-        elif len(senders) == 1:
-            self.context.progress.start(partial(self._send_one, senders[0]))
         else:
             self.context.progress.start(partial(self.send, senders))
 
@@ -82,10 +80,6 @@ class RequestQueue:
             then(error)
 
         self.context.progress.start(partial(self.context.service.run, work, over))
-
-    def _send_one(self, sender: Sender) -> None:
-        sender()
-        self.context.coalescer.flush()
 
     def send(self, senders: Sequence[Sender]) -> None:
         """Send requests now; with the transport lock held."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
-from aiodist.codecs import Outgoing
 from aiodist.errors import PeerLost
 from aiodist.ps.consistency import Counts
-from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rules import Rule
+from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
 from aiodist.ps.statistics import ParameterServerStatistics
@@ -53,8 +53,7 @@ class Server:
         self._retired: dict[int, Shard] = {}
         self._counted: list[Counts] = []  # of tensors that were freed
         self._rules: dict[int, int] = {}
-        self._outgoing: Outgoing | None = None if context.pull_codec is None else Outgoing(context.pull_codec)
-        self._serving = Serving(context, self._outgoing, self.refuse, self._shards.get)
+        self._serving = Serving(context, self)
         self.serve = self._serving.serve
         self._directory = Directory(context, self)
         self._meeting = Meeting(context, self)
@@ -283,6 +282,10 @@ class Server:
         self._meeting.leave(rank, gone=gone)
 
     # --- what shards ask for -----------------------------------------------------------------------------------
+
+    def has(self, shard: Shard) -> bool:
+        """Return whether the tensor was not freed."""
+        return self._shards.get(shard.key) is shard
 
     def rule_of(self, shard: Shard) -> Rule:
         """Return the rule of the tensor, which a push may replace by another."""

@@ -103,7 +103,7 @@ class ParameterServerSession:
             codec=self.settings.codec,
             pull_codec=self.settings.pull_codec,
             progress=progress,
-            service=Service(progress, f"aiodist-ps-{self.coll.name}"),
+            service=Service(progress, f"aiodist-ps-{self.coll.name}", lambda: self.context.coalescer.flush()),
             pool=Pool(buffer),
             near=near,
         )
@@ -155,7 +155,7 @@ class ParameterServerSession:
 
     def _parting(self) -> Program[None]:
         """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
-        yield [self.client.calls.tell(rank, "part") for rank in self.settings.servers]
+        yield [self.client.tell(rank, "part") for rank in self.settings.servers]
 
     def _leaving(self) -> Program[None]:
         """Leave every server that is there."""
@@ -178,7 +178,7 @@ class ParameterServerSession:
     def _asked(self, rank: int, op: str) -> Program[bool]:
         """Ask server `rank`; False when it is gone."""
         try:
-            yield from self.client.calls.call(rank, op)
+            yield from self.client.call(rank, op)
         except PeerLost:
             return False
         return True

@@ -8,7 +8,7 @@ have come. So all shards go through the same versions, and a read stands between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from torch import Tensor
 from aiodist.ps import consistency
 from aiodist.ps.arrivals import Arrivals
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
-from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.context import Context
 from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
 from aiodist.ps.rules import RULES, Function, Rule
+from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.step import Piece, apply_step
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
 
@@ -173,18 +174,7 @@ class Shard:
             self.advance()
             return
         version, (part,) = actions[0]
-        error: BaseException | None = None
-        began = perf_counter()
-        try:
-            if part.weight == 1 and not push.coded:
-                assert push.value is not None
-                rule.apply(self.data, push.value, push.alpha, self._state(rule))
-                self._context.counts["step_seconds"] += perf_counter() - began
-            else:
-                self._compute([(push, part.weight)])
-        except Exception as raised:  # noqa: BLE001  - it belongs to the client that pushed
-            error = raised
-        self._finished(version, (push,), error)
+        self._finished(version, (push,), error_of(partial(self._compute, [(push, part.weight)])))
 
     def _serve_at_once(self, pull: Pulling) -> None:
         """Do the same for a pull."""
@@ -336,7 +326,7 @@ class Shard:
                 self.data = pushes[-1][0].value.clone()
             over(None)
         elif len(pushes) * self.data.nbytes <= LIGHT_BYTES and not any(isinstance(rule, Function) for rule in rules):
-            over(_error_of(work))
+            over(error_of(work))
         else:
             self._busy = True
             self._context.service.run(work, over)
@@ -364,7 +354,6 @@ class Shard:
         if was_busy:
             self.advance()
             self._let_go()
-            self._context.coalescer.flush()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -389,11 +378,3 @@ class Shard:
     def _swap(self, push: Pushing) -> None:
         assert push.value is not None
         self.data, push.value = push.value, self.data
-
-
-def _error_of(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  - it belongs to the client that pushed
-        return error
-    return None
