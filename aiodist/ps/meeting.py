@@ -107,7 +107,7 @@ class Meeting:
     def sync(self, client: int, call: dict[str, Any]) -> None:
         """A worker waits until its pushes are applied."""
         if client not in self.parted:
-            self.syncs[client] = mark = Mark(client, call["n"], lambda shard: None)
+            self.syncs[client] = mark = Mark(client, call["n"], lambda _: None)
             self._server.mark(mark)
             self.check()
 

@@ -14,7 +14,7 @@ from aiodist.communicator.arguments import check_tensor
 from aiodist.ps.rules import Rule
 from aiodist.ps.sharding import Placement
 
-__all__ = ["NameEntry", "Names", "Span", "named"]
+__all__ = ["NameEntry", "Names", "Span", "checked", "checked_name", "named"]
 
 
 class Span(NamedTuple):
@@ -58,14 +58,9 @@ class NameEntry:
         """It is a tensor that wants no gradient."""
         return self.tensor is not None and not self.tensor.requires_grad
 
-    @staticmethod
-    def checked(name: str, value: object) -> Tensor:
-        """Return `value`, a tensor that `name` may stand for."""
-        return _plain(check_tensor(value, name), name)
-
     def check(self, value: object, name: str = "values") -> Tensor:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
-        t = _plain(check_tensor(value, name), name)
+        t = checked(value, name)
         if t.dtype is not self.dtype:
             raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
         if tuple(t.shape) != self.shape:
@@ -86,30 +81,25 @@ class Names:
         self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
-        self._places: dict[str, int] = {}
-        self._next_place = 0
+        self._places: dict[str, None] = {}
+        """In the order of the calls that made them known."""
         self.changing: dict[str, str] = {}
         """Names that become known, or are forgotten, and the call that is not over."""
 
     def announce(self, names: Sequence[str]) -> None:
         """They become known, in this order."""
         self.changing.update(dict.fromkeys(names, "init"))
-        self._places.update({name: self._next_place + i for i, name in enumerate(names)})
-        self._next_place += len(names)
+        self._places.update(dict.fromkeys(names))
 
     def settle(self, name: str, entry: NameEntry | None) -> None:
         """The call that changes `name` is over: it is `entry` from now on, or not at all."""
         if entry is not None:
-            self.add(entry)
+            self._entries[name] = entry
+            if entry.tensor is not None:
+                self._names.setdefault(id(entry.tensor), []).append(name)
         elif name not in self._entries:
             self._places.pop(name, None)
         self.changing.pop(name, None)
-
-    def add(self, entry: NameEntry) -> None:
-        """Know it from now on."""
-        self._entries[entry.name] = entry
-        if entry.tensor is not None:
-            self._names.setdefault(id(entry.tensor), []).append(entry.name)
 
     def remove(self, entry: NameEntry) -> None:
         """Know it no more."""
@@ -123,7 +113,7 @@ class Names:
     @property
     def names(self) -> tuple[str, ...]:
         """In order."""
-        return tuple(sorted(self._entries, key=self._places.__getitem__))
+        return tuple(name for name in self._places if name in self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -187,11 +177,12 @@ def named(tensors: object) -> dict[str, Tensor]:
         found = {str(i): t for i, t in enumerate(tensors)}
     else:
         raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
-    return {_name(name): _plain(check_tensor(t, str(name)), str(name)) for name, t in found.items()}
+    return {checked_name(name): checked(t, str(name)) for name, t in found.items()}
 
 
-def _plain(t: Tensor, name: str) -> Tensor:
-    """Return `t`; raise ValueError for one on a device, or whose memory is not what it means."""
+def checked(t: object, name: str) -> Tensor:
+    """Return `t`; raise unless it is a tensor, on the CPU, whose memory is what it means."""
+    t = check_tensor(t, name)
     if not t.is_cpu:
         raise ValueError(f"{name} lives on {t.device}: the parameter server takes tensors on the CPU, see .cpu()")
     if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
@@ -199,7 +190,8 @@ def _plain(t: Tensor, name: str) -> Tensor:
     return t
 
 
-def _name(name: object) -> str:
+def checked_name(name: object) -> str:
+    """Return `name`; raise TypeError for what is no name."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name {name!r}: expected a str that is not empty")
     return name

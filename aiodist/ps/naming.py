@@ -14,7 +14,7 @@ from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
-from aiodist.ps.names import NameEntry, Names, Span
+from aiodist.ps.names import NameEntry, Names, Span, checked, checked_name
 from aiodist.ps.raw import flat
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
@@ -68,18 +68,14 @@ class Naming:
         if len(set(names)) != len(names):
             raise ValueError(f"init of {names}: expected each name once")
         if codec is not None:
-            given = [
-                codec.encode(value) for value in given
-            ]  # here, since what cannot be encoded is the caller's mistake
+            given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
         programs = [self._opening(entry, value, chosen) for entry, value in zip(fresh, given, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
-        return self._run_all("init", programs, timeout)
+        return self._session.run("init", _each(programs), timeout)
 
     def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> NameEntry:  # noqa: ANN401
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name {name!r}: expected a str that is not empty")
-        if name in self._names:
+        if checked_name(name) in self._names:
             raise KeyError(f"{name!r} was init()ed already: free() it first")
         if name in self._names.changing:
             raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
@@ -93,7 +89,7 @@ class Naming:
                 )
             placement = place(name, 1, 1, len(self._settings.servers), 2)
             return NameEntry(name, None, (number, chosen), placement, self._settings.servers, codec)
-        t = NameEntry.checked(name, value)
+        t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
@@ -127,11 +123,8 @@ class Naming:
         entry.key = said["key"]
         if said["fill"]:
             data = flat(value)
-            spans = (
-                entry.spans
-                if start != "own"
-                else [span for span in entry.spans if span.rank == self._session.coll.rank]
-            )
+            own = start == "own"
+            spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
             if entry.codec is not None:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
             with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
@@ -151,7 +144,7 @@ class Naming:
             self._names.changing[entry.name] = "free"
             self._prefetched.pop(entry.name, None)
         self._names.first = tuple(name for name in self._names.first if name in self._names)
-        return self._run_all("free", [self._freeing(entry) for entry in entries], timeout)
+        return self._session.run("free", _each([self._freeing(entry) for entry in entries]), timeout)
 
     def _freeing(self, entry: NameEntry) -> Program[None]:
         try:
@@ -174,10 +167,7 @@ class Naming:
         for entry in entries:
             check_settings(entry, settings)
         programs = [self._session.client.configuring(entry, settings) for entry in entries]
-        return self._run_all("configure", programs, timeout)
-
-    def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
-        return self._session.run(op, _each(programs), timeout)
+        return self._session.run("configure", _each(programs), timeout)
 
 
 def _each(programs: Sequence[Program[None]]) -> Program[None]:

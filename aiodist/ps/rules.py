@@ -7,9 +7,9 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import iscoroutinefunction
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.collectives.arithmetic import SUPPORTED
 
-__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Rule", "State", "as_rule", "bare"]
+__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Piece", "Rule", "State", "apply_step", "as_rule", "bare"]
 
 State: TypeAlias = Any
 """What lies beside a shard; only its rule knows what that is."""
@@ -26,6 +26,7 @@ COMPLEX = frozenset({kind for kind in SUPPORTED if kind.is_complex})
 FLOATS = frozenset({kind for kind in SUPPORTED if kind.is_floating_point})
 _NUMBERS = SUPPORTED - {torch.bool}
 _ORDERED = SUPPORTED - COMPLEX
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Rule:
@@ -207,6 +208,51 @@ RULES: Mapping[str, Rule] = {
     )
 }
 """The rules that are known by name. `add` and `axpy` differ in name only: shard += alpha * value."""
+
+
+class Piece(NamedTuple):
+    """One push of a step."""
+
+    rule: Rule
+    value: Tensor
+    """Flat, of the shard's dtype; it is only read."""
+    alpha: float
+    weight: float
+
+
+def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule], Any]) -> None:
+    """Change `shard` in place by all `pieces`, which stand in the order of their workers.
+
+    Pushes of one rule that combines are summed first, 16-bit floats in float32. A single push of weight 1 costs no
+    memory.
+    """
+    first = pieces[0]
+    if len(pieces) == 1 and first.weight == 1:
+        first.rule.apply(shard, first.value, first.alpha, state_of(first.rule))
+        return
+    if first.rule.combines and all(piece.rule is first.rule for piece in pieces):
+        alphas = {piece.alpha for piece in pieces}
+        if len(alphas) == 1:
+            total, alpha = _sum(pieces, scaled=False), first.alpha
+        else:
+            total, alpha = _sum(pieces, scaled=True), 1.0
+        first.rule.apply(shard, total, alpha, state_of(first.rule))
+        return
+    for piece in pieces:
+        value = piece.value
+        if piece.rule.combines and piece.weight != 1:
+            value = value * piece.weight
+        piece.rule.apply(shard, value, piece.alpha, state_of(piece.rule))
+
+
+def _sum(pieces: Sequence[Piece], *, scaled: bool) -> Tensor:
+    """Return the weighted sum in new memory; `scaled`: each times its alpha too."""
+    kind = pieces[0].value.dtype
+    total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind))
+    for piece in pieces:
+        factor = piece.weight * (piece.alpha if scaled else 1.0)
+        total.add_(piece.value, alpha=int(factor) if factor == int(factor) else factor)
+    return total.to(kind)
 
 
 def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:

@@ -20,7 +20,6 @@ from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
-from aiodist.ps.rules import Rule
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
@@ -52,7 +51,6 @@ class Server:
         self._shards: dict[int, Shard] = {}
         self._retired: dict[int, Shard] = {}
         self._counted: list[Counts] = []  # of tensors that were freed
-        self._rules: dict[int, int] = {}
         self._serving = Serving(context, self)
         self.serve = self._serving.serve
         self._directory = Directory(context, self)
@@ -95,7 +93,7 @@ class Server:
         head = PushHead.unpack(body)
         if self._meeting.syncs:
             self._meeting.syncs.pop(client, None)  # it goes on
-        push = Pushing(client, head.number, head.base, head.rule, head.alpha, coded=head.coded)
+        push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
         if head.way == Way.MESSAGE:
             buffer = self.context.pool.take(head.nbytes)
@@ -180,9 +178,7 @@ class Server:
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
         leads = call["servers"][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
-        shard = Shard(self, call["key"], call["name"], memory, machine, call["servers"], replaces=call["codec"])
-        self._shards[shard.key] = shard
-        self._rules[shard.key] = call["rule"]
+        shard = self._shards[call["key"]] = Shard(self, call, memory, machine)
         for rank in {*self._meeting.parted, *self.context.gone}:
             shard.leave(rank, gone=rank in self.context.gone)
         for rank in self._directory.refused(shard.name):
@@ -286,10 +282,6 @@ class Server:
     def has(self, shard: Shard) -> bool:
         """Return whether the tensor was not freed."""
         return self._shards.get(shard.key) is shard
-
-    def rule_of(self, shard: Shard) -> Rule:
-        """Return the rule of the tensor, which a push may replace by another."""
-        return self.context.rules[self._rules[shard.key]]
 
     def decoded(self, push: Pushing, like: Tensor) -> Tensor:
         """Return the value of `push` as a flat tensor such as the shard; in any thread."""
