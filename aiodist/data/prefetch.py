@@ -17,8 +17,8 @@ from anyio import CancelScope
 
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Reader, TaskReader, ThreadReader
-from aiodist.data.sizes import nbytes_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["MAX_LANES", "Algorithm", "Blocks", "Copy", "Cost", "Lane", "Recv", "Schedule", "Send", "Step"]
+__all__ = ["MAX_LANES", "Algorithm", "Blocks", "Copy", "Lane", "Recv", "Schedule", "Send", "Step"]
 
 MAX_LANES = 32
 """The most lanes of a schedule: each has tags of its own, and libraries have few."""
@@ -77,13 +77,6 @@ class Schedule(NamedTuple):
     lanes: tuple[Lane, ...]
 
 
-class Cost(NamedTuple):
-    """What the busiest rank sends; messages and elements may be of different ranks."""
-
-    messages: int
-    elements: int
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """A way to run an operation on any number of ranks.
@@ -91,11 +84,9 @@ class Algorithm:
     `plan(rank, size, n)` for allreduce and scan, `plan(rank, size, n, root)` for broadcast and reduce,
     `plan(rank, size, blocks)` for allgather and reduce_scatter, `plan(rank, size, sends, receives)` for alltoall;
     with `chunks=` too where `chunked`, the number of parts that are on their way at once or one behind the other.
-    `cost(size, n)`, or `cost(size, blocks)`, `cost(size, sends)`, takes `chunks=` likewise.
     """
 
     plan: Callable[..., Schedule]
-    cost: Callable[..., Cost]
     most_chunks: int = 1
     equal: bool = False
     """Only for blocks of equal length (alltoall)."""

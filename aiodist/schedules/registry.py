@@ -1,78 +1,51 @@
-"""Which schedules there are, by operation and name, and what no schedule can do without."""
+"""Which schedules there are, by operation and name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from aiodist.schedules import bruck, chain, direct, doubling, ring, tree
-from aiodist.schedules.plan import MAX_LANES, Algorithm, Cost
+from aiodist.schedules.plan import MAX_LANES, Algorithm
 
-__all__ = ["SCHEDULES", "algorithm", "lower_bound"]
+__all__ = ["SCHEDULES"]
 
 SCHEDULES: Mapping[str, Mapping[str, Algorithm]] = {
     "allreduce": {
-        "ring": Algorithm(ring.allreduce, ring.allreduce_cost, most_chunks=MAX_LANES),
-        "doubling": Algorithm(doubling.allreduce, doubling.allreduce_cost),
-        "halving": Algorithm(doubling.halving_allreduce, doubling.halving_allreduce_cost),
-        "tree": Algorithm(tree.allreduce, tree.allreduce_cost, most_chunks=MAX_LANES),
-        "direct": Algorithm(direct.allreduce, direct.broadcast_cost),
+        "ring": Algorithm(ring.allreduce, most_chunks=MAX_LANES),
+        "doubling": Algorithm(doubling.allreduce),
+        "halving": Algorithm(doubling.halving_allreduce),
+        "tree": Algorithm(tree.allreduce, most_chunks=MAX_LANES),
+        "direct": Algorithm(direct.allreduce),
     },
     "broadcast": {
-        "tree": Algorithm(tree.broadcast, tree.broadcast_cost, most_chunks=MAX_LANES),
-        "chain": Algorithm(chain.broadcast, chain.cost, most_chunks=chain.MOST_CHUNKS),
-        "direct": Algorithm(direct.broadcast, direct.broadcast_cost),
+        "tree": Algorithm(tree.broadcast, most_chunks=MAX_LANES),
+        "chain": Algorithm(chain.broadcast, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(direct.broadcast),
     },
     "reduce": {
-        "tree": Algorithm(tree.reduce, tree.reduce_cost, most_chunks=MAX_LANES),
-        "chain": Algorithm(chain.reduce, chain.cost, most_chunks=chain.MOST_CHUNKS),
-        "direct": Algorithm(direct.reduce, direct.reduce_cost),
+        "tree": Algorithm(tree.reduce, most_chunks=MAX_LANES),
+        "chain": Algorithm(chain.reduce, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(direct.reduce),
     },
     "allgather": {
-        "ring": Algorithm(ring.allgather, ring.allgather_cost, most_chunks=MAX_LANES),
-        "doubling": Algorithm(doubling.allgather, doubling.allgather_cost),
-        "bruck": Algorithm(bruck.allgather, bruck.allgather_cost),
-        "direct": Algorithm(direct.allgather, direct.allgather_cost),
+        "ring": Algorithm(ring.allgather, most_chunks=MAX_LANES),
+        "doubling": Algorithm(doubling.allgather),
+        "bruck": Algorithm(bruck.allgather),
+        "direct": Algorithm(direct.allgather),
     },
     "reduce_scatter": {
-        "ring": Algorithm(ring.reduce_scatter, ring.reduce_scatter_cost, most_chunks=MAX_LANES),
-        "halving": Algorithm(doubling.reduce_scatter, doubling.reduce_scatter_cost),
-        "direct": Algorithm(direct.reduce_scatter, direct.reduce_scatter_cost),
+        "ring": Algorithm(ring.reduce_scatter, most_chunks=MAX_LANES),
+        "halving": Algorithm(doubling.reduce_scatter),
+        "direct": Algorithm(direct.reduce_scatter),
     },
     "scan": {
-        "doubling": Algorithm(doubling.scan, doubling.scan_cost),
-        "chain": Algorithm(chain.scan, chain.cost, most_chunks=chain.MOST_CHUNKS),
-        "direct": Algorithm(direct.scan, direct.scan_cost),
+        "doubling": Algorithm(doubling.scan),
+        "chain": Algorithm(chain.scan, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(chain.scan),
     },
     "alltoall": {
-        "bruck": Algorithm(bruck.alltoall, bruck.alltoall_cost, equal=True),
-        "direct": Algorithm(direct.alltoall, direct.alltoall_cost),
+        "bruck": Algorithm(bruck.alltoall, equal=True),
+        "direct": Algorithm(direct.alltoall),
     },
 }
 """operation -> name -> algorithm; an operation has only the names that make sense for it."""
-
-
-def algorithm(operation: str, name: str) -> Algorithm:
-    """Return the schedule called `name`; raise ValueError, with those there are, where there is none."""
-    try:
-        return SCHEDULES[operation][name]
-    except KeyError:
-        known = ", ".join(SCHEDULES.get(operation, ())) or "none"
-        raise ValueError(f"no schedule {name!r} of {operation}: there are {known}") from None
-
-
-def lower_bound(operation: str, size: int, n: int) -> Cost:
-    """Return what no algorithm undercuts: messages one after another, and elements that some rank sends or receives.
-
-    `n` is the elements of the longest buffer of a rank: the result of allgather, the tensor of reduce_scatter, what
-    a rank sends in alltoall. Each message tells at most one more rank, so log2(size) rounds, rounded up; rounding up
-    of elements too. Chan, Heimlich, Purkayastha, van de Geijn: Collective communication: theory, practice, and
-    experience, 2007, section 3, DOI 10.1002/cpe.1206.
-    """
-    if size == 1 or n == 0:
-        return Cost(0, 0)
-    if operation in ("broadcast", "reduce", "scan"):
-        elements = n
-    else:
-        times = 2 if operation == "allreduce" else 1
-        elements = -(-times * n * (size - 1) // size)
-    return Cost((size - 1).bit_length(), elements)

@@ -441,7 +441,7 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
             codes = ps._session.client.codes
             assert codes.feedback is not None
             assert codes._incoming is not None
-            assert not (codes.feedback._residuals or codes._incoming._held or codes._lines)
+            assert (codes.feedback._residuals, codes._incoming._held, codes._lines) == ({}, {}, {})
         await coll.barrier()
         if ps.is_server:
             outgoing = ps._session.server._serving._outgoing
