@@ -151,7 +151,7 @@ class Client:
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
         if kind == Kind.DONE:
-            number, _, stage = wire.Done.unpack(body)
+            number, _, stage = wire.unpack(wire.Done, body)
             self.pushes.done(src, number, stage)
         elif kind == Kind.DATA:
             self.pulls.data(src, body)

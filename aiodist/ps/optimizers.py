@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +33,11 @@ _FUSED = frozenset({torch.float32, torch.float64})
 """Where fused steps equal the others but for rounding: those of torch 2.13 for 16 bits compute momentum wrongly."""
 
 
-class OptimizerState:
+class OptimizerState(NamedTuple):
     """What lies beside a shard: the optimizer, with its moments, and the parameter that shares the shard's memory."""
 
-    __slots__ = ("optimizer", "parameter")
-
-    def __init__(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
-        self.optimizer = optimizer
-        self.parameter = parameter
+    optimizer: Optimizer
+    parameter: torch.nn.Parameter
 
 
 class OptimizerRule(Rule):
@@ -68,16 +65,11 @@ class OptimizerRule(Rule):
             trial = self._make(torch.nn.Parameter(torch.zeros(1)))
             _step(trial)
         anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        self._known = {
+        self._known = {  # what `configure` can change, and the values with which a shard starts
             key: value
             for key, value in trial.defaults.items()
             if (key in known or anything) and key not in _HOW and key not in _ONCE
         }
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What `configure` can change, and the values with which a shard starts."""
-        return dict(self._known)
 
     def state(self, shard: Tensor) -> OptimizerState:
         """Return an optimizer of `shard`; raise `ValueError` when that was made in inference mode."""
@@ -106,7 +98,8 @@ class OptimizerRule(Rule):
         Raises `ValueError` for an unknown one, for a value that torch refuses, and where state is needed that the
         shard was made without, as by Adam's `amsgrad`; `TypeError` for one of another type. Then nothing is changed.
         """
-        self._check_names(changes)
+        if unknown := sorted(changes.keys() - self._known.keys()):
+            raise ValueError(f"rule {self.name}: {', '.join(unknown)}: expected {', '.join(sorted(self._known))}")
         for key, value in changes.items():
             _check_type(self.name, key, value, self._known[key])
         group = state.optimizer.param_groups[0]
@@ -141,11 +134,6 @@ class OptimizerRule(Rule):
         make: Any = self._kind
         made: Optimizer = make([parameter], **(self._given | how | changes))
         return made
-
-    def _check_names(self, changes: Mapping[str, Any]) -> None:
-        unknown = sorted(changes.keys() - self._known.keys())
-        if unknown:
-            raise ValueError(f"rule {self.name}: {', '.join(unknown)}: expected {', '.join(sorted(self._known))}")
 
     def _try(self, now: dict[str, Any], changes: dict[str, Any]) -> None:
         """Raise unless the class takes the settings, and a shard that was updated before goes on with them."""

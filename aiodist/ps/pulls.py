@@ -15,7 +15,7 @@ from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
 from aiodist.ps.raw import bytes_in
 from aiodist.ps.request_queue import RequestQueue
-from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Release, Way, pack_pull
+from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, pack_pull, pack_release, unpack
 
 __all__ = ["Pulls"]
 
@@ -58,7 +58,7 @@ class Pulls:
 
     def data(self, src: int, body: memoryview) -> None:
         """Server `src` has data for a pull, or lets us look at them."""
-        data = Data.unpack(body)
+        data = unpack(Data, body)
         part = self._parts.get(data.number)
         if part is None:  # all was given up
             return
@@ -88,7 +88,7 @@ class Pulls:
 
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
-                self._context.coalescer.put(src, Kind.RELEASE, Release(part.entry.key, data.number).pack())
+                self._context.coalescer.put(src, Kind.RELEASE, pack_release(part.entry.key, data.number))
             self._read(data.number, src, error)
 
         part.copying.add(src)

@@ -12,6 +12,7 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.errors import AiodistError
 from aiodist.handles import Account, Handle
+from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
 from aiodist.ps.names import NameEntry, Span
 from aiodist.ps.operation import Operation, PushPart
@@ -100,7 +101,7 @@ class Pushes:
         def send() -> None:
             put(head)
             if dst not in self._context.gone:
-                self._context.coalescer.send(raw, dst, number, partial(_keep, value))
+                self._context.coalescer.send(raw, dst, number, partial(keep, value))
                 self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
 
         return send
@@ -272,7 +273,3 @@ class _Told(Operation):
     def part_over(self, error: BaseException | None = None) -> bool:
         self._done(error)
         return True
-
-
-def _keep(value: Tensor, error: BaseException | None) -> None:
-    """Hold on to `value` until it is sent; whether that went well its server tells."""

@@ -135,76 +135,70 @@ class Function(Rule):
         return f"Function({self.name})"
 
 
-class _Zero(Rule):
-    name = "zero"
-    takes_value = False
+class _Known(Rule):
+    """One that is known by name: `change(shard, value, alpha)`."""
 
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = 0, for any `value`."""
-        bare(shard).zero_()
-
-
-class _CopyRule(Rule):
-    """Of several pushes in one step their sum, or mean, is copied; of one push, the push."""
-
-    name = "copy"
-    combines = True
-
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = alpha * value."""
-        shard, value = bare(shard), bare(value)
-        if alpha == 1:
-            shard.copy_(value)
-        else:
-            torch.mul(value, factor(shard, alpha), out=shard)
-
-
-class _Add(Rule):
-    takes = _NUMBERS
-    combines = True
-
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        change: Callable[[Tensor, Tensor, float], object],
+        takes: frozenset[torch.dtype] = SUPPORTED,
+        *,
+        takes_value: bool = True,
+        combines: bool = False,
+        scales: bool = True,
+    ) -> None:
         self.name = name
-
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard += alpha * value."""
-        # In this order: a shard without requires_grad, to which one with it is added, would get a history.
-        if shard.requires_grad or value.requires_grad:
-            shard, value = shard.detach(), value.detach()
-        if alpha == 1:
-            shard.add_(value)
-        else:
-            shard.add_(value, alpha=factor(shard, alpha))
-
-
-class _Into(Rule):
-    """A binary operator of torch, written into the shard."""
-
-    scales = False
-
-    def __init__(self, name: str, takes: frozenset[torch.dtype], operator: Callable[..., Tensor]) -> None:
-        self.name = name
+        self._change = change
         self.takes = takes
-        self._operator = operator
+        self.takes_value = takes_value
+        self.combines = combines
+        self.scales = scales
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = operator(shard, value)."""
-        if alpha != 1:
+        """Change the shard."""
+        if not self.scales and alpha != 1:
             self.check(shard.dtype, alpha)
-        shard = bare(shard)
-        self._operator(shard, bare(value), out=shard)
+        self._change(shard, value, alpha)
+
+
+def _zero(shard: Tensor, value: Tensor, alpha: float) -> None:
+    bare(shard).zero_()
+
+
+def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:
+    shard, value = bare(shard), bare(value)
+    if alpha == 1:
+        shard.copy_(value)
+    else:
+        torch.mul(value, factor(shard, alpha), out=shard)
+
+
+def _add(shard: Tensor, value: Tensor, alpha: float) -> None:
+    # In this order: a shard without requires_grad, to which one with it is added, would get a history.
+    if shard.requires_grad or value.requires_grad:
+        shard, value = shard.detach(), value.detach()
+    if alpha == 1:
+        shard.add_(value)
+    else:
+        shard.add_(value, alpha=factor(shard, alpha))
+
+
+def _into(operator: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, float], object]:
+    """Return what writes the operator's result into the shard."""
+    return lambda shard, value, _: operator(bare(shard), bare(value), out=bare(shard))
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        _Zero(),
-        _CopyRule(),
-        _Add("add"),
-        _Add("axpy"),
-        _Into("mul", _NUMBERS, torch.mul),
-        _Into("min", _ORDERED, torch.minimum),
-        _Into("max", _ORDERED, torch.maximum),
+        _Known("zero", _zero, takes_value=False),
+        _Known("copy", _copy, combines=True),  # of several pushes in one step their sum, or mean
+        _Known("add", _add, _NUMBERS, combines=True),
+        _Known("axpy", _add, _NUMBERS, combines=True),
+        _Known("mul", _into(torch.mul), _NUMBERS, scales=False),
+        _Known("min", _into(torch.minimum), _ORDERED, scales=False),
+        _Known("max", _into(torch.maximum), _ORDERED, scales=False),
     )
 }
 """The rules that are known by name. `add` and `axpy` differ in name only: shard += alpha * value."""

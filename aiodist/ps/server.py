@@ -36,6 +36,7 @@ from aiodist.ps.wire import (
     Stage,
     Way,
     pack_done,
+    unpack,
 )
 
 __all__ = ["Server"]
@@ -90,7 +91,7 @@ class Server:
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = PushHead.unpack(body)
+        head = unpack(PushHead, body)
         if self._meeting.syncs:
             self._meeting.syncs.pop(client, None)  # it goes on
         push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
@@ -156,7 +157,7 @@ class Server:
         self.context.coalescer.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = PullHead.unpack(body)
+        head = unpack(PullHead, body)
         pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
         shard = self._shards.get(head.key)
         if shard is None:
@@ -165,7 +166,7 @@ class Server:
             shard.arrivals.expect(pull)
 
     def _release(self, client: int, body: memoryview) -> None:
-        key, number = Release.unpack(body)
+        key, number = unpack(Release, body)
         shard = self._shards.get(key) or self._retired.get(key)
         if shard is not None:
             shard.release(client, number)

@@ -74,7 +74,7 @@ class Serving:
     def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
         self._context.counts["served_sent_bytes"] += raw.nbytes
 
-        def sent(error: BaseException | None) -> None:
+        def sent(error: BaseException | None, _kept: Tensor = raw) -> None:
             # Who cannot be reached is told of by the control channel.
             over()
             self._context.coalescer.flush()
@@ -107,4 +107,4 @@ class Serving:
         else:
             head = pack_data(pull.number, version, Way.MESSAGE, True, code.nbytes, 0, 0)
             self._context.coalescer.put(pull.client, Kind.DATA, head)
-            self._send(code, pull, lambda _code=code: None)  # type: ignore[misc]
+            self._send(code, pull, lambda: None)

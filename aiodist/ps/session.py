@@ -254,13 +254,9 @@ class ParameterServerSession:
         if not isinstance(error, PeerLost):
             self._abort(error)
 
-    def _failed(self, rank: int | None, error: BaseException) -> None:
-        """A message could not be sent or received: whose fault it is the control channel tells."""
-        if rank is not None and rank in self.context.gone:
-            return
-        if rank is None:
-            text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
-            self.progress.post(partial(self._abort, CommunicatorAborted(text)))
+    def _failed(self, error: BaseException) -> None:
+        text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
+        self.progress.post(partial(self._abort, CommunicatorAborted(text)))
 
     def _heard(self, src: int, kind: int, body: memoryview) -> None:
         self.progress.liven()

@@ -204,7 +204,7 @@ def test_p4_an_optimizer_of_the_users_own() -> None:
     served.configure(power=2)
     served.push(torch.ones(5))
     close(served.tensor, torch.tensor([-0.5, 0.5, -0.5, 0.0, 0.5]) - 0.25)
-    assert rule.settings == {"lr": 0.5, "power": 1}
+    assert rule._known == {"lr": 0.5, "power": 1}
 
 
 # --- lr and weight decay, each tensor for itself --------------------------------------------------------------------
