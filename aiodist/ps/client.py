@@ -19,11 +19,12 @@ from aiodist.handles import Handle
 from aiodist.ps import wire
 from aiodist.ps.codes import Codes
 from aiodist.ps.context import Context
-from aiodist.ps.names import NameEntry, Span
+from aiodist.ps.names import NameEntry
 from aiodist.ps.pulls import Pulls
 from aiodist.ps.pushes import Pushes
 from aiodist.ps.request_queue import RequestQueue
 from aiodist.ps.requests import Freed
+from aiodist.ps.sharding import Span
 from aiodist.ps.wire import Kind
 
 __all__ = ["Client"]

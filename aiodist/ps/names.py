@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,9 @@ from aiodist.backends.base import dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
 from aiodist.ps.rules import Rule
-from aiodist.ps.sharding import Placement
+from aiodist.ps.sharding import Span
 
-__all__ = ["NameEntry", "Names", "Span", "checked", "checked_name", "named"]
-
-
-class Span(NamedTuple):
-    """Elements [start, stop) on the server with this rank."""
-
-    rank: int
-    start: int
-    stop: int
+__all__ = ["NameEntry", "Names", "checked", "checked_name", "named"]
 
 
 class NameEntry:
@@ -35,8 +27,7 @@ class NameEntry:
         name: str,
         tensor: Tensor | None,
         rule: tuple[int, Rule],
-        placement: Placement,
-        servers: Sequence[int],
+        spans: tuple[Span, ...],
         codec: ObjectCodec | None = None,
     ) -> None:
         """`tensor` is where it lies here, None for an object; `rule` with its number on the wire."""
@@ -46,7 +37,7 @@ class NameEntry:
         self.dtype = torch.uint8 if tensor is None else tensor.dtype
         self.shape = () if tensor is None else tuple(tensor.shape)
         self.rule_number, self.rule = rule
-        self.spans = tuple(Span(servers[b.server], b.start, b.stop) for b in placement.blocks)
+        self.spans = spans
         self.key = -1
         self.base = 0
         """The version that this rank last read."""

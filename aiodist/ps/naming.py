@@ -14,12 +14,12 @@ from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
-from aiodist.ps.names import NameEntry, Names, Span, checked, checked_name
+from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.raw import flat
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, RuleLike, Start, one_of
-from aiodist.ps.sharding import place
+from aiodist.ps.sharding import Span, place
 
 __all__ = ["Naming"]
 
@@ -81,22 +81,22 @@ class Naming:
             raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
+        servers = self._settings.servers
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
         if codec is not None:
             if chosen is not RULES["copy"]:
                 raise ValueError(
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
-            placement = place(name, 1, 1, len(self._settings.servers), 2)
-            return NameEntry(name, None, (number, chosen), placement, self._settings.servers, codec)
+            return NameEntry(name, None, (number, chosen), place(name, 1, 1, servers, 2), codec)
         t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
                 f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
             )
-        placement = place(name, t.numel(), t.itemsize, len(self._settings.servers), self._settings.split_bytes)
-        return NameEntry(name, t, (number, chosen), placement, self._settings.servers)
+        spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
+        return NameEntry(name, t, (number, chosen), spans)
 
     def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         opened = None

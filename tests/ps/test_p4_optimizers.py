@@ -70,8 +70,8 @@ class Served:
     def __init__(self, rule: OptimizerRule, t: Tensor, servers: int = 1) -> None:
         self.rule = rule
         self.tensor = t.clone()
-        blocks = place("w", t.numel(), t.element_size(), servers, 1).blocks
-        self.parts = [slice(block.start, block.stop) for block in blocks]
+        spans = place("w", t.numel(), t.element_size(), range(servers), 1)
+        self.parts = [slice(span.start, span.stop) for span in spans]
         self.shards = [self.tensor[part] for part in self.parts]
         self.states = [rule.state(shard) for shard in self.shards]
 
