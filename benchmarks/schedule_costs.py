@@ -11,7 +11,7 @@ from typing import NamedTuple
 from aiodist.schedules import Blocks
 from aiodist.schedules.bruck import length
 from aiodist.schedules.doubling import Core, bound
-from aiodist.schedules.steps import cut, lanes_of, rounds
+from aiodist.schedules.plan import cut, lanes_of, rounds
 
 __all__ = ["Cost", "cost_of", "lower_bound"]
 

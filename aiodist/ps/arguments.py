@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import flat
 from aiodist.ps.names import NameEntry
-from aiodist.ps.raw import flat
 from aiodist.ps.rules import Rule
 
 __all__ = ["Out", "Pushed", "check_settings", "check_timeout", "check_version", "listed", "outs_of", "pushed_of"]

@@ -120,14 +120,12 @@ class Names:
 
         Raises KeyError for a name, ValueError for a tensor that was not init()ed here, TypeError for anything else.
         """
-        if isinstance(what, str):
-            return [self[what]], True
-        if isinstance(what, Tensor):
-            return [self._of(what)], True
+        if isinstance(what, str | Tensor):
+            return [self._one(what)], True
         if what is None:
-            return [self[name] for name in self.first], False
-        if isinstance(what, nn.Module):
-            return [self._of(p) for p in what.parameters()], False
+            what = self.first
+        elif isinstance(what, nn.Module):
+            what = what.parameters()
         if isinstance(what, Iterable):
             return [self._one(one) for one in what], False
         raise TypeError(
@@ -137,14 +135,11 @@ class Names:
     def _one(self, one: object) -> NameEntry:
         if isinstance(one, str):
             return self[one]
-        if isinstance(one, Tensor):
-            return self._of(one)
-        raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
-
-    def _of(self, t: Tensor) -> NameEntry:
-        names = self._names.get(id(t))
+        if not isinstance(one, Tensor):
+            raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
+        names = self._names.get(id(one))
         if names is None:
-            shape = f"{t.dtype}{list(t.shape)}"
+            shape = f"{one.dtype}{list(one.shape)}"
             raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
         return self._entries[names[0]]
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
+from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
 from aiodist.ps.names import NameEntry, Names, checked, checked_name
-from aiodist.ps.raw import flat
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, RuleLike, Start, one_of

@@ -13,9 +13,8 @@ from aiodist.errors import AiodistError
 from aiodist.ps.codes import Codes
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
-from aiodist.ps.raw import bytes_in
 from aiodist.ps.request_queue import RequestQueue
-from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, pack_pull, pack_release, unpack
+from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, bytes_in, pack_pull, pack_release, unpack
 
 __all__ = ["Pulls"]
 

@@ -16,11 +16,10 @@ from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import Operation, PushPart
-from aiodist.ps.raw import as_bytes
 from aiodist.ps.request_queue import RequestQueue, Sender
 from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.sharding import Span
-from aiodist.ps.wire import FILL, Kind, Stage, Way, pack_push
+from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
 
 __all__ = ["Pushes"]
 

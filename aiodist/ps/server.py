@@ -18,7 +18,6 @@ from aiodist.ps.consistency import Counts
 from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
-from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
@@ -37,6 +36,7 @@ from aiodist.ps.wire import (
     Way,
     pack_done,
     unpack,
+    values_in,
 )
 
 __all__ = ["Server"]
@@ -110,10 +110,15 @@ class Server:
             push.value = value.clone() if keep else value
         elif not self._look(shard, push, head):
             return
+        self._expect(head.key, push)
+
+    def _expect(self, key: int, request: Request) -> None:
+        """Have a shard execute a request in its turn."""
+        shard = self._shards.get(key)
         if shard is None:
-            self.refuse(push, Freed(f"key {head.key} was freed"))
+            self.refuse(request, Freed(f"key {key} was freed"))
         else:
-            shard.arrivals.expect(push)
+            shard.arrivals.expect(request)
 
     def _look(self, shard: Shard | None, push: Pushing, head: PushHead) -> bool:
         """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
@@ -158,12 +163,7 @@ class Server:
 
     def _pull(self, client: int, body: memoryview) -> None:
         head = unpack(PullHead, body)
-        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
-        shard = self._shards.get(head.key)
-        if shard is None:
-            self.refuse(pull, Freed(f"key {head.key} was freed"))
-        else:
-            shard.arrivals.expect(pull)
+        self._expect(head.key, Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads)))
 
     def _release(self, client: int, body: memoryview) -> None:
         key, number = unpack(Release, body)
@@ -199,12 +199,7 @@ class Server:
             self._retired[shard.key] = shard
 
     def _configure(self, client: int, call: dict[str, Any]) -> None:
-        change = Change(client, call["n"], call["settings"])
-        shard = self._shards.get(call["key"])
-        if shard is None:
-            self.refuse(change, Freed(f"key {call['key']} was freed"))
-        else:
-            shard.arrivals.expect(change)
+        self._expect(call["key"], Change(client, call["n"], call["settings"]))
 
     def _part(self, client: int, call: dict[str, Any]) -> None:
         """`client` begins nothing more, so nobody waits for it; what it has begun may still wait for others."""

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from aiodist.codecs import Outgoing
 from aiodist.ps.context import Context
-from aiodist.ps.raw import as_bytes
 from aiodist.ps.requests import Pulling
-from aiodist.ps.wire import Kind, Reads, Way, pack_data
+from aiodist.ps.wire import Kind, Reads, Way, as_bytes, pack_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from aiodist.schedules.steps import cut
+from aiodist.schedules.plan import cut
 
 __all__ = ["Span", "place"]
 

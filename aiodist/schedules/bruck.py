@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
 __all__ = ["allgather", "alltoall", "length"]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import cut, step
+from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, cut, step
 
 __all__ = ["MOST_CHUNKS", "broadcast", "reduce", "scan"]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, step
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce", "reduce_scatter"]
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
 __all__ = ["Core", "allgather", "allreduce", "bound", "halving_allreduce", "reduce_scatter", "scan"]
 

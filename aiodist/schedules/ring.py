@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import lanes_of, piece, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, lanes_of, piece, step
 
 __all__ = ["allgather", "allreduce", "reduce_scatter"]
 

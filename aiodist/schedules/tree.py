@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import lanes_of, rounds, step
+from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, lanes_of, rounds, step
 
 __all__ = ["allreduce", "broadcast", "reduce"]
 
