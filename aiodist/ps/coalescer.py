@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -45,20 +46,18 @@ Heard = Callable[[int, int, memoryview], None]
 """(rank, kind, body) of an entry; the body may be kept, its memory is used for nothing else."""
 
 
+@dataclass(eq=False, slots=True)
 class _Outgoing:
     """What goes to one rank."""
 
-    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered", "waiting")
-
-    def __init__(self) -> None:
-        self.frame = bytearray(_FRAME.size)
-        self.has_requests = False
-        self.full: deque[tuple[bytearray, bool]] = deque()
-        self.unanswered = 0
-        self.owed = 0
-        self.gone = False
-        self.waiting = False
-        """It is among those to flush."""
+    frame: bytearray = field(default_factory=lambda: bytearray(_FRAME.size))
+    has_requests: bool = False
+    full: deque[tuple[bytearray, bool]] = field(default_factory=deque)
+    unanswered: int = 0
+    owed: int = 0
+    gone: bool = False
+    waiting: bool = False
+    """It is among those to flush."""
 
     def close(self) -> None:
         """Begin another frame."""

@@ -1,10 +1,5 @@
 """torch's optimizers as rules of a server (P4): a push is a gradient, and the state lies beside the shard.
 
-```python
-from aiodist.ps import SGD
-async with aiodist.ParameterServer(coll, net, rule=SGD(0.1, momentum=0.9), rules={"bias": SGD(0.2)}) as ps:
-    ps.configure(net.head, lr=0.01)
-```
 Each shard has an optimizer of its own, so each tensor is a parameter group of its own. What torch computes is computed:
 the optimizers are torch's, given a parameter that is the shard.
 """
@@ -12,6 +7,7 @@ the optimizers are torch's, given a parameter that is the shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -119,7 +115,7 @@ class OptimizerRule(Rule):
             raise ValueError(f"rule {self.name}: {', '.join(map(str, given))}: expected state, param_groups")
         numel = state.parameter.numel()
         with torch.inference_mode(False):
-            kept = {i: {key: _clone(one) for key, one in values.items()} for i, values in given["state"].items()}
+            kept = deepcopy(given["state"])  # torch would go on with the tensors that it is given
             for key, one in kept.get(0, {}).items():
                 if isinstance(one, Tensor) and one.dim() and one.numel() != numel:
                     raise ValueError(f"rule {self.name}: {key} of {one.numel()} elements: the shard has {numel}")
@@ -214,11 +210,6 @@ def _step(trial: Optimizer) -> None:
     parameter = trial.param_groups[0]["params"][0]
     parameter.grad = torch.zeros_like(parameter)
     trial.step()
-
-
-def _clone(value: object) -> object:
-    """Return a copy of a tensor: torch's `load_state_dict` would go on with the one that it is given."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_plain(value: object) -> bool:

@@ -156,7 +156,8 @@ class ParameterServer(Naming):
 
         Raises RuntimeError before the block.
         """
-        self._session.check_opened()
+        if not hasattr(self._session, "server"):
+            raise RuntimeError("the parameter server is not open: use `async with`")
         return self._session.server.statistics()
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ class RequestQueue:
 
     def _leave(self, senders: Sequence[Sender]) -> None:
         if self.behind:
-            self._work(_nothing, lambda _: self.send(senders))
+            self._work(lambda: None, lambda _: self.send(senders))
         else:
             self.context.progress.start(partial(self.send, senders))
 
@@ -99,7 +99,3 @@ class RequestQueue:
         if isinstance(error, AiodistError):
             error.located(rank=self.context.rank, comm=self.context.name, op=None)
         return error
-
-
-def _nothing() -> None:
-    return None

@@ -282,11 +282,6 @@ class ParameterServerSession:
                 "was opened on"
             )
 
-    def check_opened(self) -> None:
-        """Raise RuntimeError unless it was opened."""
-        if not hasattr(self, "server"):
-            raise RuntimeError("the parameter server is not open: use `async with`")
-
     def handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
         """Return the handle of a call that the caller of our caller makes."""
         if timeout is not None:
