@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -54,14 +54,7 @@ def _mapping(value: Mapping[Any, Any], change: Change) -> Any:  # noqa: ANN401
     items = {key: rebuilt(item, change) for key, item in value.items()}
     if all(items[key] is item for key, item in value.items()):
         return value
-    try:
-        if isinstance(value, MutableMapping):
-            clone = copy(value)  # it may hold more than its items
-            clone.update(items)
-            return clone
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
+    return _filled(value, items, items.items())
 
 
 def _sequence(value: Sequence[Any], change: Change) -> Any:  # noqa: ANN401
@@ -70,15 +63,20 @@ def _sequence(value: Sequence[Any], change: Change) -> Any:  # noqa: ANN401
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*items)
+    return _filled(value, items, enumerate(items))
+
+
+def _filled(value: Any, items: object, places: Iterable[tuple[Any, Any]]) -> Any:  # noqa: ANN401
+    """Return a container such as `value` with these items; the items as they are, where that cannot be had."""
     try:
-        if isinstance(value, MutableSequence):
-            clone = copy(value)
-            for i, item in enumerate(items):
-                clone[i] = item
-            return clone
-        return type(value)(items)  # type: ignore[call-arg]
+        if not isinstance(value, MutableMapping | MutableSequence):
+            return type(value)(items)
+        clone = copy(value)  # it may hold more than its items
+        for place, item in places:
+            clone[place] = item
     except TypeError:
         return items
+    return clone
 
 
 def _dataclass(value: Any, change: Change) -> Any:  # noqa: ANN401

@@ -49,6 +49,10 @@ class Context:
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)
 
+    def living(self) -> list[int]:
+        """Return the servers that are there."""
+        return [rank for rank in self.servers if rank not in self.gone]
+
     def shares_memory(self, rank: int) -> bool:
         """Return whether this rank and `rank` can look into one another's arena."""
         return self.near is not None and self.world_ranks[rank] in self.near.neighbours

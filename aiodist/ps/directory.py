@@ -39,6 +39,10 @@ class _Entry:
     sides: str = ""
     """What was refused last, if anything: both sides."""
 
+    def askers(self) -> list[tuple[int, int]]:
+        """Return those who wait for an answer, and their questions."""
+        return [*self.done.items(), *((client, call["n"]) for client, call in self.waiting)]
+
 
 @dataclass(eq=False)
 class _Failure:
@@ -152,9 +156,9 @@ class Directory:
         self._fail(entry, MismatchError(f"{text}{which} of ranks {missing} to init it{sides}"))
 
     def _fail(self, entry: _Entry, error: AiodistError) -> None:
-        for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
+        for client, number in entry.askers():
             self._server.fail(client, number, error)
-        told = {*entry.done, *(waiter for waiter, _ in entry.waiting), *entry.refused}
+        told = {client for client, _ in entry.askers()} | entry.refused
         self._failures[entry.first["name"]] = _Failure(error, told)
         self._forget(entry)
 
@@ -183,8 +187,8 @@ class Directory:
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
             self._failures.pop(call["name"], None)
-            for waiter, number in (*entry.done.items(), *((waiter, waiting["n"]) for waiter, waiting in entry.waiting)):
-                self._server.answer(waiter, number, key=entry.key, fill=False)
+            for asker, number in entry.askers():
+                self._server.answer(asker, number, key=entry.key, fill=False)
             entry.waiting.clear()
 
     def free(self, client: int, call: dict[str, Any]) -> None:

@@ -101,35 +101,32 @@ class Naming:
     def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         opened = None
         try:
-            yield from self._opened_by(entry, value, start)
+            leader = entry.spans[0].rank
+            said = yield from self._session.client.call(
+                leader,
+                "open",
+                name=entry.name,
+                dtype=DTYPES.index(entry.dtype),
+                shape=list(entry.shape),
+                rule=entry.rule_number,
+                start=start,
+                servers=[span.rank for span in entry.spans],
+                codec=repr(entry.codec),
+                worker=self._session.coll.rank in self._settings.workers,
+            )
+            entry.key = said["key"]
+            if said["fill"]:
+                data = flat(value)
+                own = start == "own"
+                spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
+                if entry.codec is not None:
+                    spans = [Span(spans[0].rank, spans[0].start, data.numel())]
+                with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                    yield from self._session.client.filling(entry, data, spans)
+                yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
             opened = entry
         finally:
             self._names.settle(entry.name, opened)
-
-    def _opened_by(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
-        leader = entry.spans[0].rank
-        said = yield from self._session.client.call(
-            leader,
-            "open",
-            name=entry.name,
-            dtype=DTYPES.index(entry.dtype),
-            shape=list(entry.shape),
-            rule=entry.rule_number,
-            start=start,
-            servers=[span.rank for span in entry.spans],
-            codec=repr(entry.codec),
-            worker=self._session.coll.rank in self._settings.workers,
-        )
-        entry.key = said["key"]
-        if said["fill"]:
-            data = flat(value)
-            own = start == "own"
-            spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
-            if entry.codec is not None:
-                spans = [Span(spans[0].rank, spans[0].start, data.numel())]
-            with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                yield from self._session.client.filling(entry, data, spans)
-            yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.

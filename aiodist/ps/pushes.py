@@ -63,7 +63,7 @@ class Pushes:
         spans = entry.spans
         servers = {span.rank for span in spans}
         accepting = servers.copy() if self._context.policy.accepts else None
-        part = self._parts[number] = PushPart(operation, entry, servers, accepting)
+        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
         self._open.add(number)
         entry.open.add(number)
         counts = self._context.counts
@@ -152,7 +152,7 @@ class Pushes:
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""
         number = self._queue.number()
-        self._parts[number] = PushPart(_Told(done), entry, {span.rank})
+        self._parts[number] = PushPart(done, entry, {span.rank})
         self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0)()
         self._context.coalescer.flush()
 
@@ -171,13 +171,13 @@ class Pushes:
             if part.accepting:
                 part.accepting.discard(src)
                 if not part.accepting:
-                    self._over(part, None)
+                    part.over(None)
             return
         part.applying.discard(src)
         if not part.applying:
             del self._parts[number]
             if part.accepting is None:
-                self._over(part, None)
+                part.over(None)
             self._applied(number, part.entry)
 
     def refuse(self, number: int, error: BaseException) -> bool:
@@ -189,14 +189,14 @@ class Pushes:
         if part.accepting is not None and not part.accepting:
             self._late_error = self._late_error or error
         else:
-            self._over(part, error)
+            part.over(error)
         self._own.pop((number, part.entry.key), None)
         self._applied(number, part.entry)
         return True
 
-    def _over(self, part: PushPart, error: BaseException | None) -> None:
-        if part.operation.part_over(error):
-            self._context.counts["push_seconds"] += part.operation.seconds
+    def _over(self, operation: Operation, error: BaseException | None) -> None:
+        if operation.part_over(error):
+            self._context.counts["push_seconds"] += operation.seconds
 
     def _applied(self, number: int, entry: NameEntry) -> None:
         self._open.discard(number)
@@ -259,17 +259,3 @@ class Pushes:
             self.refuse(number, error)
         self._open.clear()
         self._look()
-
-
-class _Told(Operation):
-    """Stands for an operation whose end a program waits for."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Done) -> None:
-        self._done = done
-        self.seconds = 0.0
-
-    def part_over(self, error: BaseException | None = None) -> bool:
-        self._done(error)
-        return True

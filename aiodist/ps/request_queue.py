@@ -39,10 +39,7 @@ class RequestQueue:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have what is issued in the block leave at once, in as few frames as may be; blocks may lie in blocks."""
-        if self._gathered is not None:
-            yield
-            return
+        """Have what is issued in the block leave at once, in as few frames as may be; no such block lies in another."""
         gathered: list[Sender] = []
         self._gathered = gathered
         try:

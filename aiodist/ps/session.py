@@ -50,8 +50,8 @@ class ParameterServerSession:
         )
         self._opened = False
         self._seq = 0
-        self._over: asyncio.Future[None] | None = None
-        """Done when there is nothing to listen for any more."""
+        self._over = asyncio.Event()
+        """There is nothing to listen for any more."""
 
     async def open(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Open it with all ranks; `begin` makes the first calls."""
@@ -159,21 +159,18 @@ class ParameterServerSession:
 
     def _leaving(self) -> Program[None]:
         """Leave every server that is there."""
-        for rank in self._living():
+        for rank in self.context.living():
             yield from self._asked(rank, "leave")
 
     def _goodbye(self) -> Program[None]:
         """Wait at the first server, or at the next where it dies, for all ranks."""
-        while (living := self._living()) and not (yield from self._asked(living[0], "bye")):
+        while (living := self.context.living()) and not (yield from self._asked(living[0], "bye")):
             pass
         if not living:
             return
         others = [rank for rank in range(self.coll.size) if rank != living[0] and rank not in self.context.gone]
         if others and self.coll.rank == others[0]:
             self.context.coalescer.say_last(living[0])
-
-    def _living(self) -> list[int]:
-        return [rank for rank in self.settings.servers if rank not in self.context.gone]
 
     def _asked(self, rank: int, op: str) -> Program[bool]:
         """Ask server `rank`; False when it is gone."""
@@ -187,20 +184,15 @@ class ParameterServerSession:
         """Wait until nothing is listened for any more; where a rank died the transport is given up anyway."""
         if self.context.gone:
             return
-        self._over = self._loop.create_future()
         with transport_lock:
-            self.context.coalescer.when_last(partial(self.progress.post, self._all_said))
-        await self._over
+            self.context.coalescer.when_last(partial(self.progress.post, self._over.set))
+        await self._over.wait()
         if self._refusal is not None:
             raise self._refusal
 
-    def _all_said(self) -> None:
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-
     def _close(self, refusal: AiodistError) -> None:
         self._refusal = self._refusal or refusal
-        self._all_said()
+        self._over.set()
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
@@ -248,7 +240,7 @@ class ParameterServerSession:
             self.server.lose(rank)
             self.client.lose(rank)
             context.coalescer.flush()
-        self._all_said()  # what the dead should have said never comes
+        self._over.set()  # what the dead should have said never comes
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard"]
 
-_COPY = RULES["copy"]
 _Key = tuple[int, int]  # client, number
 
 
@@ -351,4 +350,6 @@ class Shard:
             return False
         push, weight = pushes[0]
         rule = self._context.rules[push.rule]
-        return not self.replaces and rule is _COPY and push.pooled and not push.coded and weight == push.alpha == 1
+        return (
+            not self.replaces and rule is RULES["copy"] and push.pooled and not push.coded and weight == push.alpha == 1
+        )

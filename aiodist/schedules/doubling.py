@@ -122,15 +122,10 @@ def _halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
         return
     if core.acts(rank):
         yield step(Recv(rank - 1, 0, n, combine=True))
-    index = core.index(rank)
-    blocks = Blocks.even(n, core.count)
-    for half in reversed(core.halves()):
-        mine, theirs = _two(blocks.start, index, half)
-        peer = core.rank(index ^ half)
+    halves = list(_halves(core, rank, Blocks.even(n, core.count).start))
+    for _, peer, mine, theirs in halves:
         yield step(Send(peer, *theirs), Recv(peer, *mine, combine=True))
-    for half in core.halves():
-        mine, theirs = _two(blocks.start, index, half)
-        peer = core.rank(index ^ half)
+    for _, peer, mine, theirs in reversed(halves):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
     if core.acts(rank):
         yield step(Send(rank - 1, 0, n))
@@ -147,7 +142,7 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
     if core.acts(rank):
         scratch = blocks.total
     elif core.count > 2 and not core.stands_by(rank):
-        mine, _ = _two(partial(bound, blocks, core), core.index(rank), core.count // 2)
+        _, _, mine, _ = next(_halves(core, rank, partial(bound, blocks, core)))
         scratch = mine[1] - mine[0]
     return Schedule(blocks.total + blocks.count(rank) + scratch, (partial(_reduce_scatter, rank, size, blocks),))
 
@@ -164,12 +159,12 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     elif core.acts(rank):
         at = n + count  # element 0 of my partial results: all of them are in scratch
         yield step(Recv(rank - 1, at, at + n), Copy(0, n, at, combine=True))
-        for _, peer, mine, theirs in _halves(core, rank, blocks):
+        for _, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             yield step(Send(peer, at + theirs[0], at + theirs[1]), Recv(peer, at + mine[0], at + mine[1], combine=True))
         yield step(Send(rank - 1, at + blocks.start(rank - 1), at + own), Copy(at + own, at + own + count, n))
     else:
         at = 0  # of the tensor at first, which is not written to; then of what is left, in scratch
-        for half, peer, mine, theirs in _halves(core, rank, blocks):
+        for half, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             length = mine[1] - mine[0]
             send = Send(peer, at + theirs[0], at + theirs[1])
             if half == 1:
@@ -198,7 +193,7 @@ def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
         return
     if core.acts(rank):
         yield step(Recv(rank - 1, blocks.start(rank - 1), blocks.stop(rank - 1)))
-    for _, peer, mine, theirs in reversed(list(_halves(core, rank, blocks))):
+    for _, peer, mine, theirs in reversed(list(_halves(core, rank, partial(bound, blocks, core)))):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
     if core.acts(rank):
         yield step(Send(rank - 1, 0, blocks.total))
@@ -209,16 +204,17 @@ def bound(blocks: Blocks, core: Core, index: int) -> int:
     return blocks.start(core.first(index))
 
 
-def _two(bound: Callable[[int], int], index: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the elements of the `half` ranks around `index` that stay together, and of the other half beside them."""
-    mine = index // half * half
-    theirs = mine ^ half
-    return (bound(mine), bound(mine + half)), (bound(theirs), bound(theirs + half))
+_Span = tuple[int, int]
 
 
-def _halves(core: Core, rank: int, blocks: Blocks) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int]]]:
-    """Return how many ranks a half has, my partner, my half's elements and its half's; the largest halves first."""
+def _halves(core: Core, rank: int, bound: Callable[[int], int]) -> Iterator[tuple[int, int, _Span, _Span]]:
+    """Return for each exchange, that of the largest halves first, how many ranks a half has, and my partner.
+
+    Then the elements of the ranks around mine that stay together, and of the other half beside them; those of the rank
+    at index i begin at `bound(i)`.
+    """
     index = core.index(rank)
     for half in reversed(core.halves()):
-        mine, theirs = _two(partial(bound, blocks, core), index, half)
-        yield half, core.rank(index ^ half), mine, theirs
+        mine = index // half * half
+        theirs = mine ^ half
+        yield half, core.rank(index ^ half), (bound(mine), bound(mine + half)), (bound(theirs), bound(theirs + half))
