@@ -48,8 +48,8 @@ class Roles(NamedTuple):
 
     def parts(self, t: Tensor) -> list[tuple[int, Tensor]]:
         """Return the servers of flat `t`, each with its block: as our parameter server cuts it."""
-        blocks = place(str(t.nbytes), t.numel(), t.itemsize, len(self.servers), SPLIT_BYTES).blocks
-        return [(self.servers[block.server], t[block.start : block.stop]) for block in blocks]
+        spans = place(str(t.nbytes), t.numel(), t.itemsize, self.servers, SPLIT_BYTES)
+        return [(span.rank, t[span.start : span.stop]) for span in spans]
 
 
 class Way(Protocol):

@@ -17,8 +17,8 @@ from anyio import CancelScope
 
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Reader, TaskReader, ThreadReader
-from aiodist.data.sizes import nbytes_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -133,7 +133,7 @@ def prefetch(
     pass while another of the same object is open, or where the CUDA device is not there. Costs 10 to 40 us an item, up
     to 50 with a transform, 110 with one in processes.
     """
-    if not isinstance(source, AsyncIterable) and not _is_iterable(source):
+    if not isinstance(source, AsyncIterable | Iterable) and not hasattr(type(source), "__getitem__"):
         raise TypeError(f"source={source!r}: expected an iterable or an async iterable")
     if transform is not None and not callable(transform):
         raise TypeError(f"transform={transform!r}: expected a function, or None")
@@ -145,10 +145,6 @@ def prefetch(
     if kind not in _WORKERS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_WORKERS)}")
     return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))
-
-
-def _is_iterable(source: object) -> bool:
-    return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
 
 
 @dataclass(frozen=True)

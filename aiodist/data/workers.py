@@ -14,10 +14,9 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_process, to_thread
 
-from aiodist.data.inbox import WorkQueue
 from aiodist.data.items import Item, Made, Outcome
-from aiodist.data.reading import Deliver
-from aiodist.data.sizes import nbytes_of
+from aiodist.data.nesting import nbytes_of
+from aiodist.data.reading import Deliver, WorkQueue
 from aiodist.handles import Progress
 from aiodist.streams import Modes
 

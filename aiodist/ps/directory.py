@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from aiodist.errors import AiodistError, MismatchError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Directory"]
 
-_KEYS = 1 << 20  # for each server
+_KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
 _COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
 
 
@@ -38,6 +39,10 @@ class _Entry:
     sides: str = ""
     """What was refused last, if anything: both sides."""
 
+    def askers(self) -> list[tuple[int, int]]:
+        """Return those who wait for an answer, and their questions."""
+        return [*self.done.items(), *((client, call["n"]) for client, call in self.waiting)]
+
 
 @dataclass(eq=False)
 class _Failure:
@@ -55,9 +60,7 @@ class Directory:
         self._server = server
         self._entries: dict[str, _Entry] = {}
         self._failures: dict[str, _Failure] = {}
-        self._made = 0
-        self._keys: set[int] = set()
-        """Those in use: numbers begin anew after `_KEYS` names."""
+        self._keys = count(context.rank << _KEY_BITS)
         self._parted: set[int] = set()
         self._left: set[int] = set()
 
@@ -71,11 +74,7 @@ class Directory:
         if self._fails_too(client, call, entry):
             return
         if entry is None:
-            if len(self._keys) == _KEYS:
-                text = f"init of {call['name']!r}: rank {self._context.rank} leads {_KEYS} names already"
-                self._server.fail(client, call["n"], MismatchError(text))
-                return
-            entry = self._entries[call["name"]] = _Entry(self._new_key(), call, client)
+            entry = self._entries[call["name"]] = _Entry(next(self._keys), call, client)
         if client in entry.freed:
             entry.again.append((client, call))
             return
@@ -90,7 +89,7 @@ class Directory:
             entry.sides = sides
             self._server.refused(client, entry.key)
             self._choose(entry)
-            self._sweep(call["name"], entry)
+            self._sweep(entry)
             return
         if client in entry.refused:
             entry.refused.discard(client)
@@ -116,16 +115,6 @@ class Directory:
         """Return who means something else by the name."""
         entry = self._entries.get(name)
         return set() if entry is None else entry.refused
-
-    def _new_key(self) -> int:
-        first = self._context.servers.index(self._context.rank) * _KEYS
-        key = first + self._made
-        while key in self._keys:
-            self._made = (self._made + 1) % _KEYS
-            key = first + self._made
-        self._made = (self._made + 1) % _KEYS
-        self._keys.add(key)
-        return key
 
     def _choose(self, entry: _Entry) -> None:
         """Have those fill the entry who should: each server its own block, the first worker, or the first to come."""
@@ -167,15 +156,14 @@ class Directory:
         self._fail(entry, MismatchError(f"{text}{which} of ranks {missing} to init it{sides}"))
 
     def _fail(self, entry: _Entry, error: AiodistError) -> None:
-        for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
+        for client, number in entry.askers():
             self._server.fail(client, number, error)
-        told = {*entry.done, *(waiter for waiter, _ in entry.waiting), *entry.refused}
+        told = {client for client, _ in entry.askers()} | entry.refused
         self._failures[entry.first["name"]] = _Failure(error, told)
-        self._forget(entry.first["name"], entry)
+        self._forget(entry)
 
-    def _forget(self, name: str, entry: _Entry) -> None:
-        del self._entries[name]
-        self._keys.discard(entry.key)
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.first["name"]]
         call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
         for rank in entry.first["servers"]:
             if rank not in self._context.gone:
@@ -199,8 +187,8 @@ class Directory:
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
             self._failures.pop(call["name"], None)
-            for waiter, number in (*entry.done.items(), *((waiter, waiting["n"]) for waiter, waiting in entry.waiting)):
-                self._server.answer(waiter, number, key=entry.key, fill=False)
+            for asker, number in entry.askers():
+                self._server.answer(asker, number, key=entry.key, fill=False)
             entry.waiting.clear()
 
     def free(self, client: int, call: dict[str, Any]) -> None:
@@ -209,19 +197,16 @@ class Directory:
         if entry is not None and entry.key == call["key"]:
             entry.freed.add(client)
             self._server.freed(client, entry.key)
-            self._sweep(call["name"], entry)
+            self._sweep(entry)
         self._server.answer(client, call["n"])
 
-    def _sweep(self, name: str, entry: _Entry) -> None:
-        if (
-            self._entries.get(name) is not entry
-            or not entry.freed
-            or not self._present() <= entry.freed | entry.refused
-        ):
-            return
-        self._forget(name, entry)
-        for client, again in entry.again:
-            self.open(client, again)
+    def _sweep(self, entry: _Entry) -> None:
+        """Forget the name when all workers have freed it."""
+        known = self._entries.get(entry.first["name"]) is entry
+        if known and entry.freed and self._present() <= entry.freed | entry.refused:
+            self._forget(entry)
+            for client, again in entry.again:
+                self.open(client, again)
 
     def part(self, client: int) -> None:
         """A client opens nothing more: others may have to fill what it should."""
@@ -233,7 +218,7 @@ class Directory:
         """A client has finished, or died: others may have to fill what it should, and it frees what it used."""
         self._parted.add(client)
         self._left.add(client)
-        for name, entry in list(self._entries.items()):
+        for entry in list(self._entries.values()):
             entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
             entry.again = [again for again in entry.again if again[0] != client]
             if client in self._context.gone and client in entry.first["servers"] and not entry.filled:
@@ -242,4 +227,4 @@ class Directory:
             if client in entry.fillers and not entry.filled:
                 entry.fillers.discard(client)
             self._choose(entry)
-            self._sweep(name, entry)
+            self._sweep(entry)

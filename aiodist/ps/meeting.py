@@ -107,7 +107,7 @@ class Meeting:
     def sync(self, client: int, call: dict[str, Any]) -> None:
         """A worker waits until its pushes are applied."""
         if client not in self.parted:
-            self.syncs[client] = mark = Mark(client, call["n"], lambda shard: None)
+            self.syncs[client] = mark = Mark(client, call["n"], lambda _: None)
             self._server.mark(mark)
             self.check()
 
@@ -124,13 +124,10 @@ class Meeting:
             standing.append([worker, mark.number])
         return standing
 
-    def _servers(self) -> list[int]:
-        return [rank for rank in self._context.servers if rank not in self._context.gone]
-
     def _tell(self) -> None:
         """Tell the first server, once, where all wait and who is kept waiting here."""
         standing = self._standing()
-        first = self._servers()[0]
+        first = self._context.living()[0]
         if standing is None or (first, standing) == self._told:
             return
         self._told = (first, standing)
@@ -146,13 +143,13 @@ class Meeting:
 
     def _compare(self, standing: _Standing) -> None:
         held: set[int] = set()
-        for rank in self._servers():
+        for rank in self._context.living():
             at, kept = self._reports.get(rank, (None, ()))
             if at != standing:
                 return
             held.update(kept)
         if all(worker in held for worker, _ in standing):
-            for rank in self._servers():
+            for rank in self._context.living():
                 self._say(rank, "settle", at=standing)
 
     def settle(self, src: int, call: dict[str, Any]) -> None:

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
-from aiodist.codecs import Outgoing
 from aiodist.errors import PeerLost
 from aiodist.ps.consistency import Counts
-from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
-from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
-from aiodist.ps.rules import Rule
+from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
 from aiodist.ps.statistics import ParameterServerStatistics
@@ -37,6 +35,8 @@ from aiodist.ps.wire import (
     Stage,
     Way,
     pack_done,
+    unpack,
+    values_in,
 )
 
 __all__ = ["Server"]
@@ -52,9 +52,7 @@ class Server:
         self._shards: dict[int, Shard] = {}
         self._retired: dict[int, Shard] = {}
         self._counted: list[Counts] = []  # of tensors that were freed
-        self._rules: dict[int, int] = {}
-        self._outgoing: Outgoing | None = None if context.pull_codec is None else Outgoing(context.pull_codec)
-        self._serving = Serving(context, self._outgoing, self.refuse, self._shards.get)
+        self._serving = Serving(context, self)
         self.serve = self._serving.serve
         self._directory = Directory(context, self)
         self._meeting = Meeting(context, self)
@@ -93,10 +91,10 @@ class Server:
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = PushHead.unpack(body)
+        head = unpack(PushHead, body)
         if self._meeting.syncs:
             self._meeting.syncs.pop(client, None)  # it goes on
-        push = Pushing(client, head.number, head.base, head.rule, head.alpha, coded=head.coded)
+        push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
         if head.way == Way.MESSAGE:
             buffer = self.context.pool.take(head.nbytes)
@@ -112,10 +110,15 @@ class Server:
             push.value = value.clone() if keep else value
         elif not self._look(shard, push, head):
             return
+        self._expect(head.key, push)
+
+    def _expect(self, key: int, request: Request) -> None:
+        """Have a shard execute a request in its turn."""
+        shard = self._shards.get(key)
         if shard is None:
-            self.refuse(push, Freed(f"key {head.key} was freed"))
+            self.refuse(request, Freed(f"key {key} was freed"))
         else:
-            shard.arrivals.expect(push)
+            shard.arrivals.expect(request)
 
     def _look(self, shard: Shard | None, push: Pushing, head: PushHead) -> bool:
         """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
@@ -159,16 +162,11 @@ class Server:
         self.context.coalescer.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = PullHead.unpack(body)
-        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
-        shard = self._shards.get(head.key)
-        if shard is None:
-            self.refuse(pull, Freed(f"key {head.key} was freed"))
-        else:
-            shard.arrivals.expect(pull)
+        head = unpack(PullHead, body)
+        self._expect(head.key, Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads)))
 
     def _release(self, client: int, body: memoryview) -> None:
-        key, number = Release.unpack(body)
+        key, number = unpack(Release, body)
         shard = self._shards.get(key) or self._retired.get(key)
         if shard is not None:
             shard.release(client, number)
@@ -181,9 +179,7 @@ class Server:
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
         leads = call["servers"][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
-        shard = Shard(self, call["key"], call["name"], memory, machine, call["servers"], replaces=call["codec"])
-        self._shards[shard.key] = shard
-        self._rules[shard.key] = call["rule"]
+        shard = self._shards[call["key"]] = Shard(self, call, memory, machine)
         for rank in {*self._meeting.parted, *self.context.gone}:
             shard.leave(rank, gone=rank in self.context.gone)
         for rank in self._directory.refused(shard.name):
@@ -203,12 +199,7 @@ class Server:
             self._retired[shard.key] = shard
 
     def _configure(self, client: int, call: dict[str, Any]) -> None:
-        change = Change(client, call["n"], call["settings"])
-        shard = self._shards.get(call["key"])
-        if shard is None:
-            self.refuse(change, Freed(f"key {call['key']} was freed"))
-        else:
-            shard.arrivals.expect(change)
+        self._expect(call["key"], Change(client, call["n"], call["settings"]))
 
     def _part(self, client: int, call: dict[str, Any]) -> None:
         """`client` begins nothing more, so nobody waits for it; what it has begun may still wait for others."""
@@ -284,9 +275,9 @@ class Server:
 
     # --- what shards ask for -----------------------------------------------------------------------------------
 
-    def rule_of(self, shard: Shard) -> Rule:
-        """Return the rule of the tensor, which a push may replace by another."""
-        return self.context.rules[self._rules[shard.key]]
+    def has(self, shard: Shard) -> bool:
+        """Return whether the tensor was not freed."""
+        return self._shards.get(shard.key) is shard
 
     def decoded(self, push: Pushing, like: Tensor) -> Tensor:
         """Return the value of `push` as a flat tensor such as the shard; in any thread."""

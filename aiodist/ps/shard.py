@@ -8,7 +8,7 @@ have come. So all shards go through the same versions, and a read stands between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from aiodist.ps import consistency
-from aiodist.ps.arrivals import Arrivals
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
-from aiodist.ps.context import LIGHT_BYTES, Context
-from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
-from aiodist.ps.rules import RULES, Function, Rule
-from aiodist.ps.step import Piece, apply_step
+from aiodist.ps.context import Context
+from aiodist.ps.requests import Arrivals, Change, Freed, Pulling, Pushing, Request
+from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
+from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
 
 if TYPE_CHECKING:
@@ -29,37 +28,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard"]
 
-_COPY = RULES["copy"]
 _Key = tuple[int, int]  # client, number
 
 
 class Shard:
     """What one server has of one tensor; every method runs with the transport lock held."""
 
-    def __init__(
-        self,
-        server: Server,
-        key: int,
-        name: str,
-        memory: Tensor,
-        machine: Machine | None,
-        servers: Sequence[int],
-        *,
-        replaces: bool,
-    ) -> None:
-        """`memory` is flat; of the `servers` that have a block of the tensor the first, its leader, has its `machine`.
+    def __init__(self, server: Server, call: dict[str, Any], memory: Tensor, machine: Machine | None) -> None:
+        """`call` asks to make it; `memory` is flat. Of the servers of a tensor the first, its leader, has its machine.
 
-        With `replaces` it is the code of an object, which a push replaces whole.
+        What `replaces` is the code of an object, which a push replaces whole.
         """
         self._server = server
         self._context: Context = server.context
-        self.key = key
-        self.name = name
+        self.key: int = call["key"]
+        self.name: str = call["name"]
         self.data = memory
-        self.replaces = replaces
+        self.replaces: bool = call["codec"]
         self.machine = machine
-        self._servers = frozenset(servers)
-        self._followers = tuple(servers[1:]) if machine is not None else ()
+        self._rule = self._context.rules[call["rule"]]
+        """That of the tensor, which a push may replace by another."""
+        self._servers = frozenset(call["servers"])
+        self._followers = tuple(call["servers"][1:]) if machine is not None else ()
         self._refusal: Exception | None = None
         """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
@@ -73,8 +63,7 @@ class Shard:
         self._advancing = False
         self._retired = False
         # What is applied when it comes, here alone and in no time, needs no order.
-        light = memory.nbytes <= LIGHT_BYTES and not replaces
-        self._quick = machine is not None and not self._followers and light
+        self._quick = not self._followers and memory.nbytes <= LIGHT_BYTES and not self.replaces
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -140,71 +129,14 @@ class Shard:
                 return
             if self._context.policy.accepts:
                 self._server.done(request, Stage.ACCEPTED, self.version)
-            elif self._quick and not (self._orders or self._busy or self._readers or self._arrived):
-                self._apply_at_once(request)
-                return
         elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
             self._server.serve(self, request, self.version)
             return
-        elif self._quick and not (self._orders or self._busy or self._arrived) and isinstance(request, Pulling):
-            self._serve_at_once(request)
-            return
-        self._arrived[(request.client, request.number)] = (request, perf_counter())
         if self.machine is not None:
-            try:
-                self._decide(request)
-            except ValueError as error:
-                del self._arrived[(request.client, request.number)]
-                self._server.refuse(request, error)
-                # Those who follow have it too, and would keep it for ever.
-                self._tell(Order(self.key, OrderKind.DROP, self.version, ((request.client, request.number, 1.0),)))
-        self.advance()
-
-    def _apply_at_once(self, push: Pushing) -> None:
-        """Do what `_decide` and `advance` do for a push that waits for nothing."""
-        assert self.machine is not None
-        rule = self._context.rules[push.rule]
-        actions = self._asked(push)
-        if actions is None:
-            return
-        if len(actions) != 1 or type(actions[0]) is not Apply or isinstance(rule, Function):
-            self._arrived[(push.client, push.number)] = (push, perf_counter())
-            self._order(actions)
+            self._decide(self.machine, request)
+        else:
+            self._arrived[(request.client, request.number)] = (request, perf_counter())
             self.advance()
-            return
-        version, (part,) = actions[0]
-        error: BaseException | None = None
-        began = perf_counter()
-        try:
-            if part.weight == 1 and not push.coded:
-                assert push.value is not None
-                rule.apply(self.data, push.value, push.alpha, self._state(rule))
-                self._context.counts["step_seconds"] += perf_counter() - began
-            else:
-                self._compute([(push, part.weight)])
-        except Exception as raised:  # noqa: BLE001  - it belongs to the client that pushed
-            error = raised
-        self._finished(version, (push,), error)
-
-    def _serve_at_once(self, pull: Pulling) -> None:
-        """Do the same for a pull."""
-        assert self.machine is not None
-        actions = self.machine.pull(consistency.Pull(pull.client, pull.number, pull.wants))
-        if len(actions) == 1 and type(actions[0]) is Serve:
-            self._server.serve(self, pull, self.version)
-            return
-        self._arrived[(pull.client, pull.number)] = (pull, perf_counter())
-        self._order(actions)
-        self.advance()
-
-    def _asked(self, push: Pushing) -> Sequence[consistency.Action] | None:
-        """Ask the machine; of what it refuses the client is told."""
-        assert self.machine is not None
-        try:
-            return self.machine.push(consistency.Push(push.client, push.number, push.base))
-        except ValueError as error:
-            self._server.refuse(push, error)
-            return None
 
     def _fill(self, request: Pushing) -> None:
         assert request.value is not None
@@ -214,15 +146,45 @@ class Shard:
 
     # --- the leader ------------------------------------------------------------------------------------------
 
-    def _decide(self, request: Request) -> None:
-        assert self.machine is not None
+    def _decide(self, machine: Machine, request: Request) -> None:
+        """Ask the machine what to do about a request, and do it now or in its turn."""
         client, number = request.client, request.number
-        if isinstance(request, Pushing):
-            self._order(self.machine.push(consistency.Push(client, number, request.base)))
-        elif isinstance(request, Pulling):
-            self._order(self.machine.pull(consistency.Pull(client, number, request.wants)))
+        actions: Sequence[consistency.Action] = ()
+        try:
+            if isinstance(request, Pushing):
+                actions = machine.push(consistency.Push(client, number, request.base))
+            elif isinstance(request, Pulling):
+                actions = machine.pull(consistency.Pull(client, number, request.wants))
+        except ValueError as error:
+            self._server.refuse(request, error)
+            # Those who follow have it too, and would keep it for ever.
+            self._tell(Order(self.key, OrderKind.DROP, self.version, ((client, number, 1.0),)))
+            return
+        waits = self._orders or self._busy or self._arrived
+        if self._quick and len(actions) == 1 and not waits and self._done_at_once(request, actions[0]):
+            return
+        self._arrived[(client, number)] = (request, perf_counter())
+        if isinstance(request, Change):
+            self._send(Order(self.key, OrderKind.DO, machine.version, ((client, number, 1.0),)))
+        self._order(actions)
+        self.advance()
+
+    def _done_at_once(self, request: Request, action: consistency.Action) -> bool:
+        """Do what orders would have done with a request for which nothing waits; False if it takes an order."""
+        if isinstance(action, Serve) and isinstance(request, Pulling):
+            self._server.serve(self, request, self.version)
+            return True
+        if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
+            return False
+        rule, weight = self._context.rules[request.rule], action.parts[0].weight
+        if isinstance(rule, Function):
+            return False
+        if weight == 1 and not request.coded:  # what `_compute` would do, in half of the time
+            work = partial(self._compute_one, rule, request)
         else:
-            self._send(Order(self.key, OrderKind.DO, self.machine.version, ((client, number, 1.0),)))
+            work = partial(self._compute, [(request, weight)])
+        self._finished(action.version, (request,), error_of(work))
+        return True
 
     def _order(self, actions: Sequence[consistency.Action]) -> None:
         assert self.machine is not None
@@ -314,8 +276,7 @@ class Shard:
 
     def _change(self, request: Change) -> None:
         try:
-            rule = self._server.rule_of(self)
-            rule.configure(self._state(rule), **request.settings)
+            self._rule.configure(self._state(self._rule), **request.settings)
         except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
             self._server.refuse(request, error)
         else:
@@ -326,7 +287,9 @@ class Shard:
     def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
         over = partial(self._applied, order, [push for push, _ in pushes])
         if self._can_swap(pushes):
-            self._swap(pushes[0][0])
+            push = pushes[0][0]
+            assert push.value is not None
+            self.data, push.value = push.value, self.data
             over(None)
             return
         work = partial(self._compute, pushes)
@@ -336,7 +299,7 @@ class Shard:
                 self.data = pushes[-1][0].value.clone()
             over(None)
         elif len(pushes) * self.data.nbytes <= LIGHT_BYTES and not any(isinstance(rule, Function) for rule in rules):
-            over(_error_of(work))
+            over(error_of(work))
         else:
             self._busy = True
             self._context.service.run(work, over)
@@ -345,12 +308,16 @@ class Shard:
         """Change the memory, in any thread."""
         if not pushes:  # all of them died on the way
             return
-        pieces: list[Piece] = []
-        for push, weight in pushes:
-            value = self._server.decoded(push, self.data)
-            pieces.append(Piece(self._context.rules[push.rule], value, push.alpha, weight))
+        rules = self._context.rules
+        pieces = [Piece(rules[push.rule], self._server.decoded(push, self.data), push.alpha, w) for push, w in pushes]
         began = perf_counter()
         apply_step(self.data, pieces, self._state)
+        self._context.counts["step_seconds"] += perf_counter() - began
+
+    def _compute_one(self, rule: Rule, push: Pushing) -> None:
+        assert push.value is not None
+        began = perf_counter()
+        rule.apply(self.data, push.value, push.alpha, self._state(rule))
         self._context.counts["step_seconds"] += perf_counter() - began
 
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
@@ -364,7 +331,6 @@ class Shard:
         if was_busy:
             self.advance()
             self._let_go()
-            self._context.coalescer.flush()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -384,16 +350,6 @@ class Shard:
             return False
         push, weight = pushes[0]
         rule = self._context.rules[push.rule]
-        return not self.replaces and rule is _COPY and push.pooled and not push.coded and weight == push.alpha == 1
-
-    def _swap(self, push: Pushing) -> None:
-        assert push.value is not None
-        self.data, push.value = push.value, self.data
-
-
-def _error_of(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  - it belongs to the client that pushed
-        return error
-    return None
+        return (
+            not self.replaces and rule is RULES["copy"] and push.pooled and not push.coded and weight == push.alpha == 1
+        )
