@@ -88,7 +88,7 @@ class Handle(Generic[T]):
     Any number of tasks may await it, also after it is done. Cancelling an await never touches the operation:
     its buffers stay owned until it is over, and awaiting the handle again returns its result.
 
-    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `withdraw`
+    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `set_cancelled`
     make that step; they are for the operation that owns the handle and may be called from any thread, by one
     thread at a time.
 
@@ -395,7 +395,7 @@ class Handle(Generic[T]):
             self._traceback = error.__traceback__
         self._settle(Status.RAISED, error)
 
-    def withdraw(self) -> None:
+    def set_cancelled(self) -> None:
         """The operation was cancelled before it began."""
         self._settle(Status.CANCELLED, None)
 

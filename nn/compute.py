@@ -29,11 +29,11 @@ _LOOK_SECONDS = 0.5  # how soon the thread notices that its loop is gone
 def called(name: str) -> Callable[[F], F]:
     """Decorate what runs on the thread: errors and reports tell of it by `name`, the user's call."""
 
-    def give(fn: F) -> F:
+    def named(fn: F) -> F:
         fn.__qualname__ = name
         return fn
 
-    return give
+    return named
 
 
 class Compute:

@@ -110,7 +110,7 @@ class Devices:
         assert self._events is not None
         stream = self._issuing[device]
         stream.wait_event(event)
-        self._events.give_back(stream.device_index, event)
+        self._events.release(stream.device_index, event)
         with OnStream(stream):
             yield stream
 
@@ -132,7 +132,7 @@ class Devices:
         assert self._events is not None
         event = self._events.record(other)
         stream.wait_event(event)
-        self._events.give_back(stream.device_index, event)
+        self._events.release(stream.device_index, event)
 
 
 def _watch(events: Events, stream: torch.cuda.Stream, over: Callable[[BaseException | None], None]) -> None:

@@ -272,18 +272,18 @@ class PassMachine:
 
     def failed(self, index: int, error: BaseException) -> Iterator[Action]:
         """The reduction of bucket `index` failed."""
-        self._drop(index)
+        self._fail_bucket(index)
         yield from self._fail(error)
         yield from self._issue()
         yield from self._conclude()
 
     def unsent(self, index: int, error: Exception) -> Iterator[Action]:
         """Bucket `index` could not be sent; where the communicator still works the others would wait for it."""
-        self._drop(index)
+        self._fail_bucket(index)
         yield from self._fail(error) if isinstance(error, (CommunicatorError, PeerError)) else self._leave_out(error)
         yield from self._conclude()
 
-    def _drop(self, index: int) -> None:
+    def _fail_bucket(self, index: int) -> None:
         self.stages[index] = Stage.FAILED
         self._moving.remove(index)
 

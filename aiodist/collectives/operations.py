@@ -213,7 +213,7 @@ def scatter(
         _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
     targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
     if not any(meta.on_device for meta in metas):
-        p.forgo()
+        p.release()
     if targets:
         yield from p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
     return targets[0] if count == -1 else targets

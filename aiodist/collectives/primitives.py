@@ -69,10 +69,10 @@ class Primitives:
         receives = [self.ep.recv(t, rank) for rank, t in o.receives]
         yield [*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)]
 
-    def forgo(self) -> None:
+    def release(self) -> None:
         """Know that the operation exchanges nothing on devices, where it might have: others need not wait for it."""
         if self._repertoire.exchanger is not None:
-            self._repertoire.exchanger.forgo(self.ep)
+            self._repertoire.exchanger.release(self.ep)
 
     def _all_say(self, mine: bool) -> Program[bool]:
         """Return True on all ranks where each of them says so."""

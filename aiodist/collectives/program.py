@@ -140,7 +140,7 @@ class Exchanger(Implementation):
         """Return True where this rank can."""
 
     @abstractmethod
-    def forgo(self, ep: Endpoint) -> None:
+    def release(self, ep: Endpoint) -> None:
         """Know that the operation will do none."""
 
 

@@ -202,7 +202,7 @@ class _Scratch:
         self._taken += count
         return self._room[self._taken - count : self._taken]
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Say that the step is over."""
         self._taken = 0
 
@@ -233,4 +233,4 @@ def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) 
                 combine(into, t, op)
             else:
                 copy(into, t)
-        scratch.free()
+        scratch.release()

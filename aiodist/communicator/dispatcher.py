@@ -211,14 +211,14 @@ class Dispatcher:
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
 
-        def withdraw() -> bool:
+        def cancel() -> bool:
             with transport_lock:
                 withdrawn = self.mailbox.cancel(wanted)
                 if withdrawn:
                     wanted.finish(None, asyncio.CancelledError())
             return withdrawn
 
-        handle.set_canceller(withdraw)
+        handle.set_canceller(cancel)
         self.start(partial(self.mailbox.receive, wanted), 0)
 
     def quick(self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
@@ -349,7 +349,7 @@ class Dispatcher:
         if handle.done():
             return
         if isinstance(error, asyncio.CancelledError):
-            handle.withdraw()
+            handle.set_cancelled()
             return
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
@@ -428,7 +428,7 @@ class Dispatcher:
         if self.gate is not None:
             self.progress.exclusively(partial(self.gate.doubt, seq))
 
-    def stop(self, seq: int, error: AiodistError | None) -> Traffic | None:
+    def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
         traffic = self._recent.get(seq)
         if traffic is not None:
@@ -447,7 +447,7 @@ class Dispatcher:
         def conclude() -> None:
             wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
             wrapped.__cause__ = error
-            self.give_up(wrapped)
+            self.abort_everywhere(wrapped)
 
         self.later(conclude)
 
@@ -467,7 +467,7 @@ class Dispatcher:
         """Return those of them that all ranks take part in."""
         return [handle for handle, what in list(self._pending.items()) if what is True and handle.is_pending]
 
-    def withdraw_receives(self) -> None:
+    def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
         for handle in self.pending():
             forgotten = not handle.consumed
@@ -510,7 +510,7 @@ class Dispatcher:
         for tell in list(self.on_lost):
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort_everywhere(self, error: AiodistError) -> None:
         """Abort it on all ranks, unless that was done."""
         if self._refusal is None:
             self.abort(error)

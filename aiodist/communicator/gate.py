@@ -88,7 +88,7 @@ class Entry:
         """Begin it, unless that was done."""
         if not self.begun and not self.refused:
             self.begun = True
-            self._let_go()[0]()
+            self._take_calls()[0]()
 
     def settle(self, differs: bool) -> None:
         """It is known: begin it or refuse it, and tell who waits for that."""
@@ -103,7 +103,7 @@ class Entry:
         if not self.begun:
             if not self.refused:
                 self.refused = True
-                self._let_go()[1](error)
+                self._take_calls()[1](error)
         elif self.traffic is not None:
             self.traffic.refuse(error)
         self._decide(error)
@@ -116,7 +116,7 @@ class Entry:
         for done in held:
             done(error)
 
-    def _let_go(self) -> Calls:
+    def _take_calls(self) -> Calls:
         """Return what is to be called, which holds on to the operation's memory."""
         calls, self.calls = self.calls, (_nothing, _nothing)
         return calls

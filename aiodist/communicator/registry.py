@@ -201,7 +201,7 @@ class Registry:
             first.setdefault(group_of.get(rank, rank), number)
         return list(first.values())
 
-    def _let_go(self, communicator: Communicator) -> None:
+    def _release(self, communicator: Communicator) -> None:
         """Touch no shared memory for it any more; what still had to is over."""
         dispatcher = communicator.parts.dispatcher
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
@@ -227,12 +227,12 @@ class Registry:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
-                communicator.parts.dispatcher.give_up(error)
+                communicator.parts.dispatcher.abort_everywhere(error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
         for communicator in (*self._open, *self._closing):
-            communicator.parts.dispatcher.give_up(ours(error))
+            communicator.parts.dispatcher.abort_everywhere(ours(error))
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):
@@ -387,7 +387,7 @@ class Registry:
         try:
             for guest in reversed(self._guests.pop(communicator, [])):
                 await self._close_guest(guest, communicator, until)
-            dispatcher.withdraw_receives()
+            dispatcher.cancel_receives()
             if dispatcher.refusal is None:
                 await dispatcher.drain(self._left(until))
                 mismatch = await self._meet(communicator, until)
@@ -404,7 +404,7 @@ class Registry:
                 dispatcher.close()
             finally:  # a warning that is an error
                 self._closing.remove(communicator)
-                self._let_go(communicator)
+                self._release(communicator)
                 if self.accelerator is not None:
                     await self.accelerator.release(communicator.name, drained=drained)
                 await communicator.parts.transport.aclose(drained=drained)
@@ -442,7 +442,7 @@ class Registry:
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
         for communicator in given_up:
-            self._let_go(communicator)
+            self._release(communicator)
             with suppress(OSError):
                 await communicator.parts.transport.aclose(drained=False)
 

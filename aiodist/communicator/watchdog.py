@@ -1,4 +1,4 @@
-"""Operations that take long: ranks ask one another where they are, so that late ranks are named (H8).
+"""Operations that take long: ranks ask one another where they are, so that late ranks are named.
 
 An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
 so. A rank that still waits after a second, or at half of the nearest deadline, asks where they are, again and again

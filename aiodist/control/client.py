@@ -157,7 +157,7 @@ class SocketChannel(Channel):
         self._ask(pack(["bye", cause]), lambda value, error: None)
 
     async def _leave(self, link: Link, pulse: Pulse) -> None:
-        pulse.stop()
+        pulse.cancel()
         self._closing = True
         self._flush()
         link.close("this rank left")

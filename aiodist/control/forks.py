@@ -66,10 +66,10 @@ def guard_polling(fd: int | None) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release)
 
 
-def _let_go() -> None:
+def _release() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in _guarded:
         os.dup2(null, fd, inheritable=False)

@@ -96,7 +96,7 @@ class Hub:
         """Stop; the ranks still connected are told the cause, and which ranks never came if some did not."""
         self._stop_listening()
         if self._pulse is not None:
-            self._pulse.stop()
+            self._pulse.cancel()
         if self._listener is not None:
             await self._listener.wait_closed()
         await self._authenticator.aclose()

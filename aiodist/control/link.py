@@ -172,7 +172,7 @@ class Pulse:
         self._due = self._loop.time() + self._interval
         self._timer = self._loop.call_at(self._due, self._beat)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Beat no more."""
         self._timer.cancel()
 

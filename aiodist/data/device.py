@@ -1,4 +1,4 @@
-"""Items go to a CUDA device ahead of time, while the one before them is computed on (N15)."""
+"""Items go to a CUDA device ahead of time, while the one before them is computed on."""
 
 from __future__ import annotations
 

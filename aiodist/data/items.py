@@ -57,7 +57,7 @@ class Item:
     settled: bool = False
     """The pass knows what became of it."""
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """On the loop: it was taken, or never will be. Gives its bytes back, and lets go of what knows of it."""
         self.settled = True
         self.permit.release()

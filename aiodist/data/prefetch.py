@@ -1,4 +1,4 @@
-"""`prefetch`: the next items of a loader are prepared while the consumer works on this one (N15)."""
+"""`prefetch`: the next items of a loader are prepared while the consumer works on this one."""
 
 from __future__ import annotations
 
@@ -312,10 +312,10 @@ class Prefetched(Generic[T]):
                 item.permit.resize(made.nbytes)
         elif self._last is None or item.seq < self._last.seq:
             self._last = item
-            self._reader.stop()  # what comes before it was read already
+            self._reader.cancel()  # what comes before it was read already
             item.permit.release()
             while self._items and self._items[-1].seq > item.seq:
-                self._items.pop().drop()
+                self._items.pop().release()
 
     def _expect(self, nbytes: int) -> None:
         """Have those that are not ready count as much; the last first, as an earlier one that is granted lets it go."""
@@ -339,7 +339,7 @@ class Prefetched(Generic[T]):
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
-        self._items.popleft().drop()
+        self._items.popleft().release()
         self._fill()
         taken = self._taken
         self._taken = PrefetchedStatistics(
@@ -355,9 +355,9 @@ class Prefetched(Generic[T]):
 
     async def _close(self) -> None:
         self._closed = True
-        self._reader.stop()
+        self._reader.cancel()
         if self._workers is not None:
-            self._workers.stop()
+            self._workers.cancel()
         await _to_the_end(self._end())
 
     async def _end(self) -> None:
@@ -370,7 +370,7 @@ class Prefetched(Generic[T]):
                 await self._device.aclose()
             while self._items:
                 item = self._items.popleft()
-                item.drop()
+                item.release()
                 if not item.handle.done():  # a task that is not the one that left may wait for it
                     item.handle.resolve(Made(Outcome.END))
 

@@ -35,7 +35,7 @@ class WorkQueue(Generic[T]):
         """Leave `work` for the next thread that is free."""
         self._queue.put(work)
 
-    def stop(self, threads: int = 1) -> None:
+    def cancel(self, threads: int = 1) -> None:
         """Have each of `threads` get None instead of what is left."""
         self._stopped = True
         for _ in range(threads):
@@ -75,9 +75,9 @@ class ThreadReader:
         """Read the next item for `item`."""
         self._orders.put(item)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Read nothing more after what is being read."""
-        self._orders.stop()
+        self._orders.cancel()
 
     async def aclose(self) -> None:
         """Wait for the thread, which closes a generator."""
@@ -93,7 +93,7 @@ class ThreadReader:
                 more = self._read(item)
                 del item  # the next may be long in coming
         finally:
-            self._shut()
+            self._close_source()
 
     def _next(self) -> Item | None:
         """Return the next order; while there is none the thread does not compute."""
@@ -119,7 +119,7 @@ class ThreadReader:
         self._deliver(item, made)
         return made.outcome is Outcome.VALUE
 
-    def _shut(self) -> None:
+    def _close_source(self) -> None:
         iterator, self._iterator = self._iterator, None
         if isinstance(iterator, Generator):
             iterator.close()
@@ -150,7 +150,7 @@ class TaskReader:
         """Read the next item for `item`."""
         self._orders.put_nowait(item)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is being read."""
         if not self._stopped:
             self._stopped = True

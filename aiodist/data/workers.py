@@ -53,7 +53,7 @@ class Workers(ABC):
             task.result()
 
     @abstractmethod
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Begin nothing any more."""
 
     @abstractmethod
@@ -71,9 +71,9 @@ class ThreadWorkers(Workers):
         self._inbox: WorkQueue[Job] = WorkQueue()
         self._modes = Modes.capture()
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Have the threads go when they have finished what they do."""
-        self._inbox.stop(self._count)
+        self._inbox.cancel(self._count)
 
     def _hand_over(self, job: Job) -> None:
         self._inbox.put(job)
@@ -101,7 +101,7 @@ class ProcessWorkers(Workers):
         self._progress = Progress.current()
         self._stopped = False
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Give the processes nothing more; they stay for the next pass."""
         self._stopped = True
         for _ in self._tasks:

@@ -1,4 +1,4 @@
-"""torch's optimizers as rules of a server (P4): a push is a gradient, and the state lies beside the shard.
+"""torch's optimizers as rules of a server: a push is a gradient, and the state lies beside the shard.
 
 Each shard has an optimizer of its own, so each tensor is a parameter group of its own. What torch computes is computed:
 the optimizers are torch's, given a parameter that is the shard.

@@ -32,7 +32,7 @@ class Pool:
             self._free[nbytes] = free
         return found
 
-    def give(self, t: Tensor) -> None:
+    def release(self, t: Tensor) -> None:
         """Have `t` back, at which nobody looks any more."""
         if not 0 < t.nbytes <= _KEPT_BYTES:
             return

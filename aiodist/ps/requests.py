@@ -124,7 +124,7 @@ class Arrivals:
             mark.behind.remove(self)
             self._reached(mark)
 
-    def stop(self) -> None:
+    def release_all(self) -> None:
         """Keep nothing back any more but what is still to come."""
         self.stopped = True
         for client in list(self._lines):

@@ -1,4 +1,4 @@
-"""What a server does with what is pushed (P3): zero, copy, add, axpy, mul, min, max, and the user's own.
+"""What a server does with what is pushed: zero, copy, add, axpy, mul, min, max, and the user's own.
 
 A rule has no state of its own: what lies beside a shard is made by `state` and given back to `apply`, so one rule
 serves any number of shards, in any thread. Its `repr` is the same on all ranks that run the same script: they compare

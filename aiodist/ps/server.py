@@ -192,7 +192,7 @@ class Server:
             return
         for rank in range(len(self.context.world_ranks)):
             self._serving.forget(rank, shard.key)
-        shard.retire()
+        shard.abort()
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
         if shard.looked_at:
@@ -257,7 +257,7 @@ class Server:
         if (shard := self._shards.get(key)) is not None:
             shard.leave(client, gone=False)
 
-    def let_go(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Nobody looks any more at the memory of a tensor that was freed."""
         self._retired.pop(key, None)
 
@@ -293,7 +293,7 @@ class Server:
     def recycle(self, push: Pushing) -> None:
         """Nobody looks at what was pushed any more."""
         if push.pooled and push.value is not None:
-            self.context.pool.give(push.value.view(torch.uint8))
+            self.context.pool.release(push.value.view(torch.uint8))
         push.value = None
 
     # --- answers ---------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Shard:
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
         self.advance()
-        self._let_go()
+        self._release()
 
     def leave(self, client: int, *, gone: bool) -> None:
         """`client` has finished, or is `gone`: died."""
@@ -92,7 +92,7 @@ class Shard:
         if self.machine is not None and client in self._context.workers and self._refusal is None:
             self._order(self.machine.leave(client))
         self.advance()
-        self._let_go()
+        self._release()
 
     def rest(self, client: int) -> None:
         """Have no step wait for `client`, until it may `resume`."""
@@ -105,7 +105,7 @@ class Shard:
         if self.machine is not None:
             self.machine.resume(clients)
 
-    def retire(self) -> None:
+    def abort(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
         self._retired = True
         self._refuse(Freed(f"{self.name!r} was freed"))
@@ -117,7 +117,7 @@ class Shard:
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
             self._server.refuse(request, error)
-        self.arrivals.stop()
+        self.arrivals.release_all()
 
     def _deliver(self, request: Request) -> None:
         if self._refusal is not None:
@@ -270,9 +270,9 @@ class Shard:
         """Somebody reads this memory just now, or changes it."""
         return bool(self._readers or self._lookers or self._busy)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._retired and not self.looked_at:
-            self._server.let_go(self.key)
+            self._server.release(self.key)
 
     def _change(self, request: Change) -> None:
         try:
@@ -330,7 +330,7 @@ class Shard:
         self._finished(order.version, pushes, error)
         if was_busy:
             self.advance()
-            self._let_go()
+            self._release()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version

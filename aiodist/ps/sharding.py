@@ -1,4 +1,4 @@
-"""Where a tensor lies: whole on one server, or cut in contiguous blocks over all of them (P1). Pure; no torch.
+"""Where a tensor lies: whole on one server, or cut in contiguous blocks over all of them. Pure; no torch.
 
 Every rank works it out by itself from the tensor's name and size, so nothing has to be asked or told.
 """

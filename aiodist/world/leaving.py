@@ -91,18 +91,18 @@ class Kept:
 
     async def aclose(self) -> None:
         """Leave the block."""
-        self._let_go()
+        self._release()
         await self._block.__aexit__(None, None, None)
 
     async def was_forgotten(self) -> bool:
         """The loop is closed: return True, and warn, where the program came to its end, and no exception ended it."""
-        self._let_go()
+        self._release()
         if await _what_ends_the_loop() is not None:
             return False
         self._warn()
         return True
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._registry.kept = None
         atexit.unregister(self._at_exit)
 

@@ -184,7 +184,7 @@ async def test_a_starved_watcher_blames_nobody() -> None:
     pulse._timer.cancel()
     pulse._beat()
     assert "no heartbeat for 100 s (the limit is 0.6 s)" in ended[0]
-    pulse.stop()
+    pulse.cancel()
 
 
 @limited

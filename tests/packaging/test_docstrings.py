@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,3 +31,12 @@ def test_a_call_says_what_it_costs_and_which_shapes_it_takes(owner: type, call: 
     if owner not in ANY_SHAPE and any("Tensor" in str(of) for of in call.__annotations__.values()):
         assert re.search("shape|elements", said), "of which shape?"
     assert "any shape" in (Communicator.__doc__ or "")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = [path for folder in ("aiodist", "handles", "nn", "streams") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_rows_of_the_features_are_named_by_tests_alone() -> None:
+    row = re.compile(r"\((?:[ACDGHLNPSTW]\d{1,2})(?:, [ACDGHLNPSTW]\d{1,2})*\)")
+    assert [str(path.relative_to(ROOT)) for path in MODULES if row.search(path.read_text())] == []

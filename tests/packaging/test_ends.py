@@ -14,14 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("aiodist", "handles", "streams", "nn")
 OTHER_WORDS = re.compile(
-    r"_?(give_(up|back|away)|let_go|withdraw\w*|destroy|dispose|retire|cut|shut|forgo|abandon|drop|quit|stop|terminate"
+    r"_?(give(_up|_back|_away|_piece)?|let_go|withdraw\w*|destroy|dispose|retire|shut|forgo|abandon|drop|quit|stop|terminate"
     r"|shutdown|teardown|dismiss|free)"
 )
 EXCEPTIONS = {
     "aiodist/backends/shm": "the compiled core replaces it",
     "handles/progress.py": "the same",
+    "aiodist/launch/supervisor.py": "it stops processes",
+    "aiodist/ps/directory.py": "what `ParameterServer.free` asks for: this rank uses a name no more",
+    "aiodist/ps/naming.py": "the same",
     "aiodist/schedules": "`stop` is where a chunk ends",
-    "aiodist/ps/naming.py": "`free` gives a name back, which the user can then give away anew",
+    "aiodist/testing/cuda/memory.py": "of memory, as in C",
 }
 
 

@@ -130,10 +130,10 @@ def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest(monkeypatch: pyt
     monkeypatch.setattr(pool, "_KEPT_BYTES", 100)
     buffers = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     for nbytes in range(1, 60):
-        buffers.give(torch.empty(nbytes, dtype=torch.uint8))
+        buffers.release(torch.empty(nbytes, dtype=torch.uint8))
     last = torch.empty(60, dtype=torch.uint8)
-    buffers.give(last)
-    buffers.give(torch.empty(101, dtype=torch.uint8))
+    buffers.release(last)
+    buffers.release(torch.empty(101, dtype=torch.uint8))
     assert buffers.take(60) is last
     assert buffers._kept_bytes == sum(nbytes * len(free) for nbytes, free in buffers._free.items()) <= 100
 

@@ -150,7 +150,7 @@ class Mappings:
     # --- lending ----------------------------------------------------------------------------------------------
 
     def lend(self, t: Tensor) -> _Lent:
-        """Return what the storage of `t` is lent as, in use until `give_back`."""
+        """Return what the storage of `t` is lent as, in use until `release_loan`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
         key = address_of(t.untyped_storage())
@@ -167,7 +167,7 @@ class Mappings:
         lent.users += 1
         return lent
 
-    def give_back(self, lent: _Lent) -> None:
+    def release_loan(self, lent: _Lent) -> None:
         """Say that a loan of it is over."""
         lent.users -= 1
         if lent.forgotten and not lent.users:
@@ -325,7 +325,7 @@ class Loan:
             self._mappings.return_to(rank, announced.number)
         if self._lent is not None:
             self._lent.known.update(self._told)
-            self._mappings.give_back(self._lent)
+            self._mappings.release_loan(self._lent)
 
 
 class ReleaseNotices:

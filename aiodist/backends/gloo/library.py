@@ -41,9 +41,9 @@ __all__ = [
     "ProcessGroup",
     "Store",
     "Work",
+    "abort_group",
     "backend_error",
     "c10d",
-    "cut",
     "empty",
     "pieces",
 ]
@@ -57,7 +57,7 @@ _PIECE_BYTES = 1 << 30
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
 
-def cut(group: ProcessGroup, others: Iterable[int]) -> None:
+def abort_group(group: ProcessGroup, others: Iterable[int]) -> None:
     """Close the connections of `group`: a wait that times out does that. It blocks for milliseconds."""
     for rank in others:
         with suppress(RuntimeError):

@@ -18,9 +18,9 @@ from aiodist.backends.gloo.library import (
     FOREVER,
     ProcessGroup,
     Work,
+    abort_group,
     backend_error,
     c10d,
-    cut,
     pieces,
 )
 from aiodist.backends.gloo.wire import Peer
@@ -67,7 +67,7 @@ class GlooNative:
     _tell: Callable[[Callable[[], None]], None]
     """Calls what completes operations from a thread of gloo's: see `Wire`."""
     _running: int = 0
-    _cutter: threading.Thread | None = None
+    _aborter: threading.Thread | None = None
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True where gloo has the dtype and the operator."""
@@ -118,24 +118,24 @@ class GlooNative:
         future.add_done_callback(ended)
         starting = None
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Have what runs fail, soon; with the lock held."""
-        if self._running and self._group is not None and self._cutter is None:
-            self._cutter = threading.Thread(target=self._cut, args=(self._group,), daemon=True)
-            self._cutter.start()
+        if self._running and self._group is not None and self._aborter is None:
+            self._aborter = threading.Thread(target=self._abort_group, args=(self._group,), daemon=True)
+            self._aborter.start()
 
-    def _cut(self, group: ProcessGroup) -> None:
-        cut(group, [rank for rank in range(len(self._peers) + 1) if rank != self._rank])
+    def _abort_group(self, group: ProcessGroup) -> None:
+        abort_group(group, [rank for rank in range(len(self._peers) + 1) if rank != self._rank])
 
     def close(self) -> None:
         """Close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
         group = self._group
         if group is None:
             return
-        if self._cutter is not None:
-            self._cutter.join()
+        if self._aborter is not None:
+            self._aborter.join()
         elif self._running:
-            self._cut(group)
+            self._abort_group(group)
         until = monotonic() + CLOSE_SECONDS
         with transport_lock:
             self._group = None

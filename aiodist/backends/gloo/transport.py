@@ -106,7 +106,7 @@ class GlooTransport:
             return
         self._receiving.lost(rank, error)
         if self._native is not None:
-            self._native.cut()
+            self._native.abort()
 
     # Its life.
 
@@ -137,7 +137,7 @@ class GlooTransport:
     def _abort(self, error: BackendError, owner: bool) -> None:
         self._receiving.abort(error)
         if self._native is not None:
-            self._native.cut()
+            self._native.abort()
         if self._wire is not None:
             self._wire.leave(self._comm)
             if owner:

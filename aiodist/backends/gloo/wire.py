@@ -24,8 +24,8 @@ from aiodist.backends.gloo.library import (
     PAYLOADS,
     ProcessGroup,
     Work,
+    abort_group,
     backend_error,
-    cut,
     empty,
     pieces,
 )
@@ -125,7 +125,7 @@ class Wire:
         atexit.unregister(self._at_exit)
         for close in list(self.at_close):
             close()
-        cut(self.group, self.peers)
+        abort_group(self.group, self.peers)
         until = monotonic() + CLOSE_SECONDS
         if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
             del self.group

@@ -328,11 +328,11 @@ class NcclGroup:
                     self._staging.order(launching.stream, self.stream)
         for call in calls:
             call.done(again(error))
-        self.launch_order.release()
+        self.launch_order.run_all()
 
     # --- its end ----------------------------------------------------------------------------------------
 
-    def destroy(self, done: Done, *, drained: bool) -> None:
+    def release(self, done: Done, *, drained: bool) -> None:
         """Release it and call `done(None)` when that is over, within some seconds in any case; not more than once.
 
         With `drained` every rank calls it and nothing is in flight, else it is just given up. What still waits is

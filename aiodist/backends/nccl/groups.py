@@ -58,17 +58,17 @@ class NcclGroups:
             moved = group.poll() or moved
         return moved
 
-    async def destroy(self, group: NcclGroup, *, drained: bool) -> None:
+    async def release(self, group: NcclGroup, *, drained: bool) -> None:
         """Release `group`, see there, and wait until that is over; `of` makes a new one from now on."""
         self._groups = {key: known for key, known in self._groups.items() if known is not group}
         ended: Handle[None] = Handle(self._progress, "release")
-        self._progress.start(partial(group.destroy, lambda _: ended.resolve(None), drained=drained))
+        self._progress.start(partial(group.release, lambda _: ended.resolve(None), drained=drained))
         await ended
         self._polled = tuple([known for known in self._polled if known is not group])
 
     async def aclose(self, *, drained: bool) -> None:
         """Release all; with `drained` every rank calls it and nothing is in flight. It takes some seconds at most."""
         try:
-            await asyncio.gather(*(self.destroy(group, drained=drained) for group in self))
+            await asyncio.gather(*(self.release(group, drained=drained) for group in self))
         finally:
             self._progress.remove_poller(self)

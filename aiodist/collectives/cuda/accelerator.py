@@ -111,14 +111,14 @@ class Accelerator:
         """
         stream = self._take_stream(device)
         slots = None if tag is None else self._slots.get(name)
-        give_back = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
-        if give_back is None:
+        release = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
+        if release is None:
             return DeviceWork(self._progress, stream.stream, stream.users.pop)
         self._keep_looking()
 
         def queued() -> None:
             stream.users.pop()
-            give_back()
+            release()
 
         return DeviceWork(self._progress, stream.stream, queued)
 
@@ -240,7 +240,7 @@ class Accelerator:
         self._slots.pop(name, None)
         for group in self._of(name):
             assert self._groups is not None
-            await self._groups.destroy(group, drained=drained)
+            await self._groups.release(group, drained=drained)
 
     async def aclose(self) -> None:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""

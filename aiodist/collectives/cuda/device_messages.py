@@ -1,4 +1,4 @@
-"""Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces (S5).
+"""Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces.
 
 A piece is copied to the host and sent while the one before it travels. The first pieces are copied on the operation's
 stream, behind its earlier work. Once the host knows that work to be over, pieces go to the streams that are for copies
@@ -123,7 +123,7 @@ class _Message:
         raise NotImplementedError
 
     def _over(self, buffer: Tensor, error: BaseException | None) -> None:
-        self._staging.pool.give(buffer)
+        self._staging.pool.release(buffer)
         self._error = self._error or error
         self._out -= 1
         self.advance()

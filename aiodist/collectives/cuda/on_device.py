@@ -57,7 +57,7 @@ class DeviceWork:
         """Go on only behind what the caller had queued."""
         if self._behind is not None:
             self.stream.wait_event(self._behind)
-            self._events.give_back(self.stream.device_index, self._behind)
+            self._events.release(self.stream.device_index, self._behind)
             self._behind = None
 
     def end(self, done: Done) -> None:
@@ -88,7 +88,7 @@ class DeviceWork:
     def cancel(self) -> None:
         """Nothing of it will be done; from any thread."""
         if self._behind is not None:
-            self._events.give_back(self.stream.device_index, self._behind)
+            self._events.release(self.stream.device_index, self._behind)
             self._behind = None
         self.fence.reached(None)
         # By way of the loop: the thread that drops it may hold the transport lock.

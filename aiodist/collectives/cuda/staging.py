@@ -1,4 +1,4 @@
-"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks (S5).
+"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks.
 
 A chunk is copied to the host, reduced there and copied back, while those before and behind it are at other stages: what
 takes longest is all that is waited for. For the streams of the copies see `device_messages`.
@@ -167,12 +167,12 @@ class Staged(Implementation):
                     yield [work.begun]
                     behind = False
             except Exception:  # not where it is dropped: then a transfer may still use the buffer
-                pool.give(buffer)
+                pool.release(buffer)
                 raise
             if writes:
                 yield [partial(work.write, writes, buffer)]
             else:
-                pool.give(buffer)
+                pool.release(buffer)
 
 
 class _Work:
@@ -198,7 +198,7 @@ class _Work:
         told = once(done)
 
         def over(error: BaseException | None) -> None:
-            self._staging.pool.give(buffer)
+            self._staging.pool.release(buffer)
             told(error)
 
         self._staging.copies(pairs, self._to_device, lambda _: told(None), over)

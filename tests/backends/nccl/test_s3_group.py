@@ -54,7 +54,7 @@ async def check(w: World, name: str = "world") -> None:
 
 
 async def ended(w: World, group: NcclGroup, *, drained: bool) -> None:
-    await asyncio.wait_for(w.owned[group.rank].destroy(group, drained=drained), 20)
+    await asyncio.wait_for(w.owned[group.rank].release(group, drained=drained), 20)
 
 
 # --- opening -----------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make
             ) -> None:
                 with torch.cuda.stream(stream):
                     NcclNative(w.open(rank), slot).start(Operation("allreduce", t, op=ReduceOp.MEAN), done)
-                slot.give_back()
+                slot.release()
 
             futures.append(w.start(enqueue))
             checks.append((number, t, stream))
