@@ -76,9 +76,9 @@ class Service:
 
 
 def error_of(work: Work) -> Exception | None:
-    """Do `work`; return what it raised, which belongs to whoever asked for it."""
+    """Do `work`; return what it raised, which belongs to the client that asked for it."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001  - told to whoever asked
+    except Exception as error:  # noqa: BLE001  - told to the client that asked
         return error
     return None
