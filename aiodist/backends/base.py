@@ -21,6 +21,7 @@ from torch import Tensor, dtype
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Done
+from aiodist.streams.memory import dtype_name
 from aiodist.types import ReduceOp
 
 __all__ = [
@@ -149,11 +150,6 @@ DTYPES = (
     torch.uint64,
 )
 """In the order of their codes on the wire: append only."""
-
-
-def dtype_name(kind: dtype) -> str:
-    """Return "float32" for `torch.float32`: in messages, and where ranks compare dtypes."""
-    return str(kind).removeprefix("torch.")
 
 
 class Wanted(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport, guarded, keeping, ours, tell
+from aiodist.backends.base import Done, Transport, dtype_name, guarded, keeping, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
@@ -336,7 +336,7 @@ def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:
     if into is None:
         return None
     if into.dtype is not meta.dtype:
-        return TypeError(f"a message of {meta} met a receive into {into.dtype}: dtypes must agree")
+        return TypeError(f"a message of {meta} met a receive into {dtype_name(into.dtype)}: dtypes must agree")
     if into.numel() < meta.numel:
         return BackendError(f"a message of {meta} ({meta.nbytes} bytes) is longer than {into.nbytes} bytes")
     return None

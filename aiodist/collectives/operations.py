@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Exchange, Operation
+from aiodist.backends.base import REDUCTIONS, Exchange, Operation, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -315,7 +315,7 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
     """
     if out.dtype is not kind:
-        raise TypeError(f"out= holds {out.dtype}, the result {kind}")
+        raise TypeError(f"out= holds {dtype_name(out.dtype)}, the result {kind}")
     numel = torch.Size(shape).numel()
     if out.shape == shape:
         return out

@@ -87,7 +87,7 @@ class Hierarchy(Sequence[Level]):
         Its `levels` are these two, and its `hierarchy()` has the communicators for both ways. Left alone it spans the
         last two levels. Data-parallel groups inside a parameter server:
 
-            h = await coll.hierarchy(str(coll.rank // 8), socket.gethostname())
+            h = await coll.hierarchy(str(coll.rank // 8), str(coll.node))
             net = await aiodist.nn.DataParallel.create(Net(), await h.span(1, 2))   # gradients: 8 ranks, by host
             servers = h[1].inter                                                    # parameters: group with group
 

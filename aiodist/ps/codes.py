@@ -109,7 +109,7 @@ class Codes:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def forget(self, entry: NameEntry) -> None:
-        """Keep nothing more of `entry`, of which nothing is on its way."""
+        """Drop the residuals and the decoder's state of a name that was freed; none of its codes is on its way."""
         for span in entry.spans:
             part = (entry.key, span.rank)
             self._lines.pop(part, None)

@@ -53,7 +53,8 @@ class NameEntry:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
         t = checked(value, name)
         if t.dtype is not self.dtype:
-            raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
+            expected = f"expected {dtype_name(self.dtype)}, as it was init()ed"
+            raise TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: {expected}")
         if tuple(t.shape) != self.shape:
             raise ValueError(
                 f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(self.shape)}, as it was init()ed"

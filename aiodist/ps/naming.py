@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES
+from aiodist.backends.base import DTYPES, dtype_name
 from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
@@ -93,7 +93,8 @@ class Naming:
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
-                f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
+                f"{name!r} holds {dtype_name(t.dtype)}: expected a floating dtype, "
+                f"since {self._settings.consistency!r} takes means"
             )
         spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
         return NameEntry(name, t, (number, chosen), spans)

@@ -33,7 +33,7 @@ class Pool:
         return found
 
     def release(self, t: Tensor) -> None:
-        """Have `t` back, at which nobody looks any more."""
+        """Keep `t`, which its user has finished with, for the next `take` of its size; at most 512 MiB are kept."""
         if not 0 < t.nbytes <= _KEPT_BYTES:
             return
         while self._kept_bytes + t.nbytes > _KEPT_BYTES:

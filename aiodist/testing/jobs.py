@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,8 @@ class _ProcessJob:
                 continue
             with file.open("rb") as lines:
                 lines.seek(self._read[rank])
-                for line in filter(lambda line: line.endswith(b"\n"), lines):
+                # A line that is still being written is read later, from where it begins.
+                for line in takewhile(lambda line: line.endswith(b"\n"), lines):
                     self._read[rank] += len(line)
                     record = json.loads(line)
                     self._seen.setdefault(record["nodeid"], {})[rank] = record

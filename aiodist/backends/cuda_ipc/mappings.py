@@ -1,18 +1,17 @@
 """What one rank lends the others of its host, and what it has of theirs.
 
-A rank *lends* a storage under a number of its own. A description travels to each of the others until it is known to
-have come; from then on the number alone does. Numbers are never used again, and neither is an address trusted: a
-storage is known by torch's own object, to which a weak reference is kept, so that another one at the same address is
-another one. What died here is named in the next announcement to the ranks that had it, or by `ReleaseNotices` where
-none follows, and they let go of their mapping; until then torch keeps the memory (see [Note: kept memory]). So it is
-with the memory that a storage had before it was resized. What lives is never described again to whom it was: each
-description stays with it.
+A rank *lends* a storage under a number of its own, which it never uses again. It sends the other ranks a description of
+the storage until each of them has said that the description arrived; from then on it sends the number alone. The rank
+knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
+may have later. When a storage dies, or is resized, the next announcement names its number to the ranks that had it;
+where no operation follows, `ReleaseNotices` does. They then close their mapping, and until then torch keeps the memory:
+see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all
-to whom it was announced have said that they are through with it, and so have heard of it. A number is declared dead
-only when no loan uses it, so messages of several operations may come in any order, and nobody hears of a number that
-was declared dead before. A loan that failed is never over: what it used stays as it is, and stays mapped when all is
-closed, for kernels that use it may still be queued.
+[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all of
+these ranks have said that they have finished with it, so each of them has heard of the number by then. A rank declares
+a number dead only when no loan uses it. So messages of several operations may arrive in any order, and no rank hears of
+a number after it was declared dead. A loan that failed never ends: what it used stays mapped when all is closed, since
+kernels that use it may still be queued.
 
 Everything here runs with the transport lock held.
 """

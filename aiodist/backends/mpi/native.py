@@ -17,15 +17,15 @@ from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
 from aiodist.types import ReduceOp
 
-__all__ = ["Conveyor", "MpiNative"]
+__all__ = ["MpiNative", "Pipeline"]
 
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
-_CONVEYED_BYTES = 1 << 20
-_CONVEYED_AT_ONCE = 2
+_PIPELINED_BYTES = 1 << 20
+_PIPELINED_AT_ONCE = 2
 _SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
 
 
-class Conveyor:
+class Pipeline:
     """Large reductions in pieces, few of them in flight, on a communicator of their own.
 
     Two pieces of 1 MiB stay in the caches, where Open MPI reduces 64 MiB more than twice as fast as in one call, and
@@ -42,13 +42,13 @@ class Conveyor:
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
-        pieces = flat(t).split(_CONVEYED_BYTES // t.element_size())
+        pieces = flat(t).split(_PIPELINED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
         self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and self._moving < _CONVEYED_AT_ONCE:
+        while self._waiting and self._moving < _PIPELINED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
             call = partial(self._start, piece, op)
@@ -72,10 +72,10 @@ class MpiNative:
     inline_bytes = LARGE_BYTES
     in_order = True
 
-    def __init__(self, comm: MPI.Intracomm, requests: Requests, conveyor: Conveyor) -> None:
+    def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm
         self._requests = requests
-        self._conveyor = conveyor
+        self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True for what MPI has a type and an operator for, and counts that every library can hold."""
@@ -96,7 +96,7 @@ class MpiNative:
         """Iallreduce, in pieces where the tensor is large."""
         t, op = o.t, o.op
         if t.nbytes >= LARGE_BYTES:
-            self._conveyor.allreduce(t, op, done)
+            self._pipeline.allreduce(t, op, done)
         else:
             if op is ReduceOp.MEAN:
                 done = _divided(t, self._comm.size, done)
