@@ -22,11 +22,10 @@ from torch import Tensor, dtype
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Done
 from aiodist.streams.memory import dtype_name
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = [
     "DTYPES",
-    "REDUCTIONS",
     "Begin",
     "Capabilities",
     "Done",
@@ -50,7 +49,6 @@ E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan")
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
 
 

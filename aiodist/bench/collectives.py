@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["buffers", "contenders", "measure", "measure_size", "ours"]
 
-_CUT = frozenset({"scatter", "reduce_scatter", "alltoall"})  # one rank's input is cut into a block for each rank
+_CUT = frozenset(
+    {"scatter", "reduce_scatter", "alltoall", "alltoall_single"}
+)  # one rank's input is cut into a block for each rank
 _WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
 
 
@@ -78,6 +80,7 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "scatter": block,
         "reduce_scatter": block,
         "alltoall": numel,
+        "alltoall_single": numel,
         "sendrecv": numel,
     }.get(op)
     # Written to, so that there is memory behind it; zero stays zero however often it is summed.

@@ -113,6 +113,7 @@ def _mpi_calls(comm: MPI.Intracomm, op: str, here: Any, b: Buffers) -> _Calls:  
         "scatter": ("Scatter", (t if b.is_root else None, out)),
         "reduce_scatter": ("Reduce_scatter_block", (t, out)),
         "alltoall": ("Alltoall", (t, out)),
+        "alltoall_single": ("Alltoall", (t, out)),
         "scan": ("Scan", (here, t)),
         "exscan": ("Exscan", (here, t)),
     }[op]
@@ -166,6 +167,7 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
         "allgather": lambda: dist.all_gather_into_tensor(out, t),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, t),
         "alltoall": lambda: dist.all_to_all_single(out, t),
+        "alltoall_single": lambda: dist.all_to_all_single(out, t),
         "barrier": dist.barrier,
     }
     if op == "gather":

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 __all__ = ["Record", "bandwidths", "dumps"]
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
-_SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
+_SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
 _OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule"})

@@ -25,6 +25,7 @@ COLLECTIVES = (
     "scatter",
     "reduce_scatter",
     "alltoall",
+    "alltoall_single",
     "scan",
     "exscan",
     "sendrecv",

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from aiodist.bench.cli import writable
 from aiodist.bench.errand import Errand
 from aiodist.bench.plan import parse_names, parse_sizes
+from aiodist.types import OPERATIONS
 
 if TYPE_CHECKING:
     from aiodist.launch.hosts import Host
 
-__all__ = ["OPERATIONS", "Tuning", "run", "tuning"]
+__all__ = ["Tuning", "run", "tuning"]
 
-OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
 _SIZES = tuple(1 << power for power in range(8, 27, 2))  # 256 B to 64 MiB
 _QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
 _REPEAT, _QUICK_REPEAT = 15, 3

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from aiodist.backends.base import REDUCTIONS, Begin, Native, Operation, Transport, Wanted
+from aiodist.backends.base import Begin, Native, Operation, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
@@ -37,7 +37,7 @@ from aiodist.collectives.program import Endpoint, Exchanger, Implementation, Pro
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = ["Kit", "NativeCollectives", "Repertoire"]
 

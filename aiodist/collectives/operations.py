@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Exchange, Operation, dtype_name
+from aiodist.backends.base import Exchange, Operation, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -28,7 +28,7 @@ from aiodist.collectives.metadata import (
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.errors import MismatchError
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = [
     "allgather",

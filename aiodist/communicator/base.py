@@ -12,7 +12,7 @@ from torch import Tensor
 from aiodist.backends.base import Transport, dtype_name, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
-from aiodist.collectives.choice.table import COMPARED_BYTES, OPERATIONS, Edit, LimitEdit
+from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
@@ -27,7 +27,7 @@ from aiodist.communicator.oplog import Fingerprint
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
-from aiodist.types import ReduceOp
+from aiodist.types import OPERATIONS, ReduceOp
 
 if TYPE_CHECKING:
     from aiodist.communicator.registry import Registry

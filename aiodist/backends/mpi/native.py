@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Begin, Done, Operation, Wanted, ours
+from aiodist.backends.base import Begin, Done, Operation, Wanted, ours
 from aiodist.backends.inplace import bytes_of, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = ["MpiNative", "Pipeline"]
 

@@ -15,12 +15,11 @@ from aiodist.backends.base import DTYPES, Done, Exchange, Operation
 from aiodist.backends.inplace import bytes_of, divide, flat, numbers_of
 from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.launch_order import LaunchSlot
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = ["NcclNative", "supports"]
 
 _MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
-_REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -53,7 +52,7 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
     """Return True for what `NcclNative` does as the contract says; see [Note: nccl] for what it leaves out."""
     if operation in _MOVES:
         return kind in DTYPES
-    return operation in _REDUCTIONS and op is not None and kind in _TAKES.get(op, ())
+    return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
 
 
 class _Part(NamedTuple):

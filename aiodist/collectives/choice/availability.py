@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, OPERATIONS, check_known
+from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, check_known
 from aiodist.collectives.columns import columns
-from aiodist.types import Impl
+from aiodist.types import OPERATIONS, Impl
 
 __all__ = ["EVERY_OPERATION", "EXCHANGES", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
 

@@ -8,16 +8,7 @@ from types import MappingProxyType
 import torch
 
 from aiodist.backends.base import Operation
-from aiodist.collectives.choice.table import (
-    DEVICES,
-    HOSTS,
-    LIMITS,
-    OPERATIONS,
-    Edit,
-    LimitEdit,
-    RangeEdit,
-    check_known,
-)
+from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, LimitEdit, RangeEdit, check_known
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
@@ -25,6 +16,7 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
 from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
+from aiodist.types import OPERATIONS
 
 __all__ = ["Selector", "compared"]
 

@@ -22,7 +22,7 @@ from aiodist.collectives.traffic import ROOM_BYTES
 from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.schedules.plan import MAX_LANES
-from aiodist.types import Impl
+from aiodist.types import OPERATIONS, Impl
 
 __all__ = [
     "COMPARED_BYTES",
@@ -32,7 +32,6 @@ __all__ = [
     "LIMITS",
     "NAMES",
     "ON_CUDA",
-    "OPERATIONS",
     "USUAL_LIMITS",
     "Edit",
     "Limit",
@@ -48,8 +47,6 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 HOSTS = ("one", "several")
-OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
-"""What has more than one implementation; everything else is made of these, or is messages."""
 
 _IN_LEVELS = ("allreduce", "broadcast", "reduce")
 _LIBRARIES = ("mpi", "gloo")

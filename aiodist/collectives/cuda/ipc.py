@@ -39,14 +39,13 @@ from aiodist.backends.base import Done, Operation, Wanted
 from aiodist.backends.cuda_ipc import Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
-from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.program import Call, Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError
 from aiodist.streams import Events
 from aiodist.streams.events import idle
-from aiodist.types import ReduceOp
+from aiodist.types import OPERATIONS, ReduceOp
 
 __all__ = ["CudaIpc"]
 

@@ -17,7 +17,6 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, Operation, Wanted, ignore, once
 from aiodist.backends.inplace import copy
-from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
@@ -25,6 +24,7 @@ from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
+from aiodist.types import OPERATIONS
 
 __all__ = ["Staged", "chunks_of", "cut"]
 
