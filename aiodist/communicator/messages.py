@@ -31,8 +31,8 @@ class PointToPoint(Base):
     def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
         """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
 
-        A list is sent as so many messages. Raises ValueError for a `dst` or `tag` out of range.
-        Cost: one message up to about 800 bytes, two above.
+        `t` has any shape, which `recv()` restores. A list is sent as so many messages. Raises ValueError for a `dst` or
+        `tag` out of range. Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)

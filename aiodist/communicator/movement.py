@@ -136,7 +136,8 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return on `root` what `allgather` returns, and None elsewhere; `out` counts on root alone.
 
-        Cost: two messages to root from each other rank, shape and dtype first.
+        So root gets a list of p tensors, each of the shape that its rank gave, or with `out` one of shape
+        `(all rows, ...)`. Cost: two messages to root from each other rank, shape and dtype first.
         """
         root = check_rank(root, self.size)
         ts = tensors_of(t)
@@ -159,8 +160,8 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
 
-        The p tensors may be of any shapes. On root `ts` may be a list of such lists; the result is then a list, on
-        every rank.
+        The p tensors may be of any shapes; the result has the shape of its own. On root `ts` may be a list of such
+        lists; the result is then a list, on every rank.
 
         Raises TypeError or ValueError on root unless `ts` is a list of p tensors, and ValueError for `out` beside a
         list of lists. Cost: two messages from root to each other rank, shape and dtype first.
@@ -197,9 +198,10 @@ class Movement(Base):
     ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
-        `out` is a list of p tensors, one for each source; each grows as in `allgather`. A list of lists gives a list of
-        results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with `impl="bruck"` ValueError where
-        they are not alike, and MismatchError on await where those of other ranks are not.
+        `ts` and the result are lists of p tensors of any shapes; `out` is such a list, each grows as in `allgather`. A
+        list of lists gives a list of results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with
+        `impl="bruck"` ValueError where they are not alike, and MismatchError on await where those of other ranks are
+        not.
 
         Cost: 2(p-1) messages out and in, shape and dtype first; with `impl="bruck"` about log2(p) messages of half of
         all, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
@@ -231,11 +233,11 @@ class Movement(Base):
     ) -> Handle[Tensor]:
         """Return the rows that all ranks hold for this one, in rank order along dim 0: rank r gets `sizes[r]` of `t`.
 
-        `t` has any shape but that of a number. Without `sizes` it has one shape on all ranks, whose dim 0 they divide
-        evenly; with them (given on all ranks) the rows that come are counted first, and `out` grows where it is too
-        small and owns its memory. Raises ValueError for sizes that are not those of `t`. Cost: p-1 messages out and
-        in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half of `t`, for short tensors without
-        `sizes`.
+        `t` has a shape `(rows, ...)`, and so has the result, with the rows that come. Without `sizes` it has one shape
+        on all ranks, whose dim 0 they divide evenly; with them (given on all ranks) the rows that come are counted
+        first, and `out` grows where it is too small and owns its memory. Raises ValueError for sizes that are not those
+        of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half
+        of `t`, for short tensors without `sizes`.
         """
         check_tensor(t)
         if t.dim() == 0:

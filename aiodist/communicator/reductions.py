@@ -85,7 +85,7 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
 
-        Shapes, `out`, lists and errors as of `allreduce`.
+        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`.
         Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis, Steele 1986, DOI
         10.1145/7902.7903.
         """
@@ -102,7 +102,8 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
 
-        Shapes, `out`, lists and errors as of `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
+        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`. Cost: one
+        message of n bytes, in a chain of p-1 steps.
         """
         return self._reduction("exscan", operations.exscan, t, op, out, timeout, impl)
 
