@@ -479,7 +479,7 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
 def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
     """Its thread may still hear that the first of it came."""
     over = threading.Event()
-    waiting: Any = object.__new__(wire.Peer)
+    waiting: Any = object.__new__(wire.GlooPeer)
     waiting._payloads, waiting._sent = SimpleQueue(), deque(["frame"])
     waiting._threads = [threading.Thread(target=over.wait, daemon=True)]
     waiting._threads[0].start()

@@ -23,7 +23,7 @@ from aiodist.backends.gloo.library import (
     c10d,
     pieces,
 )
-from aiodist.backends.gloo.wire import Peer
+from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, join
@@ -63,7 +63,7 @@ class GlooNative:
 
     _group: ProcessGroup | None
     _rank: int
-    _peers: Collection[Peer]
+    _peers: Collection[GlooPeer]
     _tell: Callable[[Callable[[], None]], None]
     """Calls what completes operations from a thread of gloo's: see `Wire`."""
     _running: int = 0

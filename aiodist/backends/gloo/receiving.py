@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Done, again, guarded, tell
 from aiodist.backends.gloo.library import empty
-from aiodist.backends.gloo.wire import Peer
+from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
@@ -39,7 +39,7 @@ class ArrivedMessage(NamedTuple):
 class Receiving:
     """Who waits for a message and what waits for a receive, in order; with the transport lock held."""
 
-    def __init__(self, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self._peers = peers
         self._matching: Matching[Receive, ArrivedMessage] = Matching()
         self._untold: BackendError | None = None

@@ -16,7 +16,7 @@ from aiodist.backends.gloo.library import ProcessGroup
 from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.receiving import ArrivedMessage, Receiving
-from aiodist.backends.gloo.wire import Peer, Wire
+from aiodist.backends.gloo.wire import GlooPeer, Wire
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Receive
 from aiodist.backends.threads import started
@@ -58,7 +58,7 @@ class GlooTransport:
         self.size = len(world_ranks)
         self._comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
         self._closed = False
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, GlooPeer] = {}
         if wire is not None:
             self._peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
         self._receiving = Receiving(self._peers)

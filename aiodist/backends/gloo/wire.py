@@ -34,7 +34,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["Member", "Peer", "Wire"]
+__all__ = ["GlooPeer", "Member", "Wire"]
 
 _POSTED = 4  # receives of frames that wait at each peer
 _CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
@@ -67,7 +67,7 @@ class Wire:
         """What closes gloo's own collectives."""
         self._pid = os.getpid()
         atexit.register(self._at_exit)
-        self.peers = {other: Peer(self, other) for other in range(size) if other != rank}
+        self.peers = {other: GlooPeer(self, other) for other in range(size) if other != rank}
 
     def join(self, comm: int, member: Member) -> None:
         """Deliver the frames of `comm` to `member`."""
@@ -131,7 +131,7 @@ class Wire:
             del self.group
 
 
-class Peer:
+class GlooPeer:
     """What goes to and comes from one other rank of the world; with the transport lock held, save where it says so."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
