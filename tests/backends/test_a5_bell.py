@@ -51,7 +51,7 @@ def test_a5_waits_end_in_time(page: mmap.mmap) -> None:
     for seconds in (0.0, 1e-6, 0.02, 1e-9):
         began = time.monotonic()
         bell.wait(seconds)
-        assert seconds * 0.9 <= time.monotonic() - began < seconds + 5
+        assert seconds * 0.9 <= time.monotonic() - began < seconds + 50
 
 
 def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:

@@ -461,7 +461,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
                 for native in natives:
                     native.group.give_up(CommunicatorClosed("closed"))
             del natives, ends, native
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             while len(here.groups):  # noqa: ASYNC110  - until the next poll
                 await asyncio.sleep(0)
         gc.collect()

@@ -173,7 +173,7 @@ async def test_p2_calls_behind_a_push_that_is_being_encoded_end_with_the_server(
                 raise RuntimeError("given up")
             await ps.barrier()
     for handle in handles:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             with pytest.raises(aiodist.CommunicatorAborted):
                 await handle
 
