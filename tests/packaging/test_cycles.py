@@ -1,0 +1,13 @@
+"""No module imports, be it for its types alone or later, what imports that module."""
+
+from __future__ import annotations
+
+import grimp
+
+
+def test_only_the_modules_of_shm_import_one_another() -> None:
+    graph = grimp.build_graph("aiodist")
+    graph.remove_module("aiodist")  # its names are resolved when they are first used
+    above = {module: graph.find_downstream_modules(module) for module in graph.modules}
+    in_cycles = {module for module in graph.modules if graph.find_upstream_modules(module) & above[module]}
+    assert in_cycles == {"aiodist.backends.shm.messages", "aiodist.backends.shm.peers"}
