@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Transport, dtype_name, tag_of
+from aiodist.backends.base import dtype_name, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
-from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
@@ -24,13 +23,11 @@ from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
 from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.registry import Parts, Registry
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import OPERATIONS, ReduceOp
-
-if TYPE_CHECKING:
-    from aiodist.communicator.registry import Registry
 
 __all__ = [
     "Base",
@@ -62,19 +59,10 @@ class CommunicatorStatistics:
     """How many operations are not over: collectives and messages."""
 
 
-class Parts(NamedTuple):
-    """What is below the calls of a communicator, for what is built upon one within aiodist."""
-
-    dispatcher: Dispatcher
-    transport: Transport
-    registry: Registry
-    repertoire: Repertoire
-
-
 class Base:
     """A group of ranks: its place, and the way every call takes."""
 
-    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry) -> None:
+    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Any]) -> None:
         self._dispatcher = dispatcher
         self._transport = dispatcher.transport
         self._topology = topology
@@ -87,7 +75,7 @@ class Base:
         self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
         self._selector = Selector(
-            self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
+            self._repertoire, lambda edit: registry.edit(self.name, self.upkeep, edit), lambda: dispatcher.large_bytes
         )
         self._can_be_quick = self._transport.size > 1
 

@@ -10,8 +10,11 @@ from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps.wire import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiodist.ps.answers import Answers
     from aiodist.ps.context import Context
-    from aiodist.ps.server import Server
+    from aiodist.ps.shards import Shards
 
 __all__ = ["Directory"]
 
@@ -55,9 +58,12 @@ class _Failure:
 class Directory:
     """Every method runs with the transport lock held."""
 
-    def __init__(self, context: Context, server: Server) -> None:
+    def __init__(self, context: Context, answers: Answers, shards: Shards, stops: Callable[[int], bool]) -> None:
+        """`stops(client)` says whether a client waits at a barrier."""
         self._context = context
-        self._server = server
+        self._answers = answers
+        self._shards = shards
+        self._stops = stops
         self._entries: dict[str, _Entry] = {}
         self._failures: dict[str, _Failure] = {}
         self._keys = count(context.rank << _KEY_BITS)
@@ -69,7 +75,7 @@ class Directory:
         entry = self._entries.get(call["name"])
         lost = next((rank for rank in call["servers"] if rank in self._context.gone), None)
         if lost is not None and (entry is None or not entry.filled):  # it never gets first values
-            self._server.fail(client, call["n"], self._context.lost(lost))
+            self._answers.fail(client, call["n"], self._context.lost(lost))
             return
         if self._fails_too(client, call, entry):
             return
@@ -84,18 +90,20 @@ class Directory:
                 f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
                 for rank, side in ((entry.opener, entry.first), (client, call))
             )
-            self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
+            self._answers.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
             entry.refused.add(client)
             entry.sides = sides
-            self._server.refused(client, entry.key)
+            if (shard := self._shards.get(entry.key)) is not None:
+                shard.rest(client)
             self._choose(entry)
             self._sweep(entry)
             return
         if client in entry.refused:
             entry.refused.discard(client)
-            self._server.agreed(client, entry.key)
+            if (shard := self._shards.get(entry.key)) is not None and not self._stops(client):
+                shard.resume((client,))
         if entry.filled:
-            self._server.answer(client, call["n"], key=entry.key, fill=False)
+            self._answers.answer(client, call["n"], key=entry.key, fill=False)
             return
         entry.waiting.append((client, call))
         self._choose(entry)
@@ -106,7 +114,7 @@ class Directory:
         if failure is None or client in failure.told or (entry is not None and entry.filled):
             return False
         failure.told.add(client)
-        self._server.fail(client, call["n"], failure.error)
+        self._answers.fail(client, call["n"], failure.error)
         if len(failure.told) == len(self._context.world_ranks):
             del self._failures[call["name"]]
         return True
@@ -129,7 +137,7 @@ class Directory:
             if chosen:
                 entry.fillers.add(client)
                 entry.waiting.remove((client, call))
-                self._server.answer(client, call["n"], key=entry.key, fill=True)
+                self._answers.answer(client, call["n"], key=entry.key, fill=True)
         self._check_hope(entry)
 
     def _coming(self, entry: _Entry) -> set[int]:
@@ -157,7 +165,7 @@ class Directory:
 
     def _fail(self, entry: _Entry, error: AiodistError) -> None:
         for client, number in entry.askers():
-            self._server.fail(client, number, error)
+            self._answers.fail(client, number, error)
         told = {client for client, _ in entry.askers()} | entry.refused
         self._failures[entry.first["name"]] = _Failure(error, told)
         self._forget(entry)
@@ -181,14 +189,14 @@ class Directory:
             if failure is not None:
                 failure.told.add(client)
                 error = failure.error
-            self._server.fail(client, call["n"], error)
+            self._answers.fail(client, call["n"], error)
             return
         entry.done[client] = call["n"]
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
             self._failures.pop(call["name"], None)
             for asker, number in entry.askers():
-                self._server.answer(asker, number, key=entry.key, fill=False)
+                self._answers.answer(asker, number, key=entry.key, fill=False)
             entry.waiting.clear()
 
     def free(self, client: int, call: dict[str, Any]) -> None:
@@ -196,9 +204,10 @@ class Directory:
         entry = self._entries.get(call["name"])
         if entry is not None and entry.key == call["key"]:
             entry.freed.add(client)
-            self._server.freed(client, entry.key)
+            if (shard := self._shards.get(entry.key)) is not None:
+                shard.leave(client, gone=False)  # steps go on without it
             self._sweep(entry)
-        self._server.answer(client, call["n"])
+        self._answers.answer(client, call["n"])
 
     def _sweep(self, entry: _Entry) -> None:
         """Forget the name when all workers have freed it."""

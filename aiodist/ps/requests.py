@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from aiodist.ps.wire import Reads, Way
-
-if TYPE_CHECKING:
-    from aiodist.ps.shard import Shard
 
 __all__ = ["Arrivals", "Change", "Freed", "Mark", "Pulling", "Pushing", "Request"]
 
@@ -63,9 +59,10 @@ class Change(Request):
 class Mark(Request):
     """Stands behind what a worker has sent, on all shards that a server leads; with `stops` in front of the rest."""
 
-    act: Callable[[Shard], None]
-    """Done to each shard when all that came before the mark was delivered there."""
     stops: bool = False
+    """The worker rests on each shard when all that came before the mark was delivered there."""
+    parts: bool = False
+    """It leaves the shard then."""
     behind: set[object] = field(default_factory=set)
     """Where something before it is still to come."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist.codecs import Outgoing
+from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling
 from aiodist.ps.wire import Kind, Reads, Way, as_bytes, pack_data
@@ -17,7 +18,6 @@ from aiodist.ps.wire import Kind, Reads, Way, as_bytes, pack_data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiodist.ps.server import Server
     from aiodist.ps.shard import Shard
 
 __all__ = ["Serving"]
@@ -26,9 +26,9 @@ __all__ = ["Serving"]
 class Serving:
     """Every method runs with the transport lock held."""
 
-    def __init__(self, context: Context, server: Server) -> None:
+    def __init__(self, context: Context, answers: Answers) -> None:
         self._context = context
-        self._server = server
+        self._answers = answers
         self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
 
     def forget(self, client: int, key: int | None = None) -> None:
@@ -91,10 +91,10 @@ class Serving:
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
-                self._server.refuse(pull, error)
+                self._answers.refuse(pull, error)
             else:
                 self._send_code(pull, version, codes[0])
-            if pull.client in self._context.gone or not self._server.has(shard):
+            if pull.client in self._context.gone or shard.retired:
                 self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
 

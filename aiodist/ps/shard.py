@@ -8,23 +8,21 @@ have come. So all shards go through the same versions, and a read stands between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from aiodist.ps import consistency
+from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import Context
-from aiodist.ps.requests import Arrivals, Change, Freed, Pulling, Pushing, Request
+from aiodist.ps.requests import Arrivals, Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
-
-if TYPE_CHECKING:
-    from aiodist.ps.server import Server
 
 __all__ = ["Shard"]
 
@@ -34,13 +32,25 @@ _Key = tuple[int, int]  # client, number
 class Shard:
     """What one server has of one tensor; every method runs with the transport lock held."""
 
-    def __init__(self, server: Server, call: dict[str, Any], memory: Tensor, machine: Machine | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        answers: Answers,
+        serve: Callable[[Shard, Pulling, int], None],
+        unseen: Callable[[int], object],
+        call: dict[str, Any],
+        memory: Tensor,
+        machine: Machine | None,
+    ) -> None:
         """`call` asks to make it; `memory` is flat. Of the servers of a tensor the first, its leader, has its machine.
 
-        What `replaces` is the code of an object, which a push replaces whole.
+        `serve` lets a client have it as of a version. `unseen` is told the key when nobody looks any more at the memory
+        of a tensor that was freed. What `replaces` is the code of an object, which a push replaces whole.
         """
-        self._server = server
-        self._context: Context = server.context
+        self._context = context
+        self._answers = answers
+        self._serve = serve
+        self._unseen = unseen
         self.key: int = call["key"]
         self.name: str = call["name"]
         self.data = memory
@@ -54,14 +64,15 @@ class Shard:
         """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
         self._states: dict[int, Any] = {}
-        self.arrivals = Arrivals(self._deliver, lambda mark: mark.act(self))
+        self.arrivals = Arrivals(self._deliver, self._reached)
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
         self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
         self._busy = False
         self._advancing = False
-        self._retired = False
+        self.retired = False
+        """The tensor was freed."""
         # What is applied when it comes, here alone and in no time, needs no order.
         self._quick = not self._followers and memory.nbytes <= LIGHT_BYTES and not self.replaces
 
@@ -107,7 +118,7 @@ class Shard:
 
     def abort(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
-        self._retired = True
+        self.retired = True
         self._refuse(Freed(f"{self.name!r} was freed"))
 
     def _refuse(self, error: Exception) -> None:
@@ -116,21 +127,27 @@ class Shard:
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
-            self._server.refuse(request, error)
+            self._answers.refuse(request, error)
         self.arrivals.release_all()
+
+    def _reached(self, mark: Mark) -> None:
+        if mark.stops:
+            self.rest(mark.client)
+        elif mark.parts:
+            self.leave(mark.client, gone=False)
 
     def _deliver(self, request: Request) -> None:
         if self._refusal is not None:
-            self._server.refuse(request, self._refusal)
+            self._answers.refuse(request, self._refusal)
             return
         if isinstance(request, Pushing):
             if request.rule == FILL:
                 self._fill(request)
                 return
             if self._context.policy.accepts:
-                self._server.done(request, Stage.ACCEPTED, self.version)
+                self._answers.done(request, Stage.ACCEPTED, self.version)
         elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
-            self._server.serve(self, request, self.version)
+            self._serve(self, request, self.version)
             return
         if self.machine is not None:
             self._decide(self.machine, request)
@@ -141,8 +158,8 @@ class Shard:
     def _fill(self, request: Pushing) -> None:
         assert request.value is not None
         self.data.copy_(request.value)
-        self._server.recycle(request)
-        self._server.done(request, Stage.APPLIED, 0)
+        self._answers.recycle(request)
+        self._answers.done(request, Stage.APPLIED, 0)
 
     # --- the leader ------------------------------------------------------------------------------------------
 
@@ -156,7 +173,7 @@ class Shard:
             elif isinstance(request, Pulling):
                 actions = machine.pull(consistency.Pull(client, number, request.wants))
         except ValueError as error:
-            self._server.refuse(request, error)
+            self._answers.refuse(request, error)
             # Those who follow have it too, and would keep it for ever.
             self._tell(Order(self.key, OrderKind.DROP, self.version, ((client, number, 1.0),)))
             return
@@ -172,7 +189,7 @@ class Shard:
     def _done_at_once(self, request: Request, action: consistency.Action) -> bool:
         """Do what orders would have done with a request for which nothing waits; False if it takes an order."""
         if isinstance(action, Serve) and isinstance(request, Pulling):
-            self._server.serve(self, request, self.version)
+            self._serve(self, request, self.version)
             return True
         if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
             return False
@@ -250,10 +267,10 @@ class Shard:
             return
         for request, _ in requests:
             if isinstance(request, Pushing):
-                self._server.recycle(request)
-                self._server.done(request, Stage.DROPPED, self.version)
+                self._answers.recycle(request)
+                self._answers.done(request, Stage.DROPPED, self.version)
             elif isinstance(request, Pulling):
-                self._server.serve(self, request, self.version)
+                self._serve(self, request, self.version)
             elif isinstance(request, Change):
                 self._change(request)
 
@@ -271,16 +288,16 @@ class Shard:
         return bool(self._readers or self._lookers or self._busy)
 
     def _release(self) -> None:
-        if self._retired and not self.looked_at:
-            self._server.release(self.key)
+        if self.retired and not self.looked_at:
+            self._unseen(self.key)
 
     def _change(self, request: Change) -> None:
         try:
             self._rule.configure(self._state(self._rule), **request.settings)
         except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
-            self._server.refuse(request, error)
+            self._answers.refuse(request, error)
         else:
-            self._server.answer(request.client, request.number)
+            self._answers.answer(request.client, request.number)
 
     # --- applying ----------------------------------------------------------------------------------------------
 
@@ -309,7 +326,7 @@ class Shard:
         if not pushes:  # all of them died on the way
             return
         rules = self._context.rules
-        pieces = [Piece(rules[push.rule], self._server.decoded(push, self.data), push.alpha, w) for push, w in pushes]
+        pieces = [Piece(rules[push.rule], self._answers.decoded(push, self.data), push.alpha, w) for push, w in pushes]
         began = perf_counter()
         apply_step(self.data, pieces, self._state)
         self._context.counts["step_seconds"] += perf_counter() - began
@@ -338,11 +355,11 @@ class Shard:
         counts["applied"] += len(pushes) if error is None else 0
         counts["steps"] += 1
         for push in pushes:
-            self._server.recycle(push)
+            self._answers.recycle(push)
             if error is None:
-                self._server.done(push, Stage.APPLIED, version)
+                self._answers.done(push, Stage.APPLIED, version)
             else:
-                self._server.refuse(push, error)
+                self._answers.refuse(push, error)
 
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         """Return True when what was pushed can become the shard's memory itself."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -22,10 +22,7 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
 
-if TYPE_CHECKING:
-    from aiodist.testing.plugin import _RanksFunction
-
-__all__ = ["Jobs", "Reporter", "carrier"]
+__all__ = ["Jobs", "RanksFunction", "Reporter", "Spec"]
 
 _End = dict[str, Any]
 """How one test ended on one rank: nodeid, mpi, skipped, failures."""
@@ -35,6 +32,37 @@ _OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
 _LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
 _MPICH = "AIODIST_TEST_MPICH"
 """The prefix of an MPICH that is not on the path."""
+
+
+class Spec(NamedTuple):
+    """One run of a test: how many ranks, over what."""
+
+    size: int
+    backend: str
+
+    @property
+    def id(self) -> str:
+        """What stands in the brackets of the test's name."""
+        return str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
+
+
+class RanksFunction(pytest.Function):
+    """A test that runs once per rank."""
+
+    @property
+    def spec(self) -> Spec:
+        """Which of its runs it is."""
+        return cast(Spec, self.callspec.params["coll"])
+
+    @property
+    def on_processes(self) -> bool:
+        """Whether other processes run it, and this one only tells how it went."""
+        return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
+
+    @property
+    def job(self) -> tuple[str, int]:
+        """What the tests of one job of processes have in common."""
+        return carrier(self.spec.backend), self.spec.size
 
 
 class Jobs:
@@ -52,7 +80,7 @@ class Jobs:
             session.stash[cls._key] = cls()
         return session.stash[cls._key]
 
-    def run(self, item: _RanksFunction) -> None:
+    def run(self, item: RanksFunction) -> None:
         """Have `item` run on its ranks; raise as it did there."""
         if self._job is None or item.nodeid not in self._job.left:
             self.close()
@@ -78,14 +106,14 @@ class Jobs:
             self._job = None
 
 
-def _seconds(item: _RanksFunction) -> float:
+def _seconds(item: RanksFunction) -> float:
     """Return how long a test may take on its ranks: what pytest-timeout allows it by a mark, where that is more."""
     seconds: float = item.config.getoption("--aiodist-timeout")
     mark = item.get_closest_marker("timeout")
     return seconds if mark is None else max(seconds, *mark.args[:1], mark.kwargs.get("timeout") or 0)
 
 
-def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
+def _tell(item: RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
     """Raise what the ranks report."""
     failures = sorted((f for end in ended.values() for f in end["failures"]), key=lambda f: (f["peer"], f["at"]))
     missing = [rank for rank in range(job.size) if rank not in ended]
@@ -104,7 +132,7 @@ def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> Non
 class _ProcessJob:
     """Processes that run some tests in order, each process all of them."""
 
-    def __init__(self, first: _RanksFunction) -> None:
+    def __init__(self, first: RanksFunction) -> None:
         """Start the job of `first` and of all that comes after it and goes with it."""
         spec, config = first.spec, first.config
         choice = _mpi_choice(spec.backend)
@@ -113,7 +141,7 @@ class _ProcessJob:
         self.left = [
             item.nodeid
             for item in items
-            if isinstance(item, type(first)) and item.on_processes and item.job == first.job
+            if isinstance(item, RanksFunction) and item.on_processes and item.job == first.job
         ]
         self._output = ""
         self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in self.left}

@@ -15,8 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from aiodist.collectives.choice.tablefile import edits_at_start
-from aiodist.communicator import Communicator
-from aiodist.communicator.hierarchy import Hierarchy, root_levels
+from aiodist.communicator import Communicator, Hierarchy, root_levels
 from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS, check_report
 from aiodist.communicator.watchdog import Watch

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
 from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.cuda.streams import Event, Stream
+from aiodist.testing.cuda.device import Event, Stream
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial

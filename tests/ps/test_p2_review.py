@@ -17,6 +17,7 @@ from aiodist.errors import AiodistError, PeerLost, RemoteError
 from aiodist.ps import SGD, ParameterServer, pool
 from aiodist.ps.directory import Directory
 from aiodist.ps.pool import Pool
+from aiodist.ps.shards import Shards
 
 LARGE = 1_000_000
 
@@ -162,7 +163,7 @@ def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> Non
         lost=lambda rank: PeerLost(f"server {rank} is gone", lost=rank),
     )
     answers = Answers()
-    names = Directory(context, answers)  # type: ignore[arg-type]
+    names = Directory(context, answers, Shards(), lambda _: False)  # type: ignore[arg-type]
     call: dict[str, Any] = {"name": "w", "dtype": 8, "shape": [4], "rule": 0, "start": "root", "servers": [0, 1]}
     call |= {"codec": "None", "worker": True}
     names.open(2, call | {"n": 1})

@@ -7,16 +7,13 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import _conj as conjugated
 from torch import _neg_view as negated
 
-from aiodist.testing.cuda.lanes import Lane
-
-if TYPE_CHECKING:
-    from aiodist.testing.cuda.device import SimulatedCuda
+from aiodist.testing.cuda.lanes import Lane, World
 
 __all__ = ["Allocation", "Memory", "poison", "seen_as"]
 
@@ -80,7 +77,7 @@ class Allocation:
 class Memory:
     """All blocks of one simulation, and the pinned storages."""
 
-    def __init__(self, world: SimulatedCuda) -> None:
+    def __init__(self, world: World) -> None:
         self._world: Final = world
         self._blocks: Final[dict[int, Allocation]] = {}  # by address
         self._pinned: Final[dict[int, weakref.ref[object]]] = {}

@@ -17,9 +17,8 @@ from torch._C._nn import _parse_to
 from torch.autograd.graph import _engine_run_backward
 
 from aiodist.backends import nccl
-from aiodist.testing.cuda.device import SimulatedCuda, active
+from aiodist.testing.cuda.device import Event, SimulatedCuda, Stream, active, device_context, stream_context
 from aiodist.testing.cuda.operators import SimulatedTensor
-from aiodist.testing.cuda.streams import Event, Stream, device_context, stream_context
 from aiodist.testing.cuda.transfers import index_of, made, moved, pinned
 
 __all__ = ["patched"]
