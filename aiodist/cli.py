@@ -27,6 +27,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_Ranks = Annotated[str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")]
+_Mpi = Annotated[
+    str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="Which mpirun; auto: Open MPI or MPICH, or none.")
+]
+_Hosts = Annotated[
+    str, typer.Option(metavar="A:2,B:2", help="The hosts, each with its number of ranks if -n is left out.")
+]
+_Hostfile = Annotated[
+    Path | None, typer.Option(metavar="F", help="A file of them: NAME, NAME:N or NAME slots=N on a line.")
+]
+_Rsh = Annotated[str, typer.Option(metavar="PROGRAM", help="What runs a command on a host: PROGRAM HOST COMMAND; ssh.")]
+_Iface = Annotated[str, typer.Option(metavar="NAME|NETWORK", help="The network between hosts: eth1, or 10.0.0.0/24.")]
 _Options = {"allow_interspersed_args": False}  # what follows the script belongs to the script
 _Everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -66,29 +78,16 @@ def run(  # noqa: PLR0913 - one for each option
         str, typer.Argument(metavar="SCRIPT", help="A Python file, with -m a module; or a program, such as python.")
     ],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to it.")] = None,
-    ranks: Annotated[
-        str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")
-    ] = "auto",
+    ranks: _Ranks = "auto",
     servers: Annotated[
         int, typer.Option(metavar="S", help="S ranks more, the last ones, which only serve parameters.")
     ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT names a module.")] = False,
-    mpi: Annotated[
-        str,
-        typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="Which mpirun; auto: Open MPI or MPICH, or none."),
-    ] = "auto",
-    hosts: Annotated[
-        str, typer.Option(metavar="A:2,B:2", help="The hosts, each with its number of ranks; then -n may be left out.")
-    ] = "",
-    hostfile: Annotated[
-        Path | None, typer.Option(metavar="F", help="A file of them: NAME, NAME:N or NAME slots=N on a line.")
-    ] = None,
-    rsh: Annotated[
-        str, typer.Option(metavar="PROGRAM", help="What runs a command on a host: PROGRAM HOST COMMAND; ssh.")
-    ] = "",
-    iface: Annotated[
-        str, typer.Option(metavar="NAME|NETWORK", help="The network between hosts: eth1, or 10.0.0.0/24.")
-    ] = "",
+    mpi: _Mpi = "auto",
+    hosts: _Hosts = "",
+    hostfile: _Hostfile = None,
+    rsh: _Rsh = "",
+    iface: _Iface = "",
     pin: Annotated[
         bool | None, typer.Option("--pin/--no-pin", help="Hold each rank to cores of its own; default: if it gets two.")
     ] = None,
@@ -120,23 +119,15 @@ def run(  # noqa: PLR0913 - one for each option
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
     from aiodist.launch.commands import Job
-    from aiodist.launch.discover import auto_ranks
-    from aiodist.launch.hosts import placed
     from aiodist.launch.program import command_of
 
     environ = variables()
     program, *command = command_of((script, *(args or ())), module=module, search=environ.get("PATH", os.defpath))
-    if ranks != "auto" and not ranks.isdecimal():
-        raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
-    count = None if ranks == "auto" else int(ranks)
-    where = _hosts(hosts, hostfile)
-    if where:
-        where = placed(where, count, servers)
-        count = sum(host.ranks or 0 for host in where) - servers
+    count, where = _placed(ranks, hosts, hostfile, servers)
     todo = Job(
         program=program,
         command=tuple(command),
-        ranks=(auto_ranks(environ) if count is None else count) + servers,
+        ranks=count,
         servers=servers,
         mpi=mpi,
         mpi_args=tuple(mpi_arg or ()),
@@ -163,14 +154,28 @@ def _hosts(listed: str, file: Path | None) -> tuple[Host, ...]:
     return parse_hosts(listed) if listed else read_hostfile(file) if file else ()
 
 
+def _placed(ranks: str, listed: str, file: Path | None, servers: int = 0) -> tuple[int, tuple[Host, ...]]:
+    """Return how many ranks there are, the servers too, and how many of them each host has."""
+    from aiodist.launch.discover import auto_ranks
+    from aiodist.launch.hosts import placed
+
+    if ranks != "auto" and not ranks.isdecimal():
+        raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
+    count = None if ranks == "auto" else int(ranks)
+    if where := _hosts(listed, file):
+        where = placed(where, count, servers)
+        return sum(host.ranks or 0 for host in where), where
+    return (auto_ranks(variables()) if count is None else count) + servers, ()
+
+
 @app.command()
 def doctor(
     script: Annotated[str | None, typer.Argument(metavar="[SCRIPT]", help="With hosts: what is to run there.")] = None,
-    hosts: Annotated[str, typer.Option(metavar="A,B", help="Look at these hosts.")] = "",
-    hostfile: Annotated[Path | None, typer.Option(metavar="F", help="Look at the hosts of a file.")] = None,
-    rsh: Annotated[str, typer.Option(metavar="PROGRAM", help="As in aiodist run.")] = "",
-    iface: Annotated[str, typer.Option(metavar="NAME|NETWORK", help="As in aiodist run.")] = "",
-    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
+    hosts: _Hosts = "",
+    hostfile: _Hostfile = None,
+    rsh: _Rsh = "",
+    iface: _Iface = "",
+    mpi: _Mpi = "auto",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
 ) -> None:
     """Say what is installed here, what works, and how to mend what does not; 1 if no several ranks can work.
@@ -179,7 +184,9 @@ def doctor(
     """
     from rich.console import Console
 
-    from aiodist.doctor import HostsReport, Question, Report, examine, examine_hosts, show, show_hosts
+    from aiodist.doctor.here import examine
+    from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
+    from aiodist.doctor.report import Report, show
 
     report: Report | HostsReport
     where = _hosts(hosts, hostfile)
@@ -211,14 +218,12 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def tune(  # noqa: PLR0913 - one for each option
-    ranks: Annotated[
-        str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")
-    ] = "auto",
-    hosts: Annotated[str, typer.Option(metavar="A:2,B:2", help="As in aiodist run.")] = "",
-    hostfile: Annotated[Path | None, typer.Option(metavar="F", help="As in aiodist run.")] = None,
-    rsh: Annotated[str, typer.Option(metavar="PROGRAM", help="As in aiodist run.")] = "",
-    iface: Annotated[str, typer.Option(metavar="NAME|NETWORK", help="As in aiodist run.")] = "",
-    mpi: Annotated[str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")] = "auto",
+    ranks: _Ranks = "auto",
+    hosts: _Hosts = "",
+    hostfile: _Hostfile = None,
+    rsh: _Rsh = "",
+    iface: _Iface = "",
+    mpi: _Mpi = "auto",
     operations: Annotated[str | None, typer.Option(metavar="NAMES", help="Some of them, such as allreduce.")] = None,
     sizes: Annotated[
         str | None, typer.Option(metavar="1KiB,64MiB", help="Bytes of one rank's input; 256 B to 64 MiB.")
@@ -231,17 +236,8 @@ def tune(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Measure every implementation on N ranks, and have the next start on as many use the best for each size."""
     from aiodist.bench import tuning
-    from aiodist.launch.discover import auto_ranks
-    from aiodist.launch.hosts import placed
 
-    if ranks != "auto" and not ranks.isdecimal():
-        raise ConfigError(f"-n {ranks}: expected a number of ranks, or auto")
-    count = None if ranks == "auto" else int(ranks)
-    where = _hosts(hosts, hostfile)
-    if where:
-        where = placed(where, count)
-        count = sum(host.ranks or 0 for host in where)
-    count = auto_ranks(variables()) if count is None else count
+    count, where = _placed(ranks, hosts, hostfile)
     if count < 2:
         raise ConfigError(f"-n {count}: there is nothing to choose with fewer than 2 ranks")
     todo = tuning.tuning(operations, sizes, output, quick=quick, dry=dry_run)

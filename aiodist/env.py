@@ -56,24 +56,14 @@ class Starter(StrEnum):
     TORCHRUN = "torchrun"
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The variables in which one starter writes a rank's place."""
-
-    rank: str
-    size: str
-
-
-# Open MPI and MPICH; an MPI launcher that PMIx-aware Slurm replaces sets SLURM_* and one of these too.
-_MPI_NAMES = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _Names("PMI_RANK", "PMI_SIZE"),
+_PLACES = (
+    (Starter.MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    (Starter.MPI, "PMI_RANK", "PMI_SIZE"),  # MPICH; under Slurm with PMIx SLURM_* are set too
+    (Starter.AIODIST, "AIODIST_RANK", "AIODIST_SIZE"),
+    (Starter.TORCHRUN, "RANK", "WORLD_SIZE"),
+    (Starter.SLURM, "SLURM_PROCID", "SLURM_NTASKS"),
 )
-_OTHER_NAMES = (
-    (Starter.AIODIST, _Names("AIODIST_RANK", "AIODIST_SIZE")),
-    (Starter.TORCHRUN, _Names("RANK", "WORLD_SIZE")),
-    (Starter.SLURM, _Names("SLURM_PROCID", "SLURM_NTASKS")),
-)
+"""The variables in which each starter writes a rank and the number of ranks; the first that are there count."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +98,12 @@ class Environment:
         """Return what `environ` (None: this process's) says; raise `ConfigError` for what makes no sense."""
         environ = variables() if environ is None else environ
         starter, names = _starter(environ)
-        rank, size = (0, 1) if names is None else _place(environ, names)
+        rank, size = _place(environ, *names) if names else (0, 1)
         return cls(
             starter=starter,
             rank=rank,
             size=size,
-            mpi=any(n.rank in environ for n in _MPI_NAMES),
+            mpi=any(rank in environ for starter, rank, _ in _PLACES if starter is Starter.MPI),
             rendezvous=_rendezvous(environ, starter),
             token=environ.get("AIODIST_TOKEN", ""),
             backend=environ.get("AIODIST_BACKEND") or None,
@@ -126,21 +116,20 @@ class Environment:
         )
 
 
-def _starter(environ: Mapping[str, str]) -> tuple[Starter, _Names | None]:
-    for names in _MPI_NAMES:
-        if names.rank in environ:
-            return (Starter.AIODIST if "AIODIST_RENDEZVOUS" in environ else Starter.MPI), names
-    for starter, names in _OTHER_NAMES:
+def _starter(environ: Mapping[str, str]) -> tuple[Starter, tuple[str, ...]]:
+    for starter, *names in _PLACES:
+        if starter is Starter.MPI and names[0] in environ:
+            return (Starter.AIODIST if "AIODIST_RENDEZVOUS" in environ else starter), tuple(names)
         # `salloc` sets SLURM_NTASKS without a rank, a shell may export RANK alone: both must be there.
-        if names.rank in environ and names.size in environ:
-            return starter, names
-    return Starter.ALONE, None
+        if starter is not Starter.MPI and all(name in environ for name in names):
+            return starter, tuple(names)
+    return Starter.ALONE, ()
 
 
-def _place(environ: Mapping[str, str], names: _Names) -> tuple[int, int]:
-    rank, size = _integer(environ, names.rank), _integer(environ, names.size)
+def _place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _integer(environ, rank_name), _integer(environ, size_name)
     if not 0 <= rank < size:
-        raise ConfigError(f"{names.rank}={rank} and {names.size}={size}: expected 0 <= rank < size")
+        raise ConfigError(f"{rank_name}={rank} and {size_name}={size}: expected 0 <= rank < size")
     return rank, size
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["ANY", "Impl", "Op", "ReduceOp"]
+__all__ = ["ANY", "OPERATIONS", "REDUCTIONS", "Impl", "Op", "ReduceOp"]
 
 ANY: Final = -1
 """Any source, any tag: for receives only."""
+
+OPERATIONS: Final = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
+"""The kinds of collectives that have more than one implementation; all others are made of these, or of messages."""
+
+REDUCTIONS: Final = ("allreduce", "reduce", "reduce_scatter", "scan")
+"""Those of them that combine elements."""
 
 
 class ReduceOp(StrEnum):

@@ -56,9 +56,8 @@ def measure(  # noqa: PLR0913 - one for each option
 
     Started by mpirun, srun or torchrun it measures on the ranks of that job.
     """
-    options = cli.Options(
-        ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, model=model, batch=batch, servers=servers
-    )
+    own = {"model": model, "batch": batch, "servers": servers}
+    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, own)
     raise typer.Exit(cli.run(name, BENCHMARKS, options))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import jobs_aiodist, jobs_ddp
 from benchmarks.jobs import JOBS, Job, Outcome
+from benchmarks.suite import models
 from benchmarks.training import torch_threads
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def measure(session: Session) -> list[Record]:
         programs["ddp:0"] = partial(_ddp, 0)
     records = []
     with torch_threads(session.coll):
-        for name in session.plan.models or JOBS:
+        for name in models(session.plan):
             records += await _measure(session, name, JOBS[name](), programs)
     for name, module in modules.items():
         records += await session.valued("end2end:lines", name, float(lines_of_code(Path(module.__file__ or ""))))

@@ -7,9 +7,7 @@ The cases lie in `gpu_cases`; `gpu_worker` is what each rank runs, with what lie
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from aiodist.bench.cli import writable
+from aiodist.bench.cli import terminal, writable
 from aiodist.bench.plan import parse_names
 from aiodist.collectives.choice.availability import state_of
 from aiodist.env import Environment, Starter
@@ -73,8 +71,7 @@ def gpu(
     start = _Starter(mpi, first)
     run = Run(cases, devices, time() + seconds, quick=quick, start=start, refused=refused)
     found = asyncio.run(run.all())
-    width = max(100, shutil.get_terminal_size((120, 40)).columns)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in environment.variables
+    width, colour = terminal()
     if file is not None:  # first: what was measured is not lost when printing it fails
         gpu_report.write(file, run.machine, found, run.records)
     gpu_report.show(run.machine, found, width=width, colour=colour)
@@ -124,14 +121,10 @@ class _Starter:
     """The device that ranks share, as CUDA_VISIBLE_DEVICES names it."""
 
     def __call__(self, todo: Todo, ranks: int, *, shares: bool, together: bool) -> Awaitable[int]:
-        from aiodist.launch import job
-        from aiodist.launch.commands import Job
-
         exports = [f"NCCL_MULTI_RANK_GPU_ENABLE={int(shares)}"]
         if together:
             exports.append(f"CUDA_VISIBLE_DEVICES={self.first}")
-        command = ("-m", "benchmarks.gpu_worker", todo.to_json())
-        return job.run(Job(command=command, ranks=ranks, mpi=self.mpi, exports=tuple(exports), prefix=False))
+        return todo.start("benchmarks.gpu_worker", ranks, mpi=self.mpi, exports=tuple(exports))
 
 
 Start = Callable[..., Awaitable[int]]

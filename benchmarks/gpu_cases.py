@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from aiodist.bench.errand import Errand
 from aiodist.bench.records import Record
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def groups(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 @dataclass(frozen=True)
-class Todo:
+class Todo(Errand):
     """What the ranks of one job measure."""
 
     cases: tuple[str, ...]
@@ -320,14 +320,3 @@ class Todo:
     def sizes(self) -> Sizes:
         """How much each case does."""
         return QUICK if self.quick else FULL
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Todo:
-        """Return what `to_json` made."""
-        known = {one.name for one in fields(cls)}
-        given = {name: value for name, value in json.loads(text).items() if name in known}
-        return cls(**{**given, "cases": tuple(given["cases"])})

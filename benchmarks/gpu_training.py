@@ -152,7 +152,7 @@ async def beside_ddp(bench: Bench) -> Measured:
 
 
 async def _undisturbed(bench: Bench, ways: list[Way]) -> dict[str, list[float]]:
-    """Let them take turns without Python's collector, which stops whoever is at it."""
+    """Let them take turns without Python's collector, which stops the thread that computes."""
     gc.collect()
     gc.disable()
     try:

@@ -18,6 +18,7 @@ from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.ps import ParameterServer
 from benchmarks import ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Mpi, Ours, Roles, Rpc, Way, rpc_opened
+from benchmarks.suite import servers
 from benchmarks.training import torch_threads
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ async def _opened(session: Session) -> AsyncIterator[tuple[list[Way], ParameterS
     async with AsyncExitStack() as stack:
         if "rpc" in session.plan.peers:
             await stack.enter_async_context(rpc_opened(coll))
-        ps = ParameterServer(coll, servers=session.plan.servers, split_bytes=SPLIT_BYTES)
+        ps = ParameterServer(coll, servers=servers(session.plan), split_bytes=SPLIT_BYTES)
         await stack.enter_async_context(ps)
         roles = Roles(coll.rank, ps.servers, ps.workers)
         ways += [Ours(ps, coll, roles, arena=impl == "ps-arena") for impl in session.impls]
@@ -80,7 +81,7 @@ async def _measure_size(session: Session, ways: Sequence[Way], nbytes: int) -> l
 def _often(nbytes: int, repeat: int | None) -> Pace:
     """Return how often an operation is done; others than ours take milliseconds, so less often than a collective.
 
-    What comes right after a call of torch's RPC is slow for a while, whatever it is.
+    What comes right after a call of torch's RPC is slow for a while, no matter what it is.
     """
     if nbytes <= 64 << 10:
         return Pace(repeat or 30, 20, warmups=min(3, repeat or 3), leads=20)

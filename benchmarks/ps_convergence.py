@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,10 +22,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from aiodist.bench.cli import writable
+from aiodist.bench.cli import terminal, writable
 from aiodist.bench.report import check_plot, verdict_table
 from aiodist.bench.targets import Verdict
-from aiodist.env import Environment
 from aiodist.errors import ConfigError
 from aiodist.ps.training import EASGD, Downpour, elastic_alpha
 
@@ -284,8 +281,7 @@ def convergence(
     if plot is not None:
         check_plot()
     task = Task(workers, steps, seed)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in Environment.read().variables
-    width = max(100, shutil.get_terminal_size((120, 40)).columns)
+    width, colour = terminal()
     console = Console(width=width, force_terminal=colour, highlight=False)
     with console.status("") as status:
         found = asyncio.run(_all(task, intervals, status.update))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["SPLIT_BYTES", "Mpi", "Ours", "Roles", "Rpc", "Way", "rpc_opened"]
 
 SPLIT_BYTES = 1 << 20
-"""Tensors of so many bytes are cut over all servers, whoever serves."""
+"""Tensors of so many bytes are cut over all servers."""
 _NOTHING = bytearray()
 _APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"copy": Tensor.copy_, "add": Tensor.add_}
 
@@ -48,8 +48,8 @@ class Roles(NamedTuple):
 
     def parts(self, t: Tensor) -> list[tuple[int, Tensor]]:
         """Return the servers of flat `t`, each with its block: as our parameter server cuts it."""
-        blocks = place(str(t.nbytes), t.numel(), t.itemsize, len(self.servers), SPLIT_BYTES).blocks
-        return [(self.servers[block.server], t[block.start : block.stop]) for block in blocks]
+        spans = place(str(t.nbytes), t.numel(), t.itemsize, self.servers, SPLIT_BYTES)
+        return [(span.rank, t[span.start : span.stop]) for span in spans]
 
 
 class Way(Protocol):

@@ -6,8 +6,6 @@ With `--check` it starts ranks here, and compares what the simulator predicts wi
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from aiodist.bench.cli import writable
+from aiodist.bench.cli import terminal, writable
 from aiodist.bench.plan import parse_names, parse_sizes
 from aiodist.bench.report import check_plot
 from aiodist.env import Environment, Starter
@@ -140,31 +138,21 @@ def _report(machine: Machine, found: Sequence[report.Found], json: str | None, p
         report.write(json, machine, found)
     if plot is not None:
         report.plot(plot, found)
-    width, colour = _terminal()
+    width, colour = terminal()
     console = Console(width=width, force_terminal=colour, highlight=False)
     console.print(report.describe(machine))
     for table in report.tables(found):
         console.print(table)
 
 
-def _terminal() -> tuple[int, bool]:
-    """Return its width, and whether it shows colours."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in Environment.read().variables
-    return max(100, shutil.get_terminal_size((120, 40)).columns), colour
-
-
 def _check(op: str, impls: tuple[str, ...], ranks: str | None, sizes: str | None, json: str | None, mpi: str) -> int:
     """Start ranks that compare; return their exit code."""
-    from aiodist.launch import job
-    from aiodist.launch.commands import Job
-
     if Environment.read().starter is not Starter.ALONE:
         raise ConfigError("--check: it starts its ranks itself, and this process is one of a job already")
     counts = _counts(ranks or "2", _MOST_CHECKED)
-    width, colour = _terminal()
+    width, colour = terminal()
     flat = tuple(name for name in impls if name != HIERARCHICAL)
     if not flat:
         raise ConfigError(f"--impl {HIERARCHICAL}: --check compares schedules on one host")
     plan = CheckPlan(op, counts, flat, parse_sizes(sizes or _CHECK_SIZES, _ITEMSIZE), json, width, colour)
-    command = ("-m", "benchmarks.scale_check", plan.to_json())
-    return asyncio.run(job.run(Job(command=command, ranks=max(counts), mpi=mpi, prefix=False)))
+    return asyncio.run(plan.start("benchmarks.scale_check", max(counts), mpi=mpi))

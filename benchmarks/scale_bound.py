@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from functools import lru_cache
 
-from aiodist.schedules import lower_bound
 from benchmarks.loggp import LogGP, Machine
 from benchmarks.scale_model import Case, Estimate
+from benchmarks.schedule_costs import lower_bound
 
 __all__ = ["bound", "spread"]
 
@@ -20,7 +20,7 @@ def bound(case: Case) -> Estimate:
     """Return the largest of three bounds in time, and what is sent at least.
 
     One element has to reach, or to come from, every host (`spread`). Some host has to send or receive what
-    `schedules.lower_bound` says for a rank, over its ports, and some rank over all that it has. Somebody has to combine
+    `lower_bound` says for a rank, over its ports, and some rank over all that it has. Somebody has to combine
     an equal share of all that is to be combined, after a first message.
     """
     least = lower_bound(case.op, case.ranks, case.numel)
@@ -44,7 +44,7 @@ def _shortest(case: Case) -> float:
 def spread(network: LogGP, nodes: int, ports: int, own: bool, nbytes: float) -> float:
     """Return the seconds until a message of `nbytes` from one node can be known to `nodes`.
 
-    Whoever knows it sends it on through all `ports`, as often as they can: R. M. Karp, A. Sahay, E. E. Santos,
+    A rank that knows it sends it on through all `ports`, as often as they can: R. M. Karp, A. Sahay, E. E. Santos,
     K. E. Schauser, "Optimal broadcast and summation in the LogP model", SPAA 1993,
     https://doi.org/10.1145/165231.165250. Nodes may have processors enough for their ports; with `own` there is one
     for each, which is busy for o.

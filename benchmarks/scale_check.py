@@ -7,7 +7,6 @@ which is measured and added, nor ranks that share cores or a memory bus, nor tha
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from rich.table import Table
 
 import aiodist
 from aiodist.backends.base import Done, Operation
+from aiodist.bench.errand import carry_out
 from aiodist.bench.report import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
@@ -30,8 +30,6 @@ from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint
 from aiodist.communicator.oplog import Fingerprint
-from aiodist.env import Environment
-from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.handles import Handle
 from aiodist.schedules import Blocks
 from aiodist.types import ReduceOp
@@ -290,15 +288,5 @@ def _rows(found: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
         yield str(one.ranks), size_text(one.nbytes), one.impl, *times, f"{one.ratio:.2f}"
 
 
-def _main(text: str) -> int:
-    try:
-        aiodist.run(_measure, CheckPlan.from_json(text))
-    except (ConfigError, BackendUnavailable) as error:
-        if Environment.read().rank == 0:
-            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    carry_out(lambda text: aiodist.run(_measure, CheckPlan.from_json(text)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from aiodist.bench.errand import Errand
 
 __all__ = ["CheckPlan"]
 
 
 @dataclass(frozen=True)
-class CheckPlan:
+class CheckPlan(Errand):
     """One run of it."""
 
     op: str
@@ -21,15 +22,3 @@ class CheckPlan:
     json: str | None = None
     width: int = 120
     colour: bool = False
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> CheckPlan:
-        """Return what `to_json` made."""
-        fields = json.loads(text)
-        for name in ("counts", "impls", "sizes"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)

@@ -20,8 +20,9 @@ from itertools import product
 from math import isclose, isqrt, log2
 from typing import NamedTuple
 
-from aiodist.schedules import SCHEDULES, Blocks, Cost, Schedule, algorithm
+from aiodist.schedules import SCHEDULES, Blocks, Schedule
 from benchmarks.loggp import Machine, Phase, Program, simulate
+from benchmarks.schedule_costs import Cost, cost_of
 
 __all__ = ["HIERARCHICAL", "OPS", "Case", "Estimate", "Stage", "chunks", "estimate", "flat", "hierarchical", "names"]
 
@@ -254,7 +255,7 @@ class _Layout:
             numel = Blocks.even(numel, self.case.local).count(place)
         if self.alike and stage.where != "inside" and stage.name in _FOLLOWED:
             numel = numel // self.case.hosts * hosts
-        found = algorithm(stage.op, stage.name)
+        found = SCHEDULES[stage.op][stage.name]
         if stage.op in ("reduce_scatter", "allgather"):
             return found.plan(among.index(rank), len(among), Blocks.even(numel, len(among)), **chunks(self.case, stage))
         root = (0,) if stage.op == "broadcast" else ()
@@ -271,9 +272,8 @@ def _cost(case: Case, stage: Stage, numel: int) -> Cost:
     if stage.where == "between":
         numel = Blocks.even(numel, case.local).largest
     size = _size(case, stage)
-    found = algorithm(stage.op, stage.name)
     blocks = Blocks.even(numel, size) if stage.op in ("reduce_scatter", "allgather") else numel
-    return found.cost(size, blocks, **chunks(case, stage))
+    return cost_of(stage.op, stage.name)(size, blocks, **chunks(case, stage))
 
 
 def chunks(case: Case, stage: Stage) -> dict[str, int]:
@@ -282,7 +282,7 @@ def chunks(case: Case, stage: Stage) -> dict[str, int]:
     A chain cuts so that filling it takes as long as what comes after: the square root of the buffer's time at a port
     over a short message's, times the links but one.
     """
-    if not algorithm(stage.op, stage.name).chunked:
+    if not SCHEDULES[stage.op][stage.name].chunked:
         return {}
     if stage.name != "chain":
         return {"chunks": case.chunks}

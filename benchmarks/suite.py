@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
-from aiodist.bench.registry import Benchmark
+import re
 
-__all__ = ["BENCHMARKS", "JOBS", "MODELS"]
+from aiodist.bench.plan import Plan, parse_names
+from aiodist.bench.registry import Benchmark
+from aiodist.errors import ConfigError
+
+__all__ = ["BENCHMARKS", "JOBS", "MODELS", "batches", "models", "servers"]
 
 MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (1,)}
 """What is trained, and the batches of one rank for which there are speeds to reach."""
 JOBS = ("digits", "transformer")
 """What is trained from end to end, with loader, evaluation and checkpoints."""
 _TARGETS = "benchmarks.targets"
+
+
+def models(plan: Plan) -> tuple[str, ...]:
+    """Return what is to be trained."""
+    known = {"train": tuple(MODELS), "end2end": JOBS}.get(plan.op, ())
+    given = plan.own.get("model")
+    if given is None:
+        return known
+    if not known:
+        raise ConfigError(f"--model: {plan.op} trains nothing")
+    return parse_names("--model", given, known)
+
+
+def batches(plan: Plan, model: str) -> tuple[int, ...]:
+    """Return how many samples one rank is to have in a step of a model."""
+    given: str | None = plan.own.get("batch")
+    if given is None:
+        return MODELS[model]
+    for part in given.split(","):
+        if not re.fullmatch(r"\s*0*[1-9]\d*\s*", part):
+            raise ConfigError(f"--batch {part.strip()!r}: expected how many samples one rank has, such as 32")
+    return tuple(map(int, given.split(",")))
+
+
+def servers(plan: Plan) -> int:
+    """Return how many ranks, the last ones, are to serve."""
+    return plan.own.get("servers") or 1
+
+
+def _check(plan: Plan) -> None:
+    models(plan)
+    if plan.own.get("batch") is not None and plan.op != "train":
+        raise ConfigError(f"--batch: {plan.op} has none")
+    batches(plan, "mlp")
+    if plan.op != "ps" and plan.own.get("servers") is not None:
+        raise ConfigError(f"--servers: in {plan.op} no rank serves")
+    if plan.op == "ps":
+        if servers(plan) >= plan.ranks:
+            raise ConfigError(f"--servers {servers(plan)}: expected fewer than --ranks {plan.ranks}, one is to work")
+        if plan.dtype == "bool":
+            raise ConfigError(f"--dtype bool: {plan.op} adds")
+
 
 BENCHMARKS = {
     "train": Benchmark(
@@ -19,9 +65,8 @@ BENCHMARKS = {
         impls=("datapar", "pipelined", "sync"),
         peers=("none", "ddp"),
         default_impls=("datapar", "pipelined", "sync"),
-        models=tuple(MODELS),
         sized=False,
-        batched=True,
+        check=_check,
         targets=_TARGETS,
     ),
     "prefetch": Benchmark(
@@ -31,6 +76,7 @@ BENCHMARKS = {
         peers=("plain", "dataloader"),
         default_impls=("prefetch",),
         sized=False,
+        check=_check,
         targets=_TARGETS,
     ),
     "end2end": Benchmark(
@@ -39,8 +85,8 @@ BENCHMARKS = {
         impls=("datapar",),
         peers=("ddp",),
         default_impls=("datapar",),
-        models=JOBS,
         sized=False,
+        check=_check,
         targets=_TARGETS,
     ),
     "ps": Benchmark(
@@ -49,7 +95,7 @@ BENCHMARKS = {
         impls=("ps", "ps-arena"),
         peers=("rpc", "mpi"),
         default_impls=("ps", "ps-arena"),
-        serves=True,
+        check=_check,
         targets=_TARGETS,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from aiodist.bench.timing import percentile, ticker
 from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
-from benchmarks import models
-from benchmarks.suite import MODELS
+from benchmarks import models, suite
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -171,8 +171,8 @@ async def measure(session: Session) -> list[Record]:
     plan = session.plan
     records = []
     with torch_threads(session.coll):
-        for model in plan.models or MODELS:
-            for samples in plan.batches or MODELS[model]:
+        for model in suite.models(plan):
+            for samples in suite.batches(plan, model):
                 records += await _measure(session, model, samples)
     return records
 
@@ -197,7 +197,7 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
         trainers = [await stack.enter_async_context(TRAINERS[name](setting)) for name in names]
         times, overlaps = await _rounds(session, trainers)
         lags = {
-            ours.name: await _lag(session, ours, session.median(times[ours.name]))
+            ours.name: await _lag(session, ours, statistics.median(times[ours.name]))
             for ours in trainers
             if ours.net is not None
         }

@@ -54,7 +54,7 @@ async def evaluate(coll: aiodist.Communicator, copies: Copies, images: Tensor, l
 
 
 async def write(copies: Copies, file: Path) -> None:
-    """Write each copy; whoever reads `file` finds a whole one at any time."""
+    """Write each copy; a program that reads `file` finds a whole one at any time."""
     part = file.with_suffix(".part")
     async with HostStream("checkpoints") as stream:
         for _ in range(EPOCHS // EVERY):

@@ -1,4 +1,4 @@
-"""Who answers for handles: for those that nobody looked at (H7), and for those that take long (H8)."""
+"""Who answers for handles: for those that nobody looked at, and for those that take long."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from aiodist.handles.origin import Origin, described
 if TYPE_CHECKING:
     from types import CodeType
 
-    from aiodist.handles.handle import Handle
-
 __all__ = ["Account", "Witness"]
 
 
 class Witness(Protocol):
-    """What knows why operations are not over."""
+    """What knows why operations are not over; it is asked with their `Handle`."""
 
-    def late(self, handle: Handle[Any], /) -> dict[int, str]:
+    def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
         """Return the ranks that the pending operation is known to wait for, each with where it is."""
 
-    def details(self, handle: Handle[Any], /) -> str:
+    def details(self, handle: Any, /) -> str:  # noqa: ANN401
         """Return what it waits for besides, as words; "" where there is nothing to add."""
 
 

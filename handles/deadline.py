@@ -1,4 +1,4 @@
-"""`aiodist.timeout`: a deadline over a block that says what it waited for (H8)."""
+"""`aiodist.timeout`: a deadline over a block that says what it waited for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.handle import Handle, current_deadline, plight
+from aiodist.handles.handle import Handle, Scope, current_deadline, plight
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
 
@@ -52,8 +52,8 @@ class Deadline:
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._timeout = asyncio.timeout(seconds)
-        self._token: Token[Deadline | None] | None = None
-        self._outer: Deadline | None = None
+        self._token: Token[Scope | None] | None = None
+        self._outer: Scope | None = None
         self._seen: list[Handle[Any]] = []
         self._scopes: Scopes | None = None
         self._halfway: asyncio.TimerHandle | None = None

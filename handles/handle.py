@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from aiodist.handles.account import Witness
-    from aiodist.handles.deadline import Deadline
     from aiodist.handles.progress import Progress
 
 __all__ = ["Fence", "Handle", "Status", "Waiter", "plight"]
@@ -43,6 +42,13 @@ class Waiter(Protocol):
         """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
 
 
+class Scope(Protocol):
+    """A block of `aiodist.timeout`."""
+
+    def note(self, handle: Handle[Any], /) -> None:
+        """An await of `handle` inside the block was cancelled."""
+
+
 class Status(Enum):
     """PENDING is followed by exactly one of the others, which is final."""
 
@@ -56,11 +62,11 @@ _PENDING = Status.PENDING
 _RETURNED = Status.RETURNED
 
 # The innermost `aiodist.timeout` around the running code: awaits that it cancels are noted in it.
-current_deadline: ContextVar[Deadline | None] = ContextVar("aiodist_deadline", default=None)
+current_deadline: ContextVar[Scope | None] = ContextVar("aiodist_deadline", default=None)
 
 
 class _FutureWaiter:
-    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone (H6)."""
+    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone."""
 
     __slots__ = ("future",)
 
@@ -82,7 +88,7 @@ class Handle(Generic[T]):
     Any number of tasks may await it, also after it is done. Cancelling an await never touches the operation:
     its buffers stay owned until it is over, and awaiting the handle again returns its result.
 
-    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `withdraw`
+    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `set_cancelled`
     make that step; they are for the operation that owns the handle and may be called from any thread, by one
     thread at a time.
 
@@ -169,7 +175,7 @@ class Handle(Generic[T]):
             if self._status is _PENDING:
                 yield from self._suspend()
                 return self._outcome()
-        # Awaits that never suspend would starve the loop: once a millisecond one of them yields (H12).
+        # Awaits that never suspend would starve the loop: once a millisecond one of them yields.
         if perf_counter() - progress.last_ran > _FAIR_SECONDS and progress.owns_thread():
             progress.last_ran = perf_counter()
             yield
@@ -301,7 +307,7 @@ class Handle(Generic[T]):
         return self._status is not _PENDING or self._event.wait(timeout)
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
-        """Order `stream` after this operation and return at once: the host does not wait (H11).
+        """Order `stream` after this operation and return at once: the host does not wait.
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. An
         operation that fails orders the stream all the same: only awaiting it tells. Raises `RuntimeError` where there
@@ -389,7 +395,7 @@ class Handle(Generic[T]):
             self._traceback = error.__traceback__
         self._settle(Status.RAISED, error)
 
-    def withdraw(self) -> None:
+    def set_cancelled(self) -> None:
         """The operation was cancelled before it began."""
         self._settle(Status.CANCELLED, None)
 

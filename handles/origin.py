@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from sys import _getframe
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from aiodist import errors
-
-if TYPE_CHECKING:
-    from aiodist.handles.handle import Handle
+from aiodist.handles.pending import Pending
 
 __all__ = ["Origin", "described", "is_ours", "listed", "whence"]
 
@@ -90,7 +88,7 @@ def described(op: str, seq: int, origin: Origin | None) -> str:
     return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"
 
 
-def listed(handles: Iterable[Handle[Any]]) -> str:
+def listed(handles: Iterable[Pending]) -> str:
     """Return what messages call operations: each by name, of a kind with more than three their number and the first."""
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:

@@ -41,14 +41,12 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
 from aiodist.handles.bell import Bell, LockBell
+from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
-
-if TYPE_CHECKING:
-    from aiodist.handles.handle import Handle
 
 __all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
@@ -390,7 +388,7 @@ class Progress:
             finally:
                 self._inside = False
 
-    def spin(self, handle: Handle[Any]) -> None:
+    def spin(self, handle: Pending) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
         if not handle.polled or self.large:
             return

@@ -78,7 +78,7 @@ def from_future(future: concurrent.futures.Future[T], op: str = "future") -> Han
 
     def settle(done: concurrent.futures.Future[T]) -> None:
         if done.cancelled():
-            handle.withdraw()
+            handle.set_cancelled()
         elif (error := done.exception()) is not None:
             handle.reject(error)
         else:

@@ -7,11 +7,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-if TYPE_CHECKING:
-    from aiodist.handles.handle import Handle
+from aiodist.handles.pending import Pending
 
 __all__ = ["Timers"]
 
@@ -27,13 +25,13 @@ class Timers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._heap: list[tuple[float, int, ref[Handle[Any]]]] = []
+        self._heap: list[tuple[float, int, ref[Pending]]] = []
         self._count = count()
         self._limit = 64
         self._due = inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, expires: float, handle: Handle[Any]) -> None:
+    def add(self, expires: float, handle: Pending) -> None:
         """Call `handle.tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
         if len(self._heap) >= self._limit:
             self._clear()

@@ -1,4 +1,4 @@
-"""Buckets: gradients that are reduced together, and how parameters are dealt to them (N4)."""
+"""Buckets: gradients that are reduced together, and how parameters are dealt to them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
 
 from aiodist.nn.layout import flat_view, view_like
+from aiodist.streams.memory import dtype_name
 
 __all__ = ["Bucket", "Slot", "deal"]
 
@@ -215,8 +216,9 @@ def _check_dense(slot: Slot, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
         raise TypeError(f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one")
     if grad.dtype is not slot.dtype:
+        seen, known = dtype_name(grad.dtype), dtype_name(slot.dtype)
         raise TypeError(
-            f"parameter {slot.name!r} has a gradient of {grad.dtype}, and was {slot.dtype} when DataParallel was made: "
+            f"parameter {slot.name!r} has a gradient of {seen}, and was {known} when DataParallel was made: "
             "make a new one"
         )
 

@@ -29,11 +29,11 @@ _LOOK_SECONDS = 0.5  # how soon the thread notices that its loop is gone
 def called(name: str) -> Callable[[F], F]:
     """Decorate what runs on the thread: errors and reports tell of it by `name`, the user's call."""
 
-    def give(fn: F) -> F:
+    def named(fn: F) -> F:
         fn.__qualname__ = name
         return fn
 
-    return give
+    return named
 
 
 class Compute:
@@ -169,9 +169,9 @@ class Compute:
                 reduction.on_arrival = on_arrival
                 loss.backward(**how)
         except BaseException as error:
-            self.reducer.close(reduction or self._begin(opinion=False), error)
+            self.reducer.end_backward(reduction or self._begin(opinion=False), error)
             raise
-        self.reducer.close(reduction)
+        self.reducer.end_backward(reduction)
         if reduction.terms.refused is not None:
             self.wait(reduction.finished)
         return loss.detach(), reduction
@@ -204,7 +204,7 @@ class Compute:
         verdict = self._ask(StatusKind.CLOSE, opinion=False)
         if not verdict.all_are(StatusKind.CLOSE):
             reduction = self.reducer.begin(verdict, active=False)
-            self.reducer.close(reduction)
+            self.reducer.end_backward(reduction)
             self.wait(reduction.finished)
 
     @called("net.backward")
@@ -229,7 +229,7 @@ class Compute:
     def bring_nothing(self) -> Reduction:
         """Make a pass for the others' sake, with nothing to bring."""
         reduction = self._begin(active=False, opinion=False)
-        self.reducer.close(reduction)
+        self.reducer.end_backward(reduction)
         return reduction
 
     @called("net.join")
@@ -238,7 +238,7 @@ class Compute:
         try:
             last = self.reducer.last
             if not isinstance(error, RemoteError) and (last is None or last.error is not error):
-                self.reducer.close(self._begin(active=False, opinion=False), error)
+                self.reducer.end_backward(self._begin(active=False, opinion=False), error)
             while self._keep_up():
                 pass
         finally:

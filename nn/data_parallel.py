@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
@@ -22,7 +21,7 @@ from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
-from aiodist.nn.reducer import Reducer
+from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
 from aiodist.streams import HostStream
@@ -37,27 +36,6 @@ SIZES = Sizes(4 << 20, 1 << 20)
 SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
 """The same with parameters on CUDA devices: what the host does for a bucket, it does while the devices compute."""
 _BACKGROUND_BYTES = 32 << 10
-
-
-@dataclass(frozen=True)
-class DataParallelStatistics:
-    """What reducing gradients has cost so far, on this rank."""
-
-    passes: int
-    """How many backwards had their gradients reduced."""
-    buckets: int
-    """How many reductions of buckets these were."""
-    nbytes: int
-    """Bytes of the gradients that were reduced."""
-    reduction_seconds: float
-    """How long reductions were on their way; where several were, that time counts once."""
-    exposed_seconds: float
-    """How long they still were after backward had ended: the part of `reduction_seconds` that training waited for."""
-
-    @property
-    def hidden(self) -> float:
-        """The share of `reduction_seconds` in which backward went on, 0.0 to 1.0."""
-        return 1 - self.exposed_seconds / self.reduction_seconds if self.reduction_seconds else 0.0
 
 
 @runtime_checkable
@@ -328,7 +306,7 @@ class DataParallel:
 
     @asynccontextmanager
     async def join(self, *optimizers: Stateful) -> AsyncIterator[None]:
-        """Let ranks whose data end early wait at the end of the block for those that go on (N11).
+        """Let ranks whose data end early wait at the end of the block for those that go on.
 
         ```python
         async with net.join():
@@ -379,8 +357,7 @@ class DataParallel:
 
     def statistics(self) -> DataParallelStatistics:
         """Return what the reductions of gradients have cost so far on this rank; local, at once."""
-        known = self.reducer.statistics
-        return DataParallelStatistics(known.passes, known.buckets, known.nbytes, known.seconds, known.exposed)
+        return self.reducer.statistics
 
     # --- steps --------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Devices:
         assert self._events is not None
         stream = self._issuing[device]
         stream.wait_event(event)
-        self._events.give_back(stream.device_index, event)
+        self._events.release(stream.device_index, event)
         with OnStream(stream):
             yield stream
 
@@ -132,7 +132,7 @@ class Devices:
         assert self._events is not None
         event = self._events.record(other)
         stream.wait_event(event)
-        self._events.give_back(stream.device_index, event)
+        self._events.release(stream.device_index, event)
 
 
 def _watch(events: Events, stream: torch.cuda.Stream, over: Callable[[BaseException | None], None]) -> None:
@@ -167,7 +167,7 @@ class DeviceEnding:
                     work.begin()
                 finish()
         except Exception as error:  # noqa: BLE001  - told to `then`
-            self.drop()
+            self.cancel()
             then(error)
             return
         done = join(len(self.works), lambda error: self._progress.post(partial(then, error)))
@@ -178,7 +178,7 @@ class DeviceEnding:
 
         self._progress.start(end)
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Nothing is left to be done."""
         for work in self.works:
             work.cancel()

@@ -1,4 +1,4 @@
-"""Hooks before the forward of modules, which say whose parameters are needed now (N7)."""
+"""Hooks before the forward of modules, which say whose parameters are needed now."""
 
 from __future__ import annotations
 

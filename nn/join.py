@@ -1,4 +1,4 @@
-"""After uneven data: the state of a rank that trained longest, on all ranks (N11)."""
+"""After uneven data: the state of a rank that trained longest, on all ranks."""
 
 from __future__ import annotations
 

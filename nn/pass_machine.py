@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
 from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerError
 from aiodist.nn.accounts import PassAccount, explained, some_in_join
 from aiodist.nn.pass_status import PassStatus, StatusKind
@@ -76,8 +74,8 @@ class Terms:
     """This rank brings data."""
     prompt: bool = True
     """A bucket has arrived when it is reduced; else only when the pass status, which may change it, is known too."""
-    header: Tensor | None = None
-    """What is told before all else."""
+    header: bool = False
+    """The ranks tell each other a status before all else."""
     refused: PassStatus | None = None
     """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
 
@@ -133,7 +131,7 @@ class Abort(NamedTuple):
 
 
 class End(NamedTuple):
-    """Nothing is in flight any more: the pass has come to its end, whatever became of it."""
+    """Nothing is in flight any more: the pass is over, with or without an error."""
 
 
 Action = Reduce | TellHeader | Tell | Explain | Settle | Arrive | Fail | Abort | End
@@ -142,18 +140,18 @@ Action = Reduce | TellHeader | Tell | Explain | Settle | Arrive | Fail | Abort |
 class PassMachine:
     """One pass on one rank; every method is an event, and belongs to the loop.
 
-    ========  ===========  ==========================================  ==============================================
-    phase     backward     buckets are sent                            what leads on
-    ========  ===========  ==========================================  ==============================================
-    WAITING   goes on      not yet: the pass before is not over        begin: BACKWARD; close: HELD
-    HELD      is over      not yet                                     begin: AGREEING or ENDING
-    BACKWARD  goes on      when they are full, in the order of `order` close: AGREEING where there is a `window`, and
-                                                                       buckets are left, else ENDING
-    AGREEING  is over      none, while the ranks agree on an order     told: ENDING, once `order` is that of all ranks;
-                                                                       ENDING too when nothing more can be sent
-    ENDING    is over      all that are left                           OVER, when the last answer is there
-    OVER      is over      none are left                               nothing
-    ========  ===========  ==========================================  ==============================================
+    ========  ==========  =============================================  =============================================
+    phase     backward    buckets are sent                               what leads on
+    ========  ==========  =============================================  =============================================
+    WAITING   goes on     not yet: the pass before is not over           begin: BACKWARD; end_backward: HELD
+    HELD      is over     not yet                                        begin: AGREEING or ENDING
+    BACKWARD  goes on     when they are full, in the order of `order`    end_backward: AGREEING where there is a
+                                                                         `window` and buckets are left, else ENDING
+    AGREEING  is over     none, while the ranks agree on an order        told: ENDING, once `order` is that of all
+                                                                         ranks; also when nothing more can be sent
+    ENDING    is over     all that are left                              OVER, when the last answer is there
+    OVER      is over     none are left                                  nothing
+    ========  ==========  =============================================  =============================================
 
     An event returns an iterator of what is to be done: each action is to be performed before the next one is taken,
     and what comes of it may be reported at once, while the iterator waits. `error` is what the pass failed with, as
@@ -185,7 +183,7 @@ class PassMachine:
 
         Without a header, and unless it `waits` for the pass before, it has begun.
         """
-        self.phase = Phase.WAITING if waits or terms.header is not None else Phase.BACKWARD
+        self.phase = Phase.WAITING if waits or terms.header else Phase.BACKWARD
         self.stages = [Stage.FILLING for _ in buckets]
         self.order = list(range(len(buckets)))
         """In which buckets are sent."""
@@ -210,7 +208,7 @@ class PassMachine:
     def begin(self) -> Iterator[Action]:
         """The pass before is over."""
         held, self.phase = self.phase is Phase.HELD, Phase.BACKWARD
-        if self._terms.header is not None:
+        if self._terms.header:
             self._answers += 1
             yield TellHeader()
         yield from self._end_backward() if held else self._issue()
@@ -221,7 +219,7 @@ class PassMachine:
             self.stages[index] = Stage.FULL
         return self._issue()
 
-    def close(
+    def end_backward(
         self, error: BaseException | None = None, failure: str | None = None, unsendable: Exception | None = None
     ) -> Iterator[Action]:
         """Backward is over, and every bucket full; it raised `error`, which `failure` tells to the others.
@@ -274,18 +272,18 @@ class PassMachine:
 
     def failed(self, index: int, error: BaseException) -> Iterator[Action]:
         """The reduction of bucket `index` failed."""
-        self._drop(index)
+        self._fail_bucket(index)
         yield from self._fail(error)
         yield from self._issue()
         yield from self._conclude()
 
     def unsent(self, index: int, error: Exception) -> Iterator[Action]:
         """Bucket `index` could not be sent; where the communicator still works the others would wait for it."""
-        self._drop(index)
+        self._fail_bucket(index)
         yield from self._fail(error) if isinstance(error, (CommunicatorError, PeerError)) else self._leave_out(error)
         yield from self._conclude()
 
-    def _drop(self, index: int) -> None:
+    def _fail_bucket(self, index: int) -> None:
         self.stages[index] = Stage.FAILED
         self._moving.remove(index)
 

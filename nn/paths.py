@@ -30,7 +30,7 @@ class Paths:
     devices: Devices
     op: Literal["mean", "sum"]
     urgent: bool
-    """What is left when backward ends goes in the order of the next forward (N7)."""
+    """What is left when backward ends goes in the order of the next forward."""
     window: int = WINDOW_BYTES
     """Then, how many bytes may be in flight. A rank's own affair."""
 

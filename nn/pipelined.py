@@ -1,4 +1,4 @@
-"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way (N7)."""
+"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class PipelinedOptimizer:
         def prepare() -> Tensor:
             for part in self._parts:
                 if part not in self._left:
-                    part.forget()
+                    part.zero_grad()
             if self._clip_norm is not None or not self._guards.learnt:
                 self._finish()
             self._update(self._guards.early)
@@ -210,7 +210,7 @@ class PipelinedOptimizer:
                 error = self._net.reducer.steps.mishap = raised
         if self._failed is None:
             self._failed = error
-        part.forget()
+        part.zero_grad()
         self._complete = self._complete and error is None
         if self._complete and not self._left:
             self._net.reducer.steps.note(self)
@@ -299,7 +299,7 @@ class _BucketOptimizer:
         for group, kept, now in zip(self.optimizer.param_groups, self._settings, self._twin.param_groups, strict=True):
             group.update({name: value for name, value in now.items() if value is not kept.get(name)})
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """The gradients have served."""
         for slot in self.slots:
             slot.parameter.grad = None

@@ -18,7 +18,7 @@ __all__ = ["Queued"]
 class Queued:
     """Buckets are told by their index; those on the CPU are passed over.
 
-    `gather` and `filled` belong to the thread that fills a bucket, `issue` and `let_go` to the loop, `order` to the
+    `gather` and `filled` belong to the thread that fills a bucket, `issue` and `abort` to the loop, `order` to the
     thread that uses the gradients.
     """
 
@@ -65,7 +65,7 @@ class Queued:
         bucket.data.record_stream(stream)  # code that forgets a gradient need not know where it came from
         return True
 
-    def let_go(self, index: int) -> None:
+    def abort(self, index: int) -> None:
         """Its reduction has failed, and will not be queued: a thread that would wait for that goes on."""
         _, fence = self._reductions.get(index, (None, None))
         if fence is not None:

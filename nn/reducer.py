@@ -28,37 +28,38 @@ from aiodist.nn.reduction import Reduction
 from aiodist.nn.sentries import Sentries
 from aiodist.nn.steps import Steps
 
-__all__ = ["Reducer", "Statistics"]
+__all__ = ["DataParallelStatistics", "Reducer"]
 
 _WINDOW_SECONDS = 25e-3  # how long what is in flight may take: later, more urgent buckets wait behind it
 _PRIORITY = 10  # of reductions among what the loop has in flight
 
 
-@dataclass
-class Statistics:
+@dataclass(frozen=True)
+class DataParallelStatistics:
     """What reducing gradients has cost so far, on this rank."""
 
-    passes: int = 0
-    buckets: int = 0
-    """Reductions of buckets."""
-    nbytes: int = 0
-    """Bytes of gradients that were reduced."""
-    seconds: float = 0.0
-    """In which reductions were on their way."""
-    exposed: float = 0.0
-    """Those of them after backward had ended."""
+    passes: int
+    """How many backwards had their gradients reduced."""
+    buckets: int
+    """How many reductions of buckets these were."""
+    nbytes: int
+    """Bytes of the gradients that were reduced."""
+    reduction_seconds: float
+    """How long reductions were on their way; where several were, that time counts once."""
+    exposed_seconds: float
+    """How long they still were after backward had ended: the part of `reduction_seconds` that training waited for."""
 
     @property
     def hidden(self) -> float:
-        """The share of the communication behind which backward went on, from 0 to 1."""
-        return 1 - self.exposed / self.seconds if self.seconds else 0.0
+        """The share of `reduction_seconds` in which backward went on, 0.0 to 1.0."""
+        return 1 - self.exposed_seconds / self.reduction_seconds if self.reduction_seconds else 0.0
 
 
 class Reducer:
     """Reduces the gradients of a module's parameters; one pass for each backward.
 
-    `begin` and `close` belong to the thread that runs backward, the rest to the loop; hooks come in that thread for
-    parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
+    `begin` and `end_backward` belong to the thread that runs backward, the rest to the loop. Hooks come in that thread
+    for parameters on the CPU, and for those on a CUDA device in a thread that autograd has for it.
     A hook costs 2 us each time. So only the first pass watches every parameter, and sends everything at its end.
     From it rank 0 tells all in which order the gradients come, and the buckets are dealt anew in that order. From then
     on only the parameter of each bucket whose gradient came last has a hook, which looks whether all have come. Where
@@ -77,7 +78,7 @@ class Reducer:
         op: Literal["mean", "sum"],
         sizes: Sizes,
     ) -> None:
-        self.statistics = Statistics()
+        self.statistics = DataParallelStatistics(0, 0, 0, 0.0, 0.0)
         self.last: Reduction | None = None
         """The newest pass."""
         self.local = 0
@@ -135,10 +136,10 @@ class Reducer:
 
     def release(self) -> None:
         """Take the hooks off for good: the parameters may belong to another one."""
-        self._sentries.detach()
+        self._sentries.remove()
         self.steps.release()
         if self.last is not None:
-            self.last.give_up()
+            self.last.abort()
             self.last = None  # they know each other: a circle would keep the gradients until garbage is collected
         for slot in self._slots:
             if self._taken.get(slot.parameter) == id(self):
@@ -167,7 +168,7 @@ class Reducer:
         return self._dealer.deal
 
     def keep_buckets(self) -> list[list[Slot]]:
-        """Deal no more, and return which parameters share a bucket: from now on only the order is learnt (N7).
+        """Deal no more, and return which parameters share a bucket: from now on only the order is learnt.
 
         Each has an optimizer. Those that are frozen now have buckets of their own.
         """
@@ -242,11 +243,11 @@ class Reducer:
             members=self._deal.columns,
             active=active,
             prompt=not self.joining,
-            header=header,
+            header=header is not None,
             refused=verdict if refused else None,
         )
         behind = self.last if self.devices else None
-        self.last = Reduction(self._paths, self._deal.buckets, self, terms, behind=behind)
+        self.last = Reduction(self._paths, self._deal.buckets, self, terms, header=header, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
 
@@ -261,7 +262,7 @@ class Reducer:
             self._take(trained, members)
         return True
 
-    def close(self, reduction: Reduction, error: BaseException | None = None) -> None:
+    def end_backward(self, reduction: Reduction, error: BaseException | None = None) -> None:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = self.thread = None
         trouble = None
@@ -269,7 +270,7 @@ class Reducer:
             trouble = self._surplus(reduction)
             if trouble is None:
                 self._study(reduction)
-        reduction.close(error or trouble)
+        reduction.end_backward(error or trouble)
         if trouble is not None:
             raise trouble
 
@@ -385,14 +386,17 @@ class Reducer:
         with self._lock:
             if not reduction.used:
                 self.summed()
-        statistics = self.statistics
-        statistics.passes += 1
-        statistics.buckets += len(reduction.spans)
-        statistics.nbytes += sum(bucket.nbytes for bucket in reduction.buckets)
-        statistics.seconds += (seconds := reduction.spans.seconds)
-        statistics.exposed += reduction.spans.exposed
+        known, spans = self.statistics, reduction.spans
+        nbytes, seconds = sum(bucket.nbytes for bucket in reduction.buckets), spans.seconds
+        self.statistics = DataParallelStatistics(
+            passes=known.passes + 1,
+            buckets=known.buckets + len(spans),
+            nbytes=known.nbytes + nbytes,
+            reduction_seconds=known.reduction_seconds + seconds,
+            exposed_seconds=known.exposed_seconds + spans.exposed,
+        )
         if seconds:
-            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * sum(b.nbytes for b in reduction.buckets) / seconds))
+            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * nbytes / seconds))
             self._paths = replace(self._paths, window=window)
         status = reduction.status
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:

@@ -77,8 +77,10 @@ class Reduction:
         observer: Observer,
         terms: Terms,
         *,
+        header: Tensor | None = None,
         behind: Reduction | None = None,
     ) -> None:
+        """`header` is the status that this rank tells before all else, where `terms` say that there is one."""
         self.paths = paths
         self.buckets = tuple(buckets)
         self.terms = terms
@@ -92,6 +94,7 @@ class Reduction:
         usable = self.usable  # and not this object, which would know itself
         self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
         self._observer = observer
+        self._header = header
         self._filled: set[int] = set()
         self._permits: dict[int, Permit | None] = {}
         """Of the buckets that wait for leave, or are under way."""
@@ -107,7 +110,7 @@ class Reduction:
         self._machine = PassMachine(self.buckets, terms, rank=paths.data.rank, window=window, waits=waits)
         if behind is not None and waits:
             paths.progress.post(partial(behind.over.add_done_callback, self._begin))
-        elif terms.header is not None:
+        elif terms.header:
             paths.progress.post(self._begin)
 
     def _handle(self, name: str) -> Handle[None]:
@@ -155,7 +158,7 @@ class Reduction:
             self._queued.filled(index)
             self._filled.add(index)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def end_backward(self, error: BaseException | None = None) -> None:
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
         try:
             if error is None and self.terms.active and self.terms.refused is None:
@@ -165,9 +168,9 @@ class Reduction:
             error = raised
             raise
         finally:
-            self._close_with(error)
+            self._end_backward_with(error)
 
-    def _close_with(self, error: BaseException | None) -> None:
+    def _end_backward_with(self, error: BaseException | None) -> None:
         unsendable: Exception | None = None
         try:
             for index in range(len(self.buckets)):
@@ -175,14 +178,14 @@ class Reduction:
         except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
             unsendable = raised
             error = error or raised
-        self.spans.closed = perf_counter()
+        self.spans.backward_ended = perf_counter()
         streams = self.paths.devices.currents()
         failure = None if error is None else folded(error, programs=True)
 
         def tell() -> None:
             for stream in streams:
-                self.paths.devices.time(stream, self.spans.close)
-            self._do(self._machine.close(error, failure, unsendable))
+                self.paths.devices.time(stream, self.spans.end_backward)
+            self._do(self._machine.end_backward(error, failure, unsendable))
 
         self.paths.progress.post(tell)
 
@@ -221,7 +224,8 @@ class Reduction:
             case Arrive(index):
                 self._arrived(index)
             case TellHeader():
-                self._tell(self._header(), self._machine.header_told)
+                assert self._header is not None
+                self._tell(self._header, self._machine.header_told)
             case Tell():
                 self._tell(self._packed(action), self._machine.told)
             case Explain(failure):
@@ -283,7 +287,7 @@ class Reduction:
     def _came(self, index: int, error: BaseException | None) -> None:
         self._release(index)
         if error is not None:
-            self._queued.let_go(index)
+            self._queued.abort(index)
             self._do(self._machine.failed(index, error))
         else:
             self.spans.end(index)
@@ -306,10 +310,6 @@ class Reduction:
             self.on_arrival(self.buckets[index])
 
     # --- on the loop: what the ranks tell each other ----------------------------------------------------------------
-
-    def _header(self) -> Tensor:
-        assert self.terms.header is not None
-        return self.terms.header
 
     def _packed(self, told: Tell) -> Tensor:
         """Return what this rank tells at the end of its backward."""
@@ -369,7 +369,7 @@ class Reduction:
                 handle.resolve(None)
         self._observer.ended(self, partial(self.over.resolve, None))
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""
         for index in self._queued.issued:
-            self._queued.let_go(index)
+            self._queued.abort(index)

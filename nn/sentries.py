@@ -64,7 +64,7 @@ class Sentries:
             if self._deal is not None and self._trained != self._trained_now():
                 self._place(self._deal)
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Take them off; `.grad` stays as it is."""
         with self._lock:
             self._deal = None

@@ -12,7 +12,7 @@ class Spans:
     """Times of one pass, in seconds of `perf_counter`; `len` is how many buckets were reduced."""
 
     def __init__(self) -> None:
-        self.closed: float | None = None
+        self.backward_ended: float | None = None
         """When backward ended."""
         self._began: dict[int, float] = {}
         self._spans: list[tuple[float, float]] = []
@@ -29,9 +29,9 @@ class Spans:
         """Bucket `index` is reduced."""
         self._spans.append((self._began[index], perf_counter()))
 
-    def close(self, when: float) -> None:
+    def end_backward(self, when: float) -> None:
         """A device came to the end of backward."""
-        self.closed = max(when, self.closed or when)
+        self.backward_ended = max(when, self.backward_ended or when)
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -44,8 +44,8 @@ class Spans:
     @property
     def exposed(self) -> float:
         """Those of them after backward had ended."""
-        closed = self.closed
-        return 0.0 if closed is None else _union([(max(a, closed), b) for a, b in self._spans if b > closed])
+        ended = self.backward_ended
+        return 0.0 if ended is None else _union([(max(a, ended), b) for a, b in self._spans if b > ended])
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,4 +1,4 @@
-"""What all ranks shall have alike: parameters and gradients made so by hand (N1, N2), anything looked at (N10)."""
+"""What all ranks shall have alike: parameters and gradients made so by hand, anything looked at."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ class _Finisher:
         if self._error is None and self._ending.works:
             self._ending.run(self._finish, self._ended)
             return
-        self._ending.drop()
+        self._ending.cancel()
         try:
             if self._error is None:
                 self._finish()

@@ -1,4 +1,4 @@
-"""`CudaStream`: a CUDA stream whose work is a handle (S2)."""
+"""`CudaStream`: a CUDA stream whose work is a handle."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from aiodist.streams.capture import check_not_capturing
 from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
+from aiodist.streams.memory import dtype_name
 from aiodist.streams.staging import Staging
 
 __all__ = ["CudaStream", "check_not_capturing", "event_handle", "lend"]
@@ -110,7 +111,8 @@ class CudaStream:
         self._check()
         if into.shape != t.shape or into.dtype is not t.dtype:
             raise ValueError(
-                f"copy of {t.dtype} {list(t.shape)} into {into.dtype} {list(into.shape)}: expected the same"
+                f"copy of {dtype_name(t.dtype)} {list(t.shape)} into {dtype_name(into.dtype)} {list(into.shape)}: "
+                "expected the same"
             )
         handle: Handle[Tensor] = self._handle("copy", t.nbytes)
         claims = [(into.data_ptr(), into.nbytes, True, into), (t.data_ptr(), t.nbytes, False, t)]

@@ -1,4 +1,4 @@
-"""CUDA events: reused, and asked whether they are over (S2)."""
+"""CUDA events: reused, and asked whether they are over."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Events:
         event.record(stream)
         return event
 
-    def give_back(self, device: int, event: torch.cuda.Event) -> None:
+    def release(self, device: int, event: torch.cuda.Event) -> None:
         """Let `event`, of `record`, be used again: nobody looks at it any more; from any thread."""
         self._free.setdefault(device, []).append(event)
 
@@ -124,7 +124,7 @@ class Events:
                 except Exception as raised:  # noqa: BLE001  - those behind it must still be told
                     self._progress.report(f"{then!r} failed: what waits for it is never done", raised)
                 if error is None and device is not None:
-                    self.give_back(device, event)
+                    self.release(device, event)
         return bool(ended)
 
     def _ended(self) -> list[tuple[_Watched, BackendError | None]]:

@@ -1,4 +1,4 @@
-"""Where on a CUDA device an operation ends: what `handle.wait_stream` orders streams behind (H11)."""
+"""Where on a CUDA device an operation ends: what `handle.wait_stream` orders streams behind."""
 
 from __future__ import annotations
 

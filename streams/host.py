@@ -229,7 +229,7 @@ class _QueuedCall:
         if not self._claimed():
             return False
         self._release()
-        self.handle.withdraw()
+        self.handle.set_cancelled()
         return True
 
     def run(self, worker: _Worker) -> None:

@@ -1,4 +1,4 @@
-"""Host memory that a CUDA device copies from and to at full speed: a bounded pool of it (S2).
+"""Host memory that a CUDA device copies from and to at full speed: a bounded pool of it.
 
 Only from pinned memory does a copy go on while the host does something else, and only so much of it is good for a
 host. Two kinds of user share the pool, so that neither can make the other wait for ever:
@@ -111,7 +111,7 @@ class PinnedPool:
             buffer = self._pin(size)
         return pageable(nbytes) if buffer is None else buffer[:nbytes]
 
-    def give(self, t: Tensor) -> None:
+    def release(self, t: Tensor) -> None:
         """Let a buffer be taken again, or a part of it that begins where it does; pageable ones are let go of."""
         with self._lock:
             buffer = self._lent.pop(t.data_ptr(), None)
@@ -164,7 +164,7 @@ class PinnedPool:
     def has_pieces(self) -> bool:
         """Return True where pieces can be had, which is known once the first is pinned."""
         if not self._pieces and not self._failed and (first := self._new_piece()) is not None:
-            self.give_piece(first)
+            self.release_piece(first)
         return self._pieces > 0
 
     def piece(self, then: Callable[[Tensor], None]) -> Tensor | None:
@@ -183,7 +183,7 @@ class PinnedPool:
             self._waiting.append(then)
             return None
 
-    def give_piece(self, piece: Tensor) -> None:
+    def release_piece(self, piece: Tensor) -> None:
         """Let a piece be used again."""
         with self._lock:
             then = self._waiting.popleft() if self._waiting else None

@@ -1,4 +1,4 @@
-"""Copies between host and device, in pinned pieces where the host's memory is not pinned (S2).
+"""Copies between host and device, in pinned pieces where the host's memory is not pinned.
 
 [Note: streams for copies alone] A loop has two streams on each device, one for each direction, on which nothing is
 queued but copies that can begin at once: all that they depend on is known to be over. So no copy there waits for
@@ -89,7 +89,7 @@ class Staging:
             event = self.events.record(behind)
             stream.wait_event(event)
             # What is waited for is what was recorded by now: the event may be recorded anew.
-            self.events.give_back(behind.device_index, event)
+            self.events.release(behind.device_index, event)
 
     def copy(self, into: Tensor, t: Tensor, stream: torch.cuda.Stream, reached: Reached, finish: Done) -> None:
         """Copy `t` into `into`, of equal shape and dtype, of which at least one lies on the device of `stream`.
@@ -281,7 +281,7 @@ class _Passage:
         if self._error is None:
             self._send(piece)
         else:
-            self._pool.give_piece(piece)
+            self._pool.release_piece(piece)
         self._advance()
 
     def _send(self, piece: Tensor) -> None:
@@ -299,7 +299,7 @@ class _Passage:
             self._events.watch(self._via, partial(self._passed, piece, begin, end))
         except Exception as error:  # noqa: BLE001
             self._error = self._error or self._staging.told(error, self._via)
-            self._pool.give_piece(piece)
+            self._pool.release_piece(piece)
         else:
             self._out += 1
 
@@ -308,7 +308,7 @@ class _Passage:
         self._error = self._error or error
         if not self._upwards and self._error is None:
             _copy(self._into[begin:end], piece[: end - begin])
-        self._pool.give_piece(piece)
+        self._pool.release_piece(piece)
         self._advance()
 
 

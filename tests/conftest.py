@@ -13,8 +13,10 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from hypothesis import settings
 
 from aiodist.handles import Progress
 from tests.support.drawing import draw
+from tests.support.startup import sitecustomize
 
 if TYPE_CHECKING:
     from aiodist.testing import SimulatedCuda
@@ -40,17 +43,34 @@ else:
     _FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
-def pytest_configure() -> None:
-    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Have what tests start hear signals that this run ignores, under nohup or in the background of a shell.
+
+    In a quick run these processes import torch in less time; in a thorough one they start as those of users do.
+    """
+    if "not thorough" in config.option.markexpr:
+        startup = str(Path(sitecustomize.__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
 
 
 def pytest_collection_finish() -> None:
-    """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.3 s."""
+    """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.6 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Keep a large library that a test was the first to import out of the collections too."""
+    before = len(sys.modules)
+    result = yield
+    if len(sys.modules) > before + 200:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_asyncio_loop_factories(
@@ -59,27 +79,43 @@ def pytest_asyncio_loop_factories(
     return _FACTORIES
 
 
+_JOBS = frozenset({("openmpi", 2), ("openmpi", 3), ("mpich", 2), ("gloo", 2), ("gloo", 3), ("shm", 2)})
+"""The jobs of processes that `make test` starts: to start one for a few tests takes longer than these do."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     combinations: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if getattr(item, "on_processes", False):
+            item.add_marker("processes")
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("soak"):
             combinations[_drawn_with(item)].append(item)
+    usual = {_name(item) for item in items if _in_usual_job(item)}
     for name, tests in combinations.items():
         mark = tests[0].get_closest_marker("drawn")
         count = 1 if mark is None else mark.args[0]
-        chosen = draw(name, [(test, test.callspec.indices.items()) for test in tests], count)
+        among = [test for test in tests if _in_usual_job(test) or _name(test) not in usual]
+        chosen = draw(name, [(test, test.callspec.indices.items()) for test in among], count)
         for test in tests:
             if test not in chosen:
                 test.add_marker("thorough")
 
 
+def _in_usual_job(item: pytest.Item) -> bool:
+    return not getattr(item, "on_processes", False) or item.job in _JOBS  # type: ignore[attr-defined]
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
 def _drawn_with(test: pytest.Function) -> str:
     """Return what all combinations have in common of which some are drawn: mostly all but the loop."""
-    name, _, _ = test.nodeid.partition("[")
     if test.get_closest_marker("drawn"):
-        return name
-    return f"{name} {sorted((key, at) for key, at in test.callspec.indices.items() if key != '_asyncio_loop_factory')}"
+        return _name(test)
+    others = sorted((key, at) for key, at in test.callspec.indices.items() if key != "_asyncio_loop_factory")
+    return f"{_name(test)} {others}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,36 +2,42 @@
 
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
-Most tests wait for processes, so they run in two halves side by side; what the second prints comes after the first.
-Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those
-that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+Many tests wait for processes, so there are several runs of pytest, two at a time; what the first prints is seen at
+once, what the others print in the end. Other arguments are handed to pytest, which then runs once. The summary counts
+the tests that ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`),
+or whose id names one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-_SECOND_HALF = (
+_STARTING = (
     "tests/bench",
     "tests/control",
+    "tests/docs",
+    "tests/examples",
     "tests/hosts",
     "tests/integration",
     "tests/launch",
     "tests/lifecycle",
-    "tests/ps",
+    "tests/packaging",
     "tests/testing",
-    "tests/watch",
 )
+"""What mostly starts processes of its own."""
+_AT_A_TIME = 2
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -40,11 +46,16 @@ _MPI_IN_ID = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the run, and the JUnit report that it writes if it runs tests."""
+    """One command of the run, the JUnit report that it writes if it runs tests, and where what it prints waits."""
 
     name: str
     command: list[str]
     report: Path | None = None
+    log: Path | None = None
+
+
+_MYPY = Step("mypy", [sys.executable, "-m", "mypy"], log=BUILD / "mypy.log")
+"""It takes half a minute where it has no cache: it runs beside the tests."""
 
 
 @dataclass(frozen=True)
@@ -61,30 +72,36 @@ class Tally:
 
 
 def steps() -> list[Step]:
-    """Return the checks in order, each from the folder of the running interpreter."""
+    """Return the quick checks in order, each from the folder of the running interpreter."""
     bin_dir = Path(sys.executable).parent
     python = [sys.executable, "-m"]
     return [
         Step("ruff check", [*python, "ruff", "check", "."]),
         Step("ruff format", [*python, "ruff", "format", "--check", "."]),
-        Step("mypy", [*python, "mypy"]),
         Step("import contracts", [str(bin_dir / "lint-imports")]),
         Step("rows", [sys.executable, "tools/rows.py"]),
     ]
 
 
 def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
-    """Return what runs the tests: two halves, or one run with the arguments that were given."""
-    name, which = ("thorough", ["-m", "thorough and not soak"]) if thorough else ("pytest", [])
+    """Return what runs the tests: four parts, the longest first, or one run with the arguments that were given."""
+    name, ours = ("thorough", "thorough and not soak") if thorough else ("pytest", "not soak and not thorough")
     if pytest_args:
-        return [_pytest(name, [*which, *pytest_args])]
-    first = [f"--ignore={folder}" for folder in _SECOND_HALF]
-    return [_pytest(f"{name} 1", [*which, *first]), _pytest(f"{name} 2", [*which, *_SECOND_HALF])]
+        return [_pytest(name, ["-m", ours, *pytest_args], shown=True)]
+    left = [f"--ignore={folder}" for folder in (*_STARTING, "tests/nn")]
+    return [
+        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *left], shown=True),
+        _pytest(f"{name} 2", ["-m", f"{ours} and not processes", *_STARTING]),
+        _pytest(f"{name} 3", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
+        _pytest(f"{name} 4", ["-m", f"{ours} and not processes", "tests/nn"]),
+    ]
 
 
-def _pytest(name: str, arguments: list[str]) -> Step:
-    report = BUILD / f"{name.replace(' ', '-')}.xml"
-    return Step(name, [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments], report)
+def _pytest(name: str, arguments: list[str], *, shown: bool = False) -> Step:
+    file = BUILD / name.replace(" ", "-")
+    report = file.with_suffix(".xml")
+    command = [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments]
+    return Step(name, command, report, None if shown else file.with_suffix(".log"))
 
 
 def tally(*reports: ElementTree.Element) -> Tally:
@@ -112,29 +129,18 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
-class Run:
-    """A step that was started; with a `log`, what it prints goes there and is shown in the end."""
-
-    def __init__(self, step: Step, log: Path | None = None) -> None:
-        self.step = step
-        self._log = log
-        self._start = time.monotonic()
-        output = log.open("wb") if log is not None else None
-        # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        self._process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT if log else None
-        )
-        if output is not None:
-            output.close()
-
-    def wait(self) -> tuple[bool, str]:
-        """Return whether it went well, and its line of the summary."""
-        code = self._process.wait()
-        seconds = time.monotonic() - self._start
-        if self._log is not None:
-            print(f"\n=== {self.step.name}", self._log.read_text(errors="replace"), sep="\n", flush=True)
-        return code == 0, f"{self.step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
+def run(step: Step) -> tuple[bool, str]:
+    """Return whether it went well, and its line of the summary."""
+    start = time.monotonic()
+    if step.report is not None:
+        step.report.unlink(missing_ok=True)
+    # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with contextlib.ExitStack() as stack:
+        output = None if step.log is None else stack.enter_context(step.log.open("wb"))
+        code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=output)
+    seconds = time.monotonic() - start
+    return code == 0, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
 
 
 def main(arguments: list[str]) -> int:
@@ -145,15 +151,15 @@ def main(arguments: list[str]) -> int:
     ended: list[tuple[bool, str]] = []
     for step in () if thorough else steps():
         print(f"\n=== {step.name}", flush=True)
-        ended.append(Run(step).wait())
-    first, *others = tests(pytest_args, thorough=thorough)
-    for step in (first, *others):
-        if step.report is not None:
-            step.report.unlink(missing_ok=True)
-    beside = [Run(step, BUILD / f"{step.name.replace(' ', '-')}.log") for step in others]
-    print(f"\n=== {first.name}", flush=True)
-    ended += [run.wait() for run in (Run(first), *beside)]
-    reports = [step.report for step in (first, *others) if step.report is not None and step.report.exists()]
+        ended.append(run(step))
+    parts = [*tests(pytest_args, thorough=thorough), *(() if thorough else (_MYPY,))]
+    print(f"\n=== {parts[0].name}", flush=True)
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        for part, end in zip(parts, threads.map(run, parts), strict=True):
+            ended.append(end)
+            if part.log is not None:
+                print(f"\n=== {part.name}", part.log.read_text(errors="replace"), sep="\n", flush=True)
+    reports = [part.report for part in parts if part.report is not None and part.report.exists()]
     print("\n=== summary")
     print("\n".join(line for _, line in ended))
     print(tally(*(ElementTree.parse(report).getroot() for report in reports)))

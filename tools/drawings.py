@@ -1,21 +1,36 @@
 """Write the drawing and the list of modules of each package into the pages of docs/ that ask for them.
 
 A page asks with a line `<!-- modules: aiodist.ps -->`; what stands between it and the next `<!-- end -->` is written
-anew. `<!-- statistics -->` asks for the records that owners return. An arrow is an import, left out where a longer way
-leads there too. The lines are the first ones of the docstrings. Modules are parsed, not imported: this needs nothing
-but Python.
+anew. `<!-- drawing: aiodist.ps -->` asks for the drawing alone, `<!-- statistics -->` for the records that owners
+return. A large package is drawn in groups, one box each, which the page names in its marker:
+
+    <!-- modules: aiodist.ps
+    the client: client calls pulls pushes
+    the server: server shard
+    -->
+
+A module that is in no group has a box of its own; one that is no more is taken out of its group. An arrow is an import,
+left out where a longer way leads there too. The lines are the first ones of the docstrings. Modules are parsed, not
+imported: this needs nothing but Python.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_BLOCK = re.compile(r"(<!-- (?:modules: (aiodist[\w.]*)|statistics) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (?P<what>modules|drawing|statistics)(?:: (?P<package>aiodist[\w.]*))?(?P<groups>(?:\n\w[^\n]*)*)\s*-->\n)"
+    r".*?(<!-- end -->)",
+    re.DOTALL,
+)
+MOST_BOXES = 20
+"""A page groups the modules of a larger package."""
 
 Graph = dict[str, set[str]]
 """Each module or folder of a package, with those beside it that it leads to."""
@@ -35,51 +50,99 @@ def packages() -> set[str]:
 
 def asked(text: str) -> list[str]:
     """Return the packages whose drawings a page asks for."""
-    return [package for _, package, _ in _BLOCK.findall(text) if package]
+    return [block["package"] for block in _BLOCK.finditer(text) if block["package"]]
 
 
 def rewritten(text: str) -> str:
     """Return a page with its drawings as the code is now."""
-    return _BLOCK.sub(
-        lambda block: f"{block[1]}\n{drawing(block[2]) if block[2] else statistics()}\n\n{block[3]}", text
-    )
+    return _BLOCK.sub(_block, text)
+
+
+def _block(block: re.Match[str]) -> str:
+    what, package, end = block["what"], block["package"], block[5]
+    if not package:
+        return f"<!-- {what} -->\n\n{statistics()}\n\n{end}"
+    groups = _known(block["groups"].strip(), _members(ROOT.joinpath(*package.split("."))))
+    marker = f"<!-- {what}: {package}\n{groups}\n-->" if groups else f"<!-- {what}: {package} -->"
+    return f"{marker}\n\n{drawing(package, groups, listed=what == 'modules')}\n\n{end}"
+
+
+def _known(groups: str, members: dict[str, Path]) -> str:
+    """Return `groups` without the modules that are no more, and without those that are empty then."""
+    lines = [line.partition(":") for line in groups.splitlines()]
+    known = [(title, [name for name in names.split() if name in members]) for title, _, names in lines]
+    return "\n".join(f"{title}: {' '.join(names)}" for title, names in known if names)
 
 
 @cache
-def drawing(package: str) -> str:
-    """Return the modules of a package in layers: as a drawing in mermaid, and as a table in reading order."""
+def drawing(package: str, groups: str = "", *, listed: bool = True) -> str:
+    """Return the modules of a package in layers: as a drawing in mermaid and, if `listed`, as a table in that order.
+
+    A line of `groups` is a title, a colon and the modules that share a box.
+    """
     members = _members(ROOT.joinpath(*package.split(".")))
+    boxes = _boxes(members, groups)
+    box_of = {name: title for title, names in boxes.items() for name in names}
     imports = {name: set(_imported(path, package)) & members.keys() - {name} for name, path in members.items()}
-    below = _closure(imports)
-    depths = _depths(below)
-    order = sorted(members, key=lambda name: (-depths[name], name))
-    number = {name: f"m{place}" for place, name in enumerate(order)}
-    boxes = [f'    {number[name]}["{_shown(members[name])}"]' for name in order]
-    arrows = [
-        f"    {number[name]} --> {number[other]}"
-        for name in order
-        for other in order
-        if other in imports[name] and not any(_between(below, name, via, other) for via in imports[name])
-    ]
-    rows = [f"| `{_shown(members[name])}` | {_first_line(members[name])} |" for name in order]
-    return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```", "", "| | |", "|---|---|", *rows])
+    order = _in_layers(imports)
+    between = {title: {box_of[other] for name in names for other in imports[name]} for title, names in boxes.items()}
+    between = {title: others - {title} for title, others in between.items()}
+    below = _closure(between)
+    titles = _in_layers(between)
+    number = {title: f"m{place}" for place, title in enumerate(titles)}
+    lines = ["```mermaid", "flowchart TD"]
+    for title in titles:
+        inside = [_shown(members[name]) for name in order if box_of[name] == title]
+        text = inside[0] if title in members else f"{title}<br/>{', '.join(inside)}"
+        lines.append(f'    {number[title]}["{text}"]')
+    for title in titles:
+        others = [
+            number[other]
+            for other in titles
+            if other in between[title] and not any(_between(below, title, via, other) for via in between[title])
+        ]
+        lines += [f"    {number[title]}-->{' & '.join(others)}"] if others else []
+    lines.append("```")
+    if listed:
+        lines += ["", "| | |", "|---|---|"]
+        for title in titles:
+            names = [name for name in order if box_of[name] == title]
+            lines += [] if title in members else [f"| **{title}** | |"]
+            lines += [f"| `{_shown(members[name])}` | {_first_line(members[name])} |" for name in names]
+    return "\n".join(lines)
+
+
+def _boxes(members: dict[str, Path], groups: str) -> dict[str, list[str]]:
+    """Return the boxes of a drawing, by title; the title of a module that is in no group is its name."""
+    boxes = {}
+    for line in groups.splitlines():
+        title, _, names = line.partition(":")
+        boxes[title] = names.split()
+    grouped = [name for names in boxes.values() for name in names]
+    if twice := {name for name in grouped if grouped.count(name) > 1}:
+        raise ValueError(f"in two groups: {', '.join(twice)}")
+    if taken := boxes.keys() & members.keys():
+        raise ValueError(f"groups that are called as modules are: {', '.join(taken)}")
+    return boxes | {name: [name] for name in members if name not in grouped}
+
+
+def _in_layers(imports: Graph) -> list[str]:
+    """Return the names, those that lead to others before these."""
+    depths = _depths(_closure(imports))
+    return sorted(imports, key=lambda name: (-depths[name], name))
 
 
 @cache
 def statistics() -> str:
-    """Return the records `<class>Statistics`, which `statistics()` of each class returns, as a drawing in mermaid."""
+    """Return the records `<class>Statistics`, which `statistics()` of each class returns, and what each counts."""
     paths = [path for folder in ("aiodist", "handles", "streams", "nn") for path in (ROOT / folder).rglob("*.py")]
-    top = [node for path in sorted(paths) for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    top = [node for path in sorted(paths) for node in _parsed(path).body]
     lines = []
     for node in top:
         if isinstance(node, ast.ClassDef) and (owner := node.name.removesuffix("Statistics")) not in ("", node.name):
-            lines.append(f"    {owner} --> {node.name} : statistics()")
-            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
-            types = [re.sub(r"[\[\]]", "~", ast.unparse(field.annotation)) for field in fields]
-            lines += [
-                f"    {node.name} : {of} {ast.unparse(field.target)}" for field, of in zip(fields, types, strict=True)
-            ]
-    return "\n".join(["```mermaid", "classDiagram", *lines, "```"])
+            fields = [ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)]
+            lines += textwrap.wrap(f"- `{owner}`: {', '.join(fields)}", 120, subsequent_indent="  ")
+    return "\n".join(lines)
 
 
 def _members(folder: Path) -> dict[str, Path]:
@@ -92,17 +155,26 @@ def _shown(path: Path) -> str:
 
 
 def _first_line(path: Path) -> str:
-    text = (path if path.is_file() else path / "__init__.py").read_text(encoding="utf-8")
-    return " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split()).replace("|", "\\|")
+    tree = _parsed(path if path.is_file() else path / "__init__.py")
+    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:
     """Yield the names below `package` that a module, or any module of a folder, imports where it runs."""
     for file in [path] if path.is_file() else path.rglob("*.py"):
-        for node in _running(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names]
-            full = [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
-            yield from (name.split(".")[package.count(".") + 1] for name in full if name.startswith(f"{package}."))
+        for name in _imports(file.resolve()):
+            if name.startswith(f"{package}."):
+                yield name.split(".")[package.count(".") + 1]
+
+
+@cache
+def _imports(file: Path) -> list[str]:
+    """Return the full names that a module imports where it runs."""
+    found = []
+    for node in _running(_parsed(file)):
+        names = [alias.name for alias in node.names]
+        found += [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
+    return found
 
 
 def _running(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -110,8 +182,17 @@ def _running(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif not isinstance(node, ast.expr) and not (isinstance(node, ast.If) and _is_for_types(node)):
             yield from _running(node)
+
+
+def _is_for_types(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _closure(graph: Graph) -> Graph:

@@ -1,1 +1,1 @@
-"""One native library each: `local` (this process), `mpi` (mpi4py), `gloo` (torch.distributed)."""
+"""What moves data: `local`, `mpi`, `gloo` and `shm` carry ranks; `nccl` and `cuda_ipc` are for CUDA tensors."""

@@ -12,19 +12,20 @@ error of that transfer alone: callers use `guarded`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from copy import copy
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, dtype
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Done
-from aiodist.types import ReduceOp
+from aiodist.streams.memory import dtype_name
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = [
     "DTYPES",
-    "REDUCTIONS",
     "Begin",
     "Capabilities",
     "Done",
@@ -33,17 +34,21 @@ __all__ = [
     "Operation",
     "Transport",
     "Wanted",
+    "again",
     "dtype_name",
     "guarded",
+    "ignore",
+    "keeping",
+    "once",
     "ours",
     "tag_of",
     "tell",
 ]
 
+E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan")
 _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
 
 
@@ -73,6 +78,30 @@ def guarded(call: Callable[[Done], object], done: Done) -> None:
         tell_once(ours(error))
 
 
+def once(done: Done) -> Done:
+    """Return what calls `done` the first time it is called."""
+    left = [done]
+
+    def told(error: BaseException | None) -> None:
+        if left:
+            left.pop()(error)
+
+    return told
+
+
+def keeping(t: Tensor, done: Done) -> Done:
+    """Return `done`, holding on to `t` until it is called."""
+
+    def over(error: BaseException | None, _t: Tensor = t) -> None:
+        done(error)
+
+    return over
+
+
+def ignore(_: object) -> None:
+    """Take what nobody waits for."""
+
+
 def ours(error: Exception) -> AiodistError:
     """Return `error`, which nobody expected, as one of ours, raised from it."""
     if isinstance(error, AiodistError):
@@ -80,6 +109,13 @@ def ours(error: Exception) -> AiodistError:
     wrapped = BackendError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def again(error: E) -> E:
+    """Return `error` anew: each operation writes its own place into its error."""
+    renewed = copy(error)
+    renewed.__cause__ = error.__cause__
+    return renewed
 
 
 def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
@@ -114,11 +150,6 @@ DTYPES = (
 """In the order of their codes on the wire: append only."""
 
 
-def dtype_name(kind: dtype) -> str:
-    """Return "float32" for `torch.float32`: in messages, and where ranks compare dtypes."""
-    return str(kind).removeprefix("torch.")
-
-
 class Wanted(NamedTuple):
     """What decides how an operation is run; the same on all ranks."""
 
@@ -140,6 +171,7 @@ class Wanted(NamedTuple):
         return what if self.device == "cpu" else f"{what} on {self.device}"
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """One collective, as one rank takes part in it: what it is, and on which tensors.
 
@@ -156,27 +188,20 @@ class Operation:
     | alltoall       | my blocks, in rank order  | the blocks for me, in rank order        | counts, received  |
     """
 
-    __slots__ = ("counts", "kind", "op", "out", "received", "root", "t")
+    kind: str
+    t: Tensor
+    out: Tensor = None  # type: ignore[assignment]
+    """`t` unless it is given."""
+    _: KW_ONLY
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    counts: Sequence[int] = ()
+    """The elements of each block, of alltoall those sent."""
+    received: Sequence[int] = ()
+    """Those that come."""
 
-    def __init__(
-        self,
-        kind: str,
-        t: Tensor,
-        out: Tensor | None = None,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        counts: Sequence[int] = (),
-        received: Sequence[int] = (),
-    ) -> None:
-        """`counts` are the elements of each block, of alltoall those sent; `received` those that come."""
-        self.kind = kind
-        self.t = t
-        self.out = t if out is None else out
-        self.op = op
-        self.root = root
-        self.counts = counts
-        self.received = received
+    def __post_init__(self) -> None:
+        self.out = self.t if self.out is None else self.out
 
     @property
     def wanted(self) -> Wanted:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
-from aiodist.backends.matching import Matching
+from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
 from aiodist.handles.progress import transport_lock
 
@@ -28,13 +28,6 @@ class _LocalMessage(NamedTuple):
     done: Done
 
 
-class _Receive(NamedTuple):
-    src: int
-    tag: int
-    into: Tensor
-    done: Done
-
-
 class LocalHub:
     """Where the ranks of one process meet: it pairs sends with receives and copies.
 
@@ -44,7 +37,7 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._waiting: defaultdict[Address, Matching[_Receive, _LocalMessage]] = defaultdict(Matching)
+        self._waiting: defaultdict[Address, Matching[Receive, _LocalMessage]] = defaultdict(Matching)
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -58,7 +51,7 @@ class LocalHub:
         else:
             self._waiting[to].keep(message)
 
-    def receive(self, at: Address, receive: _Receive) -> None:
+    def receive(self, at: Address, receive: Receive) -> None:
         """Take the first message that fits, or wait for one."""
         message = self._waiting[at].take(receive.src, receive.tag)
         if message is not None:
@@ -71,13 +64,13 @@ class LocalHub:
         comm, rank = at
         gone = BackendError(f"rank {rank} of {comm!r} has left")
         own = self._waiting.pop(at, None) or Matching()
-        over: list[_Receive | _LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
+        over: list[Receive | _LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self._waiting.items():
             if name == comm:
                 over += others.cancel_messages(lambda message: message.src == rank)
         tell((one.done, gone) for one in over)
 
-    def _deliver(self, message: _LocalMessage, receive: _Receive) -> None:
+    def _deliver(self, message: _LocalMessage, receive: Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
         if self._random is not None:
             self._soon(self._deliver_one)
@@ -106,7 +99,7 @@ class LocalHub:
             self._ready.popleft()()
 
 
-def _copy(message: _LocalMessage, receive: _Receive) -> None:
+def _copy(message: _LocalMessage, receive: Receive) -> None:
     data, into = message.data, receive.into
     error: BaseException | None = None
     if data.nbytes > into.nbytes:
@@ -132,7 +125,6 @@ class LocalTransport:
         self._comm = comm
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=True)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
@@ -140,11 +132,9 @@ class LocalTransport:
         self._hub.send((self._comm, dst), _LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t`."""
-        self._hub.receive((self._comm, self.rank), _Receive(src, tag, t, done))
+        self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return the transport among `ranks`."""
         return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), f"{self._comm}/{name}")
 
     async def aclose(self, *, drained: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor
+
+from aiodist.backends.base import Done
 from aiodist.types import ANY
 
-__all__ = ["Matching"]
+__all__ = ["Matching", "Receive"]
 
 
 class _Labelled(Protocol):
@@ -18,6 +21,15 @@ class _Labelled(Protocol):
 
     @property
     def tag(self) -> int: ...
+
+
+class Receive(NamedTuple):
+    """A receive that waits for its message."""
+
+    src: int
+    tag: int
+    into: Tensor
+    done: Done
 
 
 R = TypeVar("R", bound=_Labelled)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +64,13 @@ def _ones(nbytes: int) -> torch.Tensor:
     return torch.full((nbytes // 4,), 0.0)
 
 
-class _Allreduce:
-    """Issues allreduces as the first implementation of the plan."""
+_Allreduce = Callable[[torch.Tensor], Handle[torch.Tensor]]
 
-    def __init__(self, session: Session) -> None:
-        self._coll = session.coll
-        self._keywords: Any = session.keywords(session.impls[0])
 
-    def __call__(self, t: torch.Tensor) -> Handle[torch.Tensor]:
-        return self._coll.allreduce(t, **self._keywords)
+def _allreduce(session: Session) -> _Allreduce:
+    """Return what issues allreduces as the first implementation of the plan."""
+    keywords: Any = session.keywords(session.impls[0])
+    return partial(session.coll.allreduce, **keywords)
 
 
 # --- many at once ------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ class _Allreduce:
 
 async def _many(session: Session) -> list[Record]:
     """Issue 1,000 and gather them, in turn with asyncio's gather and with ours."""
-    allreduce = _Allreduce(session)
+    allreduce = _allreduce(session)
     tensors = [_ones(4) for _ in range(MANY)]
     issue: list[float] = []
     waits: dict[str, list[float]] = {"gather_1000": [], "aiodist_gather_1000": []}
@@ -110,42 +109,36 @@ async def _large(session: Session) -> list[Record]:
 
 async def _parked_cpu(session: Session) -> list[Record]:
     """The last rank comes 2 s late: CPU seconds per second of those who wait."""
-    allreduce = _Allreduce(session)
+    allreduce = _allreduce(session)
     t = _ones(4)
     late = session.coll.size > 1 and session.coll.rank == session.coll.size - 1
     await session.fence()
     if late:
         await asyncio.sleep(_LATE_SECONDS)
-        await allreduce(t)
-        return await session.valued("parked_cpu", _name(session), None, 4)
-    handle = allreduce(t)
     began, used = perf_counter(), process_time()
-    await handle
-    share = (process_time() - used) / (perf_counter() - began)
+    await allreduce(t)
+    share = None if late else (process_time() - used) / (perf_counter() - began)
     return await session.valued("parked_cpu", _name(session), share, 4)
 
 
 async def _loop_lag(session: Session) -> list[Record]:
     """A ticker while 64 MiB reductions are awaited, one after the other."""
-    allreduce = _Allreduce(session)
-    t = _ones(LARGE)
-    for _ in range(3):
-        await allreduce(t)
-    await session.fence()
-    async with ticker() as lateness:
-        await _for_seconds(session, lambda: _repeat(allreduce, t, 4))
-    return await session.valued("loop_lag", _name(session), percentile(lateness, 99), LARGE)
+    return await _lag_beside(session, "loop_lag", LARGE, 4)
 
 
 async def _loop_lag_small(session: Session) -> list[Record]:
     """A ticker during a storm of 4 B awaits."""
-    allreduce = _Allreduce(session)
-    t = _ones(4)
-    await _repeat(allreduce, t, 100)
+    return await _lag_beside(session, "loop_lag_small", 4, 200)
+
+
+async def _lag_beside(session: Session, op: str, nbytes: int, times: int) -> list[Record]:
+    allreduce = _allreduce(session)
+    t = _ones(nbytes)
+    await _repeat(allreduce, t, times)
     await session.fence()
     async with ticker() as lateness:
-        await _for_seconds(session, lambda: _repeat(allreduce, t, 200))
-    return await session.valued("loop_lag_small", _name(session), percentile(lateness, 99), 4)
+        await _for_seconds(session, lambda: _repeat(allreduce, t, times))
+    return await session.valued(op, _name(session), percentile(lateness, 99), nbytes)
 
 
 async def _repeat(allreduce: _Allreduce, t: torch.Tensor, times: int) -> None:
@@ -164,7 +157,7 @@ async def _for_seconds(session: Session, body: Callable[[], Awaitable[None]]) ->
 
 async def _progress_busy(session: Session) -> list[Record]:
     """64 MiB, then 300 ms of torch on the loop's thread: the await after it, over the transfer's own time."""
-    allreduce = _Allreduce(session)
+    allreduce = _allreduce(session)
     t, a = _ones(LARGE), torch.ones(192, 192)
     own, after = [], []
     for turn in range(2 + min(session.plan.repeat or 5, 10)):
@@ -180,7 +173,9 @@ async def _progress_busy(session: Session) -> list[Record]:
         if turn >= 2:
             own.append(alone)
             after.append(perf_counter() - began)
-    return await session.valued("progress_busy", _name(session), session.median(after) / session.median(own), LARGE)
+    return await session.valued(
+        "progress_busy", _name(session), statistics.median(after) / statistics.median(own), LARGE
+    )
 
 
 def _compute(a: torch.Tensor) -> None:
@@ -194,7 +189,9 @@ async def _backward_beside_pending(session: Session) -> list[Record]:
     coll, dst = session.coll, (session.coll.rank + 1) % session.coll.size
     message, into = _ones(4), _ones(4)
     parameters = [torch.ones(16, requires_grad=True) for _ in range(_PARAMETERS)]
-    ready = _count_gradients(parameters)
+    ready: list[torch.Tensor] = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(ready.append)  # as data-parallel training has them
     alone, beside = [], []
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as compute:
@@ -211,16 +208,8 @@ async def _backward_beside_pending(session: Session) -> list[Record]:
                 alone.append(without)
                 beside.append(with_one)
     assert ready
-    ratio = session.median(beside) / session.median(alone)
+    ratio = statistics.median(beside) / statistics.median(alone)
     return await session.valued("backward_beside_pending", _name(session), ratio)
-
-
-def _count_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Have a hook called for each gradient, as data-parallel training does."""
-    ready: list[torch.Tensor] = []
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(ready.append)
-    return ready
 
 
 def _backward(parameters: list[torch.Tensor]) -> float:
@@ -232,7 +221,7 @@ def _backward(parameters: list[torch.Tensor]) -> float:
 
 async def _await_busy(session: Session) -> list[Record]:
     """The mean of 4 MiB awaits beside a thread of pure Python, over the mean without it, in turn."""
-    allreduce = _Allreduce(session)
+    allreduce = _allreduce(session)
     t = _ones(MIDDLE)
     await _repeat(allreduce, t, WARMUPS)
     idle, busy = [], []

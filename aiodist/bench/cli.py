@@ -6,23 +6,22 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from aiodist.bench.plan import BACKENDS, DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_batches, parse_names, parse_sizes
+from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
 from aiodist.bench.registry import BENCHMARKS, Benchmark
-from aiodist.env import Environment, Starter
+from aiodist.env import Environment, Starter, variables
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["Options", "app", "called", "main", "run", "writable"]
+__all__ = ["Options", "app", "called", "main", "run", "terminal", "writable"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,9 +59,8 @@ class Options(NamedTuple):
     repeat: int | None = None
     loop: str = "auto"
     mpi: str = "auto"
-    model: str | None = None
-    batch: str | None = None
-    servers: int | None = None
+    own: Mapping[str, Any] = {}
+    """Options that only some benchmarks have."""
 
 
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="How many ranks (2).")]
@@ -106,38 +104,44 @@ def bench(  # noqa: PLR0913 - one for each option
 
 def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
     """Measure `op` of `benchmarks` on ranks of their own, or those of the job that this is; return the exit code."""
-    if op not in benchmarks:
-        raise ConfigError(f"bench {op}: expected one of {', '.join(benchmarks)}")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
-    if options.loop not in LOOPS:
-        raise ConfigError(f"--loop {options.loop}: expected one of {', '.join(LOOPS)}")
+    for option, given, known in (
+        ("bench", op, benchmarks),
+        ("--dtype", options.dtype, DTYPES),
+        ("--loop", options.loop, LOOPS),
+    ):
+        if given not in known:
+            raise ConfigError(f"{option} {given}: expected one of {', '.join(known)}")
     benchmark = benchmarks[op]
     environment = Environment.read()
     in_job = _job_size(options.ranks, environment)
     path = environment.variables.get("PATH", os.defpath)
     with_mpi = environment.mpi if in_job else find_mpi(options.mpi, path) is not None
+    width, colour = terminal()
     plan = Plan(
         op=op,
         ranks=in_job or options.ranks or 2,
         impls=_impls(options.impl, benchmark, with_mpi),
         peers=_peers(options.against, benchmark, with_mpi),
         sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
-        models=_models(options.model, benchmark),
-        batches=None if options.batch is None else parse_batches(options.batch),
         module=benchmark.module,
         targets=benchmark.targets,
         dtype=options.dtype,
-        servers=_servers(options.servers, benchmark),
         repeat=options.repeat,
         loop=options.loop,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
-        width=max(100, shutil.get_terminal_size((120, 40)).columns),
-        colour=sys.stdout.isatty() and "NO_COLOR" not in environment.variables,
+        width=width,
+        colour=colour,
+        own=options.own,
     )
     _check(plan, benchmark)
-    return _here(plan) if in_job else _launched(plan, options.mpi)
+    benchmark.check(plan)
+    if not in_job:
+        return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
+    from aiodist.bench import worker
+
+    worker.main(plan)
+    return 0
 
 
 def _check(plan: Plan, benchmark: Benchmark) -> None:
@@ -148,13 +152,6 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
         raise ConfigError(f"--sizes: a {plan.op} has none")
     if plan.dtype != "float32" and (plan.op == "await" or not benchmark.sized):
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
-    if plan.batches is not None and not benchmark.batched:
-        raise ConfigError(f"--batch: {plan.op} has none")
-    if benchmark.serves:
-        if plan.servers >= plan.ranks:
-            raise ConfigError(f"--servers {plan.servers}: expected fewer than --ranks {plan.ranks}, one is to work")
-        if plan.dtype == "bool":
-            raise ConfigError(f"--dtype bool: {plan.op} adds")
     if plan.plot is not None:
         from aiodist.bench.report import check_plot
 
@@ -172,31 +169,13 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     return environment.size
 
 
-def _servers(given: int | None, benchmark: Benchmark) -> int:
-    if given is not None and not benchmark.serves:
-        raise ConfigError(f"--servers: in {benchmark.name} no rank serves")
-    return given or 1
-
-
-def _models(given: str | None, benchmark: Benchmark) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    if not benchmark.models:
-        raise ConfigError(f"--model: {benchmark.name} trains nothing")
-    return parse_names("--model", given, benchmark.models)
-
-
 def _impls(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
     if given is None:
-        return tuple([impl for impl in benchmark.default_impls if impl not in BACKENDS or _has_backend(impl)])
+        return benchmark.default_impls
     impls = parse_names("--impl", given, benchmark.impls)
     if "mpi" in impls and not with_mpi:
         raise ConfigError("--impl mpi: no MPI was found to start the ranks with")
     return impls
-
-
-def _has_backend(name: str) -> bool:
-    return importlib.util.find_spec(f"aiodist.backends.{name}") is not None
 
 
 def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
@@ -205,10 +184,15 @@ def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str
     if given == "none" and given not in benchmark.peers:
         return ()
     peers = parse_names("--against", given, benchmark.peers)
-    for peer in peers:
-        if peer in _MPI and not with_mpi:
-            raise ConfigError(f"--against {peer}: no MPI was found to start the ranks with")
+    if not with_mpi and (lacking := [peer for peer in peers if peer in _MPI]):
+        raise ConfigError(f"--against {lacking[0]}: no MPI was found to start the ranks with")
     return peers
+
+
+def terminal() -> tuple[int, bool]:
+    """Return the width of tables that are printed, and whether they have colours."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in variables()
+    return max(100, shutil.get_terminal_size((120, 40)).columns), colour
 
 
 def writable(option: str, path: Path | None) -> str | None:
@@ -219,17 +203,3 @@ def writable(option: str, path: Path | None) -> str | None:
     if absolute.is_dir() or not os.access(absolute if absolute.exists() else absolute.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: expected a file that can be written")
     return str(absolute)
-
-
-def _here(plan: Plan) -> int:
-    from aiodist.bench import worker
-
-    return worker.main(plan)
-
-
-def _launched(plan: Plan, mpi: str) -> int:
-    from aiodist.launch import job
-    from aiodist.launch.commands import Job
-
-    command = ("-m", "aiodist.bench.worker", plan.to_json())
-    return asyncio.run(job.run(Job(command=command, ranks=plan.ranks, mpi=mpi, prefix=False)))

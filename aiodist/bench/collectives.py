@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["buffers", "contenders", "measure", "measure_size", "ours"]
 
-_CUT = frozenset({"scatter", "reduce_scatter", "alltoall"})  # one rank's input is cut into a block for each rank
+_CUT = frozenset(
+    {"scatter", "reduce_scatter", "alltoall", "alltoall_single"}
+)  # one rank's input is cut into a block for each rank
 _WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
 
 
@@ -78,6 +80,7 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "scatter": block,
         "reduce_scatter": block,
         "alltoall": numel,
+        "alltoall_single": numel,
         "sendrecv": numel,
     }.get(op)
     # Written to, so that there is memory behind it; zero stays zero however often it is summed.
@@ -89,22 +92,15 @@ def ours(coll: Communicator, op: str, b: Buffers, keywords: dict[str, str]) -> C
     """Return a call of ours that returns a handle, with `out=` wherever the operation takes it."""
     call: Callable[..., Any] = getattr(coll, op)
     dst, src = b.neighbours
-    arguments: tuple[Any, ...]
-    match op:
-        case "barrier":
-            arguments, out = (), None
-        case "sendrecv":
-            arguments, out = (b.t, dst, src), b.out
-        case "scatter":
-            arguments, out = (b.blocks(b.t) if b.is_root else None, b.root), b.out
-        case "alltoall":
-            return partial(call, b.blocks(b.t), out=b.blocks(b.filled), **keywords)
-        case "broadcast" | "gather":
-            arguments, out = (b.t, b.root), b.out
-        case "reduce":
-            return partial(call, b.t, root=b.root, **keywords)
-        case _:
-            arguments, out = (b.t,), b.out
-    if out is None:
-        return partial(call, *arguments, **keywords)
-    return partial(call, *arguments, out=out, **keywords)
+    own: dict[str, tuple[Any, ...]] = {
+        "barrier": (),
+        "sendrecv": (b.t, dst, src),
+        "scatter": (b.blocks(b.t) if b.is_root else None, b.root),
+        "alltoall": (b.blocks(b.t),),
+        "broadcast": (b.t, b.root),
+        "gather": (b.t, b.root),
+    }
+    given: dict[str, Any] = {**keywords, **({"root": b.root} if op == "reduce" else {})}
+    if b.out is not None:
+        given["out"] = b.blocks(b.out) if op == "alltoall" else b.out
+    return partial(call, *own.get(op, (b.t,)), **given)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,25 +61,8 @@ class Buffers:
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
-class Peer(Protocol):
-    """A library to be measured beside ours."""
-
-    name: str
-
-    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
-        """Return its ways to do `op`, none where it cannot."""
-
-    def barrier(self) -> None:
-        """Block until every rank is here."""
-
-    def close(self) -> None:
-        """Release it."""
-
-
 class Mpi4py:
     """mpi4py on a duplicate of COMM_WORLD."""
-
-    name = "mpi4py"
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -101,11 +84,11 @@ class Mpi4py:
         ]
 
     def barrier(self) -> None:
-        """See `Peer`."""
+        """Block until every rank is here."""
         self.comm.Barrier()
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Release it."""
         self.comm.Free()
         if self._started:
             self._mpi.Finalize()
@@ -130,6 +113,7 @@ def _mpi_calls(comm: MPI.Intracomm, op: str, here: Any, b: Buffers) -> _Calls:  
         "scatter": ("Scatter", (t if b.is_root else None, out)),
         "reduce_scatter": ("Reduce_scatter_block", (t, out)),
         "alltoall": ("Alltoall", (t, out)),
+        "alltoall_single": ("Alltoall", (t, out)),
         "scan": ("Scan", (here, t)),
         "exscan": ("Exscan", (here, t)),
     }[op]
@@ -152,8 +136,6 @@ def _mpi_sendrecv(comm: MPI.Intracomm, b: Buffers) -> _Calls:
 class Gloo:
     """torch.distributed with its gloo backend, a process group of its own."""
 
-    name = "gloo"
-
     def __init__(self, store: Store, rank: int, size: int) -> None:
         import torch.distributed as dist
 
@@ -168,11 +150,11 @@ class Gloo:
         return [] if call is None else [Contender("gloo", call)]
 
     def barrier(self) -> None:
-        """See `Peer`."""
+        """Block until every rank is here."""
         self._dist.barrier()
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Release it."""
         self._dist.destroy_process_group()
 
 
@@ -185,6 +167,7 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
         "allgather": lambda: dist.all_gather_into_tensor(out, t),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, t),
         "alltoall": lambda: dist.all_to_all_single(out, t),
+        "alltoall_single": lambda: dist.all_to_all_single(out, t),
         "barrier": dist.barrier,
     }
     if op == "gather":
@@ -205,6 +188,10 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
     return calls.get(op)
 
 
+Peer = Mpi4py | Gloo
+"""A library to be measured beside ours."""
+
+
 @asynccontextmanager
 async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list[Peer]]:
     """Open peers over the ranks of `coll`, all of which must call it, and release them at the end."""
@@ -221,7 +208,7 @@ async def opened(names: Sequence[str], coll: Communicator) -> AsyncIterator[list
         yield peers
 
 
-async def _open_mpi4py(coll: Communicator) -> Peer:
+async def _open_mpi4py(coll: Communicator) -> Mpi4py:
     try:
         peer = await asyncio.to_thread(Mpi4py)
     except ImportError as error:
@@ -234,7 +221,7 @@ async def _open_mpi4py(coll: Communicator) -> Peer:
     return peer
 
 
-async def _open_gloo(coll: Communicator) -> Peer:
+async def _open_gloo(coll: Communicator) -> Gloo:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from aiodist.bench.errand import Errand
 from aiodist.errors import ConfigError
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "PEERS",
     "Plan",
     "default_sizes",
-    "parse_batches",
     "parse_names",
     "parse_sizes",
 ]
@@ -48,7 +48,7 @@ _KICK = 13  # an odd number more than a power of two: nothing divides evenly, no
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Errand):
     """One run of a benchmark."""
 
     op: str
@@ -57,17 +57,11 @@ class Plan:
     peers: tuple[str, ...]
     sizes: tuple[int, ...] | None = None
     """Bytes; None: those of the benchmark."""
-    models: tuple[str, ...] | None = None
-    """What is trained; None: all of the benchmark's."""
-    batches: tuple[int, ...] | None = None
-    """Samples that one rank has in a step; None: those of each model."""
     module: str = "aiodist.bench.collectives"
     """Where `async def measure(session) -> list[Record]` is."""
     targets: str | None = None
     """Where `verdicts(records) -> list[Verdict]` is, for speeds to reach."""
     dtype: str = "float32"
-    servers: int = 1
-    """How many ranks serve, the last ones, where ranks serve."""
     repeat: int | None = None
     """Samples of each figure; None: as many as the size allows."""
     loop: str = "auto"
@@ -75,18 +69,8 @@ class Plan:
     plot: str | None = None
     width: int = 120
     colour: bool = False
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Return what `to_json` made."""
-        fields = json.loads(text)
-        for name in ("impls", "peers", "sizes", "models", "batches"):
-            fields[name] = None if fields[name] is None else tuple(fields[name])
-        return cls(**fields)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """What was said by options that only this benchmark has."""
 
 
 def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:
@@ -107,20 +91,6 @@ def _parse_size(text: str, itemsize: int) -> int:
     if nbytes < itemsize or nbytes % itemsize:
         raise ConfigError(f"--sizes {text}: expected a multiple of {itemsize} bytes, one element, and at least one")
     return int(nbytes)
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Return the counts in a list such as `32,256`.
-
-    >>> parse_batches("32, 256")
-    (32, 256)
-    """
-    batches = []
-    for part in text.split(","):
-        if not re.fullmatch(r"\s*0*[1-9]\d*\s*", part):
-            raise ConfigError(f"--batch {part.strip()!r}: expected how many samples one rank has, such as 32")
-        batches.append(int(part))
-    return tuple(batches)
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

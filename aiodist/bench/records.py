@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
-__all__ = ["Record", "bandwidths", "dumps", "loads", "write"]
+__all__ = ["Record", "bandwidths", "dumps"]
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
-_SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
+_SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
 _OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule"})
@@ -73,20 +72,3 @@ def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float 
 def dumps(records: Iterable[Record]) -> str:
     """Return records as a JSON list, one to a line."""
     return "[\n" + ",\n".join(json.dumps(record.to_dict()) for record in records) + "\n]\n"
-
-
-def loads(text: str) -> list[Record]:
-    """Return what `dumps` made."""
-    known = {field.name for field in fields(Record)}
-    records = []
-    for entry in json.loads(text):
-        found = {name: value for name, value in entry.items() if name in known}
-        if found.get("affinity") is not None:
-            found["affinity"] = tuple(found["affinity"])
-        records.append(Record(**found))
-    return records
-
-
-def write(path: str | Path, records: Iterable[Record]) -> None:
-    """Write records to a file."""
-    Path(path).write_text(dumps(records))

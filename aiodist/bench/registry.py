@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from aiodist.bench.plan import IMPLS, PEERS
 
 if TYPE_CHECKING:
+    from aiodist.bench.plan import Plan
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
 
@@ -24,6 +25,7 @@ COLLECTIVES = (
     "scatter",
     "reduce_scatter",
     "alltoall",
+    "alltoall_single",
     "scan",
     "exscan",
     "sendrecv",
@@ -42,14 +44,10 @@ class Benchmark:
     peers: tuple[str, ...] = PEERS
     """What `--against` may name, and what is measured without it."""
     default_impls: tuple[str, ...] = ("auto",)
-    models: tuple[str, ...] = ()
-    """What `--model` may name."""
     sized: bool = True
     """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
-    batched: bool = False
-    """`--batch` is for it."""
-    serves: bool = False
-    """Some ranks serve the others: `--servers` is for it, and it takes two ranks at least."""
+    check: Callable[[Plan], None] = lambda plan: None
+    """Raises `ConfigError` for options of its own that make no sense."""
     targets: str | None = None
     """The module that says which speeds are to be reached."""
 

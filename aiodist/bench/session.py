@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aiodist.bench.records import Record, bandwidths
-from aiodist.bench.timing import figures, slowest
+from aiodist.bench.timing import slowest
 
 if TYPE_CHECKING:
     from aiodist.bench.peers import Peer
@@ -67,22 +67,23 @@ class Session:
 
     def _timed(self, op: str, name: str, nbytes: int | None, everything: list[Any]) -> Record:
         rank, found = slowest([samples[name] for samples, _ in everything])
-        known = RankFacts(*everything[rank][1])
         algorithm, bus = bandwidths(op, nbytes or 0, found.median, self.coll.size)
-        return Record(
-            op=op,
-            impl=name,
-            ranks=self.coll.size,
-            nbytes=nbytes,
+        return self._record(
+            op,
+            name,
+            nbytes,
+            everything[rank][1],
             seconds=found.median,
             mean=found.mean,
             p50=found.median,
             p99=found.p99,
             algbw_gbps=algorithm,
             busbw_gbps=bus,
-            affinity=known.affinity,
-            torch_threads=known.torch_threads,
         )
+
+    def _record(self, op: str, impl: str, nbytes: int | None, known: Sequence[Any], **measured: Any) -> Record:  # noqa: ANN401
+        facts: Any = RankFacts(*known)._asdict()
+        return Record(op, impl, self.coll.size, nbytes, **facts, **measured)
 
     async def valued(self, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
         """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""
@@ -90,18 +91,4 @@ class Session:
         if everything is None:
             return []
         largest, known = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
-        return [
-            Record(
-                op=op,
-                impl=impl,
-                ranks=self.coll.size,
-                nbytes=nbytes,
-                affinity=RankFacts(*known).affinity,
-                torch_threads=RankFacts(*known).torch_threads,
-                value=largest,
-            )
-        ]
-
-    def median(self, samples: Sequence[float]) -> float:
-        """Return this rank's median."""
-        return figures(samples).median
+        return [self._record(op, impl, nbytes, known, value=largest)]

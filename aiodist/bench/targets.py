@@ -54,27 +54,17 @@ _MANY = (("gather_1000", 8.0), ("aiodist_gather_1000", 5.0), ("issue", 10.0))
 
 def _small(records: Sequence[Record], peer: str, target: float) -> list[Verdict]:
     """Ours over MPI against Iallreduce, ours over gloo against gloo itself."""
-    ours = _ours_over_gloo if peer == "gloo" else _ours_over_mpi
-    lines = []
-    for record in records:
-        if record.op == "await_small" and record.impl == peer:
-            for mine in records:
-                if mine.op == "await_small" and mine.nbytes == record.nbytes and ours(records, mine.impl):
-                    times = ratio(mine.seconds, record.seconds)
-                    lines.append(Verdict(f"await {mine.impl} {record.nbytes} B / {peer}", times, "x", target))
-    return lines
-
-
-def _ours_over_mpi(records: Sequence[Record], impl: str) -> bool:
-    return impl == "aiodist:mpi" or (impl == "aiodist:auto" and _mpi(records))
-
-
-def _ours_over_gloo(records: Sequence[Record], impl: str) -> bool:
-    return impl == "aiodist:gloo" or (impl == "aiodist:auto" and not _mpi(records))
-
-
-def _mpi(records: Sequence[Record]) -> bool:
-    return any(record.impl.startswith("mpi4py:") for record in records)
+    over_mpi = any(record.impl.startswith("mpi4py:") for record in records)
+    ours = {"aiodist:gloo" if peer == "gloo" else "aiodist:mpi"}
+    if over_mpi != (peer == "gloo"):
+        ours.add("aiodist:auto")
+    awaited = [record for record in records if record.op == "await_small"]
+    return [
+        Verdict(f"await {mine.impl} {mine.nbytes} B / {peer}", ratio(mine.seconds, theirs.seconds), "x", target)
+        for theirs in awaited
+        for mine in awaited
+        if theirs.impl == peer and mine.impl in ours and mine.nbytes == theirs.nbytes
+    ]
 
 
 def _many(records: Sequence[Record]) -> list[Verdict]:

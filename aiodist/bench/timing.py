@@ -21,7 +21,6 @@ __all__ = [
     "pace",
     "percentile",
     "slowest",
-    "slowest_of_each",
     "ticker",
 ]
 
@@ -86,17 +85,6 @@ def slowest(samples_by_rank: Sequence[Sequence[float]]) -> tuple[int, Figures]:
     by_rank = [figures(samples) for samples in samples_by_rank]
     rank = max(range(len(by_rank)), key=lambda r: by_rank[r].median)
     return rank, by_rank[rank]
-
-
-def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Return how long the slowest rank took for each sample, which all began together.
-
-    Where ranks take turns on a device, it is not the same one each time.
-
-    >>> slowest_of_each([[1.0, 3.0], [2.0, 1.0]])
-    [2.0, 3.0]
-    """
-    return [max(sample) for sample in zip(*samples_by_rank, strict=True)]
 
 
 async def interleaved(

@@ -7,29 +7,29 @@ many ranks, on as many hosts, with the same versions takes it (see `aiodist.coll
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.bench.cli import writable
+from aiodist.bench.errand import Errand
 from aiodist.bench.plan import parse_names, parse_sizes
+from aiodist.types import OPERATIONS
 
 if TYPE_CHECKING:
     from aiodist.launch.hosts import Host
 
-__all__ = ["OPERATIONS", "Tuning", "run", "tuning"]
+__all__ = ["Tuning", "run", "tuning"]
 
-OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
 _SIZES = tuple(1 << power for power in range(8, 27, 2))  # 256 B to 64 MiB
 _QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
 _REPEAT, _QUICK_REPEAT = 15, 3
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What is to be measured; travels to the ranks as JSON."""
+class Tuning(Errand):
+    """What is to be measured."""
 
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -40,16 +40,6 @@ class Tuning:
     """None: the cache."""
     dry: bool = False
     """Write nothing."""
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Tuning:
-        """Return what `to_json` made."""
-        fields = json.loads(text)
-        return cls(**{**fields, "operations": tuple(fields["operations"]), "sizes": tuple(fields["sizes"])})
 
 
 def tuning(operations: str | None, sizes: str | None, output: Path | None, *, quick: bool, dry: bool) -> Tuning:
@@ -65,9 +55,5 @@ def tuning(operations: str | None, sizes: str | None, output: Path | None, *, qu
 
 def run(todo: Tuning, ranks: int, mpi: str, hosts: Sequence[Host] = (), rsh: str = "", iface: str = "") -> int:
     """Measure on `ranks` ranks of this host, or of `hosts`; return the exit code."""
-    from aiodist.launch import job
-    from aiodist.launch.commands import Job
-
-    command = ("-m", "aiodist.bench.tuning_worker", todo.to_json())
-    started = Job(command=command, ranks=ranks, mpi=mpi, prefix=False, hosts=tuple(hosts), rsh=rsh, iface=iface)
-    return asyncio.run(job.run(started))
+    started = todo.start("aiodist.bench.tuning_worker", ranks, mpi=mpi, hosts=tuple(hosts), rsh=rsh, iface=iface)
+    return asyncio.run(started)

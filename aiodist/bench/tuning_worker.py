@@ -5,7 +5,6 @@ Started as `python -m aiodist.bench.tuning_worker TUNING`, the tuning as JSON.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import aiodist
 from aiodist.bench import collectives
+from aiodist.bench.errand import carry_out
 from aiodist.bench.peers import Buffers
 from aiodist.bench.plan import Plan
 from aiodist.bench.session import Session
@@ -21,10 +21,7 @@ from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.table import RangeEdit, bytes_text
-from aiodist.collectives.choice.tablefile import render, tuned_path, write
-from aiodist.communicator.tuned import conditions_of
-from aiodist.env import Environment
-from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.collectives.choice.tablefile import conditions, render, tuned_path, write
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
@@ -136,7 +133,7 @@ def _line(operation: str, nbytes: int, seconds: Mapping[str, float]) -> str:
 
 
 def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:
-    here = conditions_of(coll)
+    here = conditions(coll.parts.repertoire, coll.topology)
     text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
     path = tuned_path(here) if todo.output is None else Path(todo.output)
     if todo.dry:
@@ -147,15 +144,5 @@ def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> Non
     print(f"{text}# written to {path}: {used}", flush=True)  # noqa: T201
 
 
-def _main(text: str) -> int:
-    try:
-        aiodist.run(main, Tuning.from_json(text))
-    except (ConfigError, BackendUnavailable) as error:
-        if Environment.read().rank == 0:
-            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    carry_out(lambda text: aiodist.run(main, Tuning.from_json(text)))

@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import platform
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 import aiodist
 from aiodist.bench import peers, records, registry, report
+from aiodist.bench.errand import carry_out
 from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
-from aiodist.env import Environment
-from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(plan: Plan) -> int:
-    """Measure what `plan` says, with the other ranks of this job; return the exit code."""
+def main(plan: Plan) -> None:
+    """Measure what `plan` says, with the other ranks of this job."""
     aiodist.run(_measure, plan, loop_factory=_loop_factory(plan.loop))
-    return 0
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -97,7 +96,7 @@ def _title(plan: Plan, coll: Communicator) -> str:
 def _report(plan: Plan, found: list[Record], title: str) -> None:
     """Write the files first: what was measured is not lost when printing it fails."""
     if plan.json is not None:
-        records.write(plan.json, found)
+        Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
@@ -106,14 +105,5 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
         console.print(report.verdict_table(reached))
 
 
-def _main(text: str) -> int:
-    try:
-        return main(Plan.from_json(text))
-    except (ConfigError, BackendUnavailable) as error:
-        if Environment.read().rank == 0:
-            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    carry_out(lambda text: main(Plan.from_json(text)))

@@ -137,8 +137,9 @@ def parse(
     if numel is None:
         numel = nbytes = count
     if (made_by, number, count) != (kind, _NUMBER.get(dtype), numel):
-        seen = f"{_kind_name(made_by)} of {count} x {_dtype_of(number)}"
-        raise ValueError(f"a code by {seen}: expected {kind.name} of {numel} x {dtype_name(dtype)}")
+        by = Kind(made_by).name if made_by in set(Kind) else f"codec {made_by}"
+        of = dtype_name(_DTYPES[number - 1]) if 0 < number <= len(_DTYPES) else f"dtype {number}"
+        raise ValueError(f"a code by {by} of {count} x {of}: expected {kind.name} of {numel} x {dtype_name(dtype)}")
     if nbytes is not None and code.numel() != HEAD + nbytes:
         expected = f"{HEAD + nbytes} for {numel} x {dtype_name(dtype)}"
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
@@ -157,11 +158,3 @@ def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
     # torch wants the offset in the storage to be a multiple as well, not the address alone.
     aligned = found.data_ptr() % dtype.itemsize == found.storage_offset() % dtype.itemsize == 0
     return (found if aligned else found.clone()).view(dtype)
-
-
-def _kind_name(number: int) -> str:
-    return Kind(number).name if number in set(Kind) else f"codec {number}"
-
-
-def _dtype_of(number: int) -> str:
-    return dtype_name(_DTYPES[number - 1]) if 0 < number <= len(_DTYPES) else f"dtype {number}"

@@ -1,8 +1,7 @@
 """What changed since the last message: for tensors that one side sends again and again, as a server sends parameters.
 
-The sender remembers what each receiver has. The first message is the tensor itself, later ones are codes of the
-difference to what the receiver has; both sides add the decoded difference to what they hold, with the same arithmetic,
-so they hold the same bits. What a code leaves out is in the next difference: no residual is needed.
+The sender remembers what each receiver has. Both sides add the decoded difference to what they hold, with the same
+arithmetic, so they hold the same bits. What a code leaves out is in the next difference: no residual is needed.
 
 A message has sixteen bytes of its own before the tensor or the code: WHOLE or DIFFERENCE, dtype and numel, the stream
 (one begins with each whole tensor), and how many messages went before in it. So one that was lost or came twice is an

@@ -16,8 +16,6 @@ from aiodist.communicator import pickling as objects
 
 __all__ = ["Json", "Pickle"]
 
-_BYTES = torch.uint8
-
 
 @dataclass(frozen=True)
 class Pickle:
@@ -57,7 +55,7 @@ class Json:
         Raises `TypeError` for what JSON cannot say, `ValueError` for an object that contains itself.
         """
         text = bytearray(json.dumps(obj, separators=(",", ":")).encode())
-        return _framed(Kind.JSON, torch.frombuffer(text, dtype=_BYTES))
+        return _framed(Kind.JSON, torch.frombuffer(text, dtype=torch.uint8))
 
     def decode(self, code: Tensor) -> Any:  # noqa: ANN401
         """Return the object; raises `ValueError` for a code that `Json` did not make or that was damaged."""
@@ -68,13 +66,13 @@ class Json:
 
 
 def _framed(kind: Kind, data: Tensor) -> Tensor:
-    code, payload = create(Head(kind, _BYTES, data.numel(), param=zlib.crc32(data.numpy().data)), data.numel())
+    code, payload = create(Head(kind, torch.uint8, data.numel(), param=zlib.crc32(data.numpy().data)), data.numel())
     payload.copy_(data)
     return code
 
 
 def _unframed(kind: Kind, code: Tensor) -> Tensor:
-    head, payload = parse(code, kind, _BYTES, numel=None)
+    head, payload = parse(code, kind, torch.uint8, numel=None)
     if zlib.crc32(payload.numpy().data) != head.param:
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes was damaged: its checksum differs")
     return payload

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,6 @@ from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, 
 __all__ = ["QSGD"]
 
 _BITS = (2, 4, 8)
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads call numbers over 64 bits: splitmix64
-_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,9 @@ class QSGD:
     `decode` raises `ValueError` for a code of other dtype, numel, bits, bucket or length, or with bits that stand for
     no level. Cost: one random number for each element and about ten passes to encode, six to decode.
 
-    Source: Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, "QSGD", arXiv:1610.02132, in its practical form: buckets,
-    scaled by the maximum and not by the 2-norm. That keeps the error below m/s, so that with 4 or 8 bits a residual
-    (`ErrorFeedback`) stays below 1/(s-1) of the largest input, and differences (`Outgoing`) shrink at least s times a
-    round; with 2 bits neither is promised.
+    Source: Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, "QSGD", arXiv:1610.02132, with buckets that are scaled by the
+    maximum, not by the 2-norm. So with 4 or 8 bits a residual (`ErrorFeedback`) stays below 1/(s-1) of the largest
+    input, and differences (`Outgoing`) shrink at least s times a round.
     """
 
     bits: int = 4
@@ -118,11 +116,8 @@ class QSGD:
 
     def _generator(self, largest: Tensor) -> torch.Generator:
         number = next(self._calls)  # atomic: `itertools.count` is C
-        mixed = (self.seed + (number + 1) * _GOLDEN) & _MASK
-        mixed ^= zlib.crc32(largest.numpy().data) << 16
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        return torch.Generator(device="cpu").manual_seed((mixed ^ (mixed >> 31)) & (_MASK >> 1))
+        mixed = np.random.SeedSequence((self.seed, number, zlib.crc32(largest.numpy().data)))
+        return torch.Generator(device="cpu").manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

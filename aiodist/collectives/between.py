@@ -2,14 +2,14 @@
 
 A dissemination barrier whose messages carry the word of the operation (Hensgen, Finkel and Manber, Two algorithms for
 barrier synchronization, 1988): in step k leader i sends to leader i + 2^k and hears from leader i - 2^k, modulo h of
-them. After log2(h) steps each has heard of all, by way of others: who has met another word than its own says so to all
-that it sends to from then on. It goes on beside the operation, whose messages have other tags.
+them. A leader that has met another word than its own says so in all that it sends from then on.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,16 +25,15 @@ _FRAME = struct.Struct("<Q?")  # word, whether anybody differs
 _LANE = MAX_LANES * LANE_TAGS  # above the lanes of schedules
 
 
+@dataclass(eq=False)
 class Between:
     """This leader among the others."""
 
-    def __init__(
-        self, transport: Transport, leaders: Sequence[int], broken: Callable[[BaseException], None] = lambda _: None
-    ) -> None:
-        """`leaders` are ranks of the transport's, of which this is one; `broken` is told of what its messages meet."""
-        self._transport = transport
-        self._leaders = leaders
-        self._broken = broken
+    _transport: Transport
+    _leaders: Sequence[int]
+    """Ranks of the transport's, of which this is one."""
+    _broken: Callable[[BaseException], None] = lambda _: None
+    """Told of what its messages meet."""
 
     def compare(self, seq: int, word: int, differs: bool, told: Callable[[bool], None]) -> None:
         """Call `told(whether any leader differs)`, which may be before all have come; `differs`: this one's host does.

@@ -62,7 +62,6 @@ class Hierarchical(Implementation):
         return [cls(name, hosts, rank, within, limits) for name in names]
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can."""
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:

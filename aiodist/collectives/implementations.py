@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from aiodist.backends.base import REDUCTIONS, Begin, Native, Operation, Transport, Wanted
+from aiodist.backends.base import Begin, Native, Operation, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
@@ -36,7 +37,7 @@ from aiodist.collectives.program import Endpoint, Exchanger, Implementation, Pro
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = ["Kit", "NativeCollectives", "Repertoire"]
 
@@ -53,7 +54,6 @@ class NativeCollectives(Implementation):
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can."""
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
@@ -64,17 +64,16 @@ class NativeCollectives(Implementation):
         return self._native.plan_allreduce(kind, numel, op)
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        """Have the library run it."""
         yield [partial(self._native.start, operation, ep.tag)]
 
 
 class Kit(NamedTuple):
     """What there is for tensors on CUDA devices alone."""
 
-    alone: Sequence[Implementation]
-    together: Sequence[Implementation]
+    alone: Sequence[Implementation] = ()
+    together: Sequence[Implementation] = ()
     """The same for several tensors in one operation."""
-    missing: Mapping[str, str]
+    missing: Mapping[str, str] = MappingProxyType({})
     """Of what is for CUDA devices and not there: why."""
     exchanger: Exchanger | None = None
 
@@ -105,45 +104,43 @@ class Repertoire:
         self._alone = alone
         self._cuda = cuda
         self.within = within
-        found: list[Implementation] = []
-        if transport.native is not None:
-            found.append(NativeCollectives(transport.name, transport.native))
-        if within is not None and within.group.size == transport.size:
-            found.append(NativeCollectives("shm", within))
-        library = found[0].name if transport.native is not None else None
+        library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
+        near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.group.size == transport.size
         """All ranks share memory, and are compared there."""
-        self.table = table or Table.usual(library, shares=self._shares)
+        self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
         if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
             self.table = self.table.on_cuda()
         limits = self.table.limits
         several = len(hosts) > 1
         here = next((len(ranks) for ranks in hosts if transport.rank in ranks), 0)
-        near = NativeCollectives("shm", within) if within is not None and within.group.size == here else None
-        alone_forms = Hierarchical.forms(hosts, transport.rank, near, limits) if several else []
-        one_piece = {**limits, "hierarchical.pieces": 1}
-        together = Hierarchical.forms(hosts, transport.rank, near, one_piece) if several else []
-        schedules: list[Implementation] = [Scheduled(name, limits=limits) for name in _SCHEDULES]
-        self.all: dict[str, Implementation] = {one.name: one for one in [*found, *alone_forms, *schedules]}
-        """By name."""
-        in_one: list[Implementation] = [Scheduled(name, 1) for name in _SCHEDULES]
-        self.together: dict[str, Implementation] = {one.name: one for one in [*found, *together, *in_one]}
-        """The same for several tensors in one operation, whose messages share a tag: each in one piece."""
-        self.on_cuda: dict[str, Implementation] = {}
-        """By name, for tensors on CUDA devices; empty where there are none."""
-        self.together_on_cuda: dict[str, Implementation] = {}
-        self._missing_on_cuda: Mapping[str, str] = {}
-        self.exchanger: Exchanger | None = None
+        whole = near if within is not None and within.group.size == here else None
+        kit = Kit() if isinstance(cuda, str) else cuda(self)
+        self._missing_on_cuda = kit.missing
+        self.exchanger = kit.exchanger
         """What exchanges tensors on CUDA devices without messages, where something does."""
-        if not isinstance(cuda, str):
-            kit = cuda(self)
-            self.on_cuda = {one.name: one for one in [*kit.alone, *schedules]}
-            self.together_on_cuda = {one.name: one for one in [*kit.together, *in_one]}
-            self._missing_on_cuda = kit.missing
-            self.exchanger = kit.exchanger
+        self._known: dict[tuple[str, bool], dict[str, Implementation]] = {}
+        """By device, and whether an operation has several tensors: their messages share a tag, each is in one piece."""
+        for together, kits in ((False, kit.alone), (True, kit.together)):
+            of = {**limits, "hierarchical.pieces": 1} if together else limits
+            found = [one for one in (library, near if self._shares else None) if one is not None]
+            levels = Hierarchical.forms(hosts, transport.rank, whole, of) if several else []
+            schedules = [Scheduled(name, 1 if together else None, limits) for name in _SCHEDULES]
+            self._known["cpu", together] = {one.name: one for one in [*found, *levels, *schedules]}
+            on_cuda = [] if isinstance(cuda, str) else [*kits, *schedules]
+            self._known["cuda", together] = {one.name: one for one in on_cuda}
+        self.all = self._known["cpu", False]
+        """By name."""
+        self.on_cuda = self._known["cuda", False]
+        """By name, for tensors on CUDA devices; empty where there are none."""
         self.hosts = "several" if several else "one"
         """Which rows of the table are its own."""
         self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
+
+    @property
+    def carrier(self) -> str:
+        """The library that carries the communicator."""
+        return self._transport.name
 
     @property
     def why_no_cuda(self) -> str:
@@ -164,16 +161,9 @@ class Repertoire:
         if device == "cuda" and self._transport.size == 1:
             return "direct"  # nothing has to leave the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
-        there = self._known(device, together=False).keys() & NAMES[operation]
-        return next(one for one in (name, *self._resorts(operation, nbytes, device)) if one in there)
-
-    def _resorts(self, operation: str, nbytes: int, device: str) -> tuple[str, ...]:
-        return last_resorts(operation, nbytes, device, shares=self._shares)
-
-    def _known(self, device: str, *, together: bool) -> dict[str, Implementation]:
-        if device == "cuda":
-            return self.together_on_cuda if together else self.on_cuda
-        return self.together if together else self.all
+        there = self._known[device, False].keys() & NAMES[operation]
+        resorts = last_resorts(operation, nbytes, device, shares=self._shares)
+        return next(one for one in (name, *resorts) if one in there)
 
     def pick(
         self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
@@ -191,14 +181,14 @@ class Repertoire:
         return found
 
     def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
-        known = self._known(wanted.device, together=together)
+        known = self._known[wanted.device, together]
         operation, nbytes, device = wanted.operation, wanted.nbytes, wanted.device
         if operation in ONE_FORM:
             exchanges = impl == "auto" and self._transport.size > 1
             names: tuple[str, ...] = ("nccl" if exchanges else impl, ONE_FORM[operation])
         else:
             name = self.choice(operation, nbytes, device) if impl == "auto" else impl
-            names = (name, *self._resorts(operation, nbytes, device))
+            names = (name, *last_resorts(operation, nbytes, device, shares=self._shares))
         ranked = [known[one] for one in names if one in known]
         return next(one for one in ranked if not (later and one.in_order) and one.lacks(wanted) is None)
 
@@ -238,7 +228,7 @@ class Repertoire:
         )
 
     def _state(self, operation: str, impl: str, device: str) -> tuple[State, str]:
-        found = self._known(device, together=False).get(impl)
+        found = self._known[device, False].get(impl)
         if found is None:
             return self._missing(impl, device)
         if (only := ONE_FORM.get(operation)) is not None:
@@ -246,10 +236,8 @@ class Repertoire:
             has_it = impl == only or exchanges
             return (State.AVAILABLE, "") if has_it else (State.NOT_IMPLEMENTED, "it has one form")
         example = Wanted(operation, torch.float32, ReduceOp.SUM if operation in REDUCTIONS else None, 1, device)
-        if impl in _SCHEDULES and found.lacks(example) is not None:
-            return State.NOT_IMPLEMENTED, "there is no such schedule of it"
         if (lacking := found.lacks(example)) is not None:
-            return State.NOT_IMPLEMENTED, lacking
+            return State.NOT_IMPLEMENTED, "there is no such schedule of it" if impl in _SCHEDULES else lacking
         if operation == "allgather" and found.in_order:
             return State.AVAILABLE, "for the sizes, which travel first; the data go by the next best"
         return State.AVAILABLE, ""

@@ -12,12 +12,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport, guarded, ours, tell
+from aiodist.backends.base import Done, Transport, dtype_name, guarded, keeping, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
@@ -143,9 +143,9 @@ class Mailbox:
         frame = self._frame(kind, form, tag, t, flat.nbytes if inline else 0)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
-            self._transport.isend(frame, dst, _HEADER_TAG, _keeping(frame, done))
+            self._transport.isend(frame, dst, _HEADER_TAG, keeping(frame, done))
         else:
-            both = join(2, _keeping(frame, done))
+            both = join(2, keeping(frame, done))
             self._transport.isend(frame, dst, _HEADER_TAG, both)
             if form == _BEHIND:
                 guarded(lambda told: self._transport.isend(flat, dst, self._sent, told), both)
@@ -166,7 +166,7 @@ class Mailbox:
         Every rank says so to the next one, when all have issued what they will. So no receive stays behind.
         """
         frame = self._frame(self._FAREWELL, _INLINE, 0, torch.empty(0, dtype=torch.uint8), 0)
-        both = join(2, _keeping(frame, done))
+        both = join(2, keeping(frame, done))
         self._transport.isend(frame, (self._transport.rank + 1) % self._transport.size, _HEADER_TAG, both)
         if self._farewell_heard:
             both(None)
@@ -264,14 +264,14 @@ class Mailbox:
             if not on_device or wanted.work is None:
                 if into is None:
                     into = torch.empty(meta.shape, dtype=meta.dtype)
-                self._take(message, _front_of(into, meta), told)
+                self._take(message, bytes_of(into)[: meta.nbytes], told)
                 return
             with wanted.work.current():
                 wanted.work.begin()
                 if into is None:
                     into = torch.empty(meta.shape, dtype=meta.dtype, device=wanted.work.stream.device)
                     wanted.work.lend(into)
-                front = _front_of(into, meta)
+                front = bytes_of(into)[: meta.nbytes]
                 work = wanted.work
                 self._take_to_device(message, front, work, told)
 
@@ -297,50 +297,20 @@ class Mailbox:
         def there(error: BaseException | None) -> None:
             work.end(lambda lost: done(error or lost))
 
-        def take(transport: Transport) -> None:
-            guarded(partial(device_messages.recv, transport, flat, message.source, message.payload), there)
-
-        def on_host(error: BaseException | None) -> None:
+        def on_host(data: Tensor, error: BaseException | None) -> None:
             if error is not None:
                 there(error)
                 return
             with work.current():
-                take(cast(Transport, _AtHand(host)))
+                guarded(partial(device_messages.put, data, flat), there)
 
-        if message.data is not None:
-            take(cast(Transport, _AtHand(message.data)))
-        elif message.form == _IN_PIECES:
-            take(self._transport)
+        if message.form == _IN_PIECES:
+            guarded(partial(device_messages.recv, self._transport, flat, message.source, message.payload), there)
+        elif message.data is not None:
+            on_host(message.data, None)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
-            guarded(partial(self._transport.irecv, host, message.source, message.payload), on_host)
-
-
-class _AtHand:
-    """Gives `DeviceMessages` a message that came whole, piece after piece: the host must not wait for the device."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._left = data
-
-    def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Fill `t` with what comes next."""
-        copy(t, self._left[: t.numel()])
-        self._left = self._left[t.numel() :]
-        done(None)
-
-
-def _keeping(frame: Tensor, done: Done) -> Done:
-    """Return `done`, holding on to `frame` until it is called."""
-
-    def over(error: BaseException | None, _frame: Tensor = frame) -> None:
-        done(error)
-
-    return over
-
-
-def _front_of(into: Tensor, meta: Meta) -> Tensor:
-    """Return the front of `into` that a message fills."""
-    return bytes_of(into)[: meta.nbytes]
+            guarded(partial(self._transport.irecv, host, message.source, message.payload), partial(on_host, host))
 
 
 def _read(frame: Tensor) -> _Unexpected:
@@ -366,7 +336,7 @@ def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:
     if into is None:
         return None
     if into.dtype is not meta.dtype:
-        return TypeError(f"a message of {meta} met a receive into {into.dtype}: dtypes must agree")
+        return TypeError(f"a message of {meta} met a receive into {dtype_name(into.dtype)}: dtypes must agree")
     if into.numel() < meta.numel:
         return BackendError(f"a message of {meta} ({meta.nbytes} bytes) is longer than {into.nbytes} bytes")
     return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Exchange, Operation
+from aiodist.backends.base import Exchange, Operation, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -26,9 +26,9 @@ from aiodist.collectives.metadata import (
     unpack_meta,
 )
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Call, Program
+from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.errors import MismatchError
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = [
     "allgather",
@@ -79,7 +79,7 @@ def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]
 
 
 def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
-    target = _copied(t, out)
+    target = _into(t, out)
     if not _alone(p):
         yield from computed(p, Operation(kind, flat(target), op=op, root=root))
     return target
@@ -88,7 +88,7 @@ def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp,
 def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
     ep = p.ep
-    target = _copied(t, out)
+    target = _into(t, out)
     if _alone(p):
         return target
     wire = to_wire(t)
@@ -145,20 +145,28 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
     return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
 
 
+def _introduced(ep: Endpoint, to: Mapping[int, Tensor], by: Sequence[int]) -> Program[dict[int, Meta]]:
+    """Tell each rank the dtype and shape of the tensor that it will get; return what the ranks `by` tell."""
+    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in by}
+    receives = [ep.recv(record, rank) for rank, record in records.items()]
+    yield [*receives, *(ep.send(as_tensor(pack_meta(t)), rank) for rank, t in to.items())]
+    if by:
+        yield from ep.known()
+    return {rank: unpack_meta(as_bytes(record)) for rank, record in records.items()}
+
+
 def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[list[Tensor] | Tensor | None]:
     """Return every rank's tensor on root, None elsewhere; sizes may differ."""
     ep = p.ep
     if ep.rank != root:
         # Two steps: side by side in a list, operations share a tag, so one message to a rank in each step.
-        yield [ep.send(as_tensor(pack_meta(t)), root)]
+        yield from _introduced(ep, {root: t}, ())
         yield from p.exchange(Exchange(t, [(root, t)], []))
         return None
     others = [rank for rank in range(ep.size) if rank != root]
-    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
-    yield [ep.recv(record, rank) for rank, record in records.items()]
-    yield from ep.known()
-    records[root] = as_tensor(pack_meta(t))
-    metas = [unpack_meta(as_bytes(records[rank])) for rank in range(ep.size)]
+    told = yield from _introduced(ep, {}, others)
+    told[root] = unpack_meta(pack_meta(t))
+    metas = [told[rank] for rank in range(ep.size)]
     _agree_on_dtype(metas)
     if out is None:
         parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
@@ -205,7 +213,7 @@ def scatter(
         _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
     targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
     if not any(meta.on_device for meta in metas):
-        p.forgo()
+        p.release()
     if targets:
         yield from p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
     return targets[0] if count == -1 else targets
@@ -227,14 +235,9 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     others = [rank for rank in range(ep.size) if rank != ep.rank]
     if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
         ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
-    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in others}
-    yield [ep.recv(records[rank], rank) for rank in others] + [
-        ep.send(as_tensor(pack_meta(ts[rank])), rank) for rank in others
-    ]
-    yield from ep.known()
+    metas = yield from _introduced(ep, {rank: ts[rank] for rank in others}, others)
     result = [torch.empty(0)] * ep.size
-    for rank in others:
-        meta = unpack_meta(as_bytes(records[rank]))
+    for rank, meta in metas.items():
         _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
     sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
@@ -312,7 +315,7 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
     """
     if out.dtype is not kind:
-        raise TypeError(f"out= holds {out.dtype}, the result {kind}")
+        raise TypeError(f"out= holds {dtype_name(out.dtype)}, the result {kind}")
     numel = torch.Size(shape).numel()
     if out.shape == shape:
         return out
@@ -336,17 +339,13 @@ def _alone(p: Primitives) -> bool:
 
 
 def _into(t: Tensor, out: Tensor | None) -> Tensor:
+    """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory."""
+    if out is t:
+        return t
     target = _room(Meta(t.dtype, tuple(t.shape)), out, t.device)
-    copy(target, t)
+    if target.data_ptr() != t.data_ptr():
+        copy(target, t)
     return target
-
-
-def _copied(t: Tensor, out: Tensor) -> Tensor:
-    if out is not t:
-        out = fit(out, tuple(t.shape), t.dtype)
-        if out.data_ptr() != t.data_ptr():
-            copy(out, t)
-    return out
 
 
 def _agree_on_dtype(metas: Sequence[Meta]) -> None:

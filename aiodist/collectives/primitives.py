@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -18,28 +19,20 @@ _CPU = torch.device("cpu")
 _FINISHED = ("allreduce", "reduce_scatter")
 
 
+@dataclass(frozen=True, slots=True)
 class Primitives:
     """Runs each operation in the way that `impl` names, or as the repertoire's selector says."""
 
-    __slots__ = ("_later", "_repertoire", "_together", "device", "ep", "impl")
-
-    def __init__(
-        self,
-        ep: Endpoint,
-        repertoire: Repertoire,
-        impl: str = "auto",
-        *,
-        together: bool = False,
-        later: bool = False,
-        device: torch.device = _CPU,
-    ) -> None:
-        """`together`: other tensors of the same operation share the endpoint; `device`: where this rank computes."""
-        self.ep = ep
-        self.device = device
-        self.impl = impl
-        self._repertoire = repertoire
-        self._together = together
-        self._later = later
+    ep: Endpoint
+    _repertoire: Repertoire
+    impl: str = "auto"
+    _: KW_ONLY
+    together: bool = False
+    """Other tensors of the same operation share the endpoint."""
+    later: bool = False
+    """See `afterwards`."""
+    device: torch.device = _CPU
+    """Where this rank computes."""
 
     def afterwards(self) -> Primitives:
         """Return those for any step but an operation's first.
@@ -47,7 +40,7 @@ class Primitives:
         Libraries match collectives by the order of their calls. All ranks begin operations in the same order; when
         a second step is due differs from rank to rank. So it is left to what tells operations apart by their tags.
         """
-        return Primitives(self.ep, self._repertoire, self.impl, together=self._together, later=True, device=self.device)
+        return replace(self, later=True)
 
     def finishes(self, operation: Operation) -> bool:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
@@ -76,10 +69,10 @@ class Primitives:
         receives = [self.ep.recv(t, rank) for rank, t in o.receives]
         yield [*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)]
 
-    def forgo(self) -> None:
+    def release(self) -> None:
         """Know that the operation exchanges nothing on devices, where it might have: others need not wait for it."""
         if self._repertoire.exchanger is not None:
-            self._repertoire.exchanger.forgo(self.ep)
+            self._repertoire.exchanger.release(self.ep)
 
     def _all_say(self, mine: bool) -> Program[bool]:
         """Return True on all ranks where each of them says so."""
@@ -90,7 +83,7 @@ class Primitives:
         return bool(said.all())
 
     def _pick(self, wanted: Wanted) -> Implementation:
-        return self._repertoire.pick(wanted, self.impl, later=self._later, together=self._together)
+        return self._repertoire.pick(wanted, self.impl, later=self.later, together=self.together)
 
     def _checked(self, chosen: Implementation, nbytes: int, program: Program[None]) -> Program[None]:
         """Return `program` behind what has to be known before it: that all hosts have issued the same.
@@ -108,7 +101,7 @@ class Primitives:
 
 
 def _alone_behind(traffic: Traffic, program: Program[None]) -> Program[None]:
-    """Have `program` begin as soon as all ranks agree, whatever other tensors of the operation wait for beside it.
+    """Have `program` begin as soon as all ranks agree, no matter what other tensors of the operation wait for.
 
     All ranks come to know of operations in their order, so in this order they make the calls of a library.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +52,9 @@ class DeviceMessages(Protocol):
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         """Call `then` with a copy of `t` in memory of the host, or with an error."""
+
+    def put(self, host: Tensor, t: Tensor, done: Done) -> None:
+        """Copy `host` to `t`, of the same shape and dtype, behind what is queued on the current stream."""
 
     def cut(self, t: Tensor) -> Sequence[Tensor]:
         """Return the pieces in which flat `t` travels, each in a message of its own."""
@@ -136,7 +140,7 @@ class Exchanger(Implementation):
         """Return True where this rank can."""
 
     @abstractmethod
-    def forgo(self, ep: Endpoint) -> None:
+    def release(self, ep: Endpoint) -> None:
         """Know that the operation will do none."""
 
 
@@ -154,13 +158,11 @@ def run(
     _Run(program, finish, ended).advance(None)
 
 
+@dataclass(eq=False, slots=True)
 class _Part:
     """What one call of a step is to call when it is over; the first time counts."""
 
-    __slots__ = ("_run",)
-
-    def __init__(self, run: _Run) -> None:
-        self._run: _Run | None = run
+    _run: _Run | None
 
     def __call__(self, error: BaseException | None) -> None:
         run, self._run = self._run, None
@@ -173,20 +175,16 @@ class _Part:
             self._run.fail(error)
 
 
+@dataclass(eq=False, slots=True)
 class _Run:
     """One program on its way."""
 
-    __slots__ = ("_calls", "_ended", "_error", "_finish", "_left", "_program")
-
-    def __init__(
-        self, program: Program[Any], finish: Callable[[Any, BaseException | None], None], ended: Callable[[], None]
-    ) -> None:
-        self._program = program
-        self._finish: Callable[[Any, BaseException | None], None] | None = finish
-        self._ended = ended
-        self._left = 0
-        self._error: BaseException | None = None
-        self._calls: Sequence[Call] = ()
+    _program: Program[Any]
+    _finish: Callable[[Any, BaseException | None], None] | None
+    _ended: Callable[[], None]
+    _left: int = 0
+    _error: BaseException | None = None
+    _calls: Sequence[Call] = ()
 
     def advance(self, error: BaseException | None) -> None:
         """Take steps until one has to wait."""
@@ -246,13 +244,11 @@ def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
         yield [Nested(program) for program in programs]
 
 
+@dataclass(eq=False, slots=True)
 class Nested:
     """The call that runs a program of its own; code that wraps calls can wrap that program's too."""
 
-    __slots__ = ("program",)
-
-    def __init__(self, program: Program[None]) -> None:
-        self.program = program
+    program: Program[None]
 
     def __call__(self, done: Done) -> None:
         """Run it."""
@@ -277,15 +273,13 @@ class Nested:
         run(self.program, finish, ended)
 
 
+@dataclass(eq=False, slots=True)
 class Joint:
     """A call that is made as one with those of its key, which other programs in lockstep make in the same step."""
 
-    __slots__ = ("items", "key", "start")
-
-    def __init__(self, key: Hashable, items: Sequence[Any], start: Callable[[Sequence[Any], Done], None]) -> None:
-        self.key = key
-        self.items = items
-        self.start = start
+    key: Hashable
+    items: Sequence[Any]
+    start: Callable[[Sequence[Any], Done], None]
 
     def __call__(self, done: Done) -> None:
         """Make it."""

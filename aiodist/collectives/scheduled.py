@@ -73,11 +73,8 @@ class Scheduled(Implementation):
     """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
-    `limits` (see `LIMITS`). What cannot be cut is not. Raises ValueError for an unknown name and for more chunks than
-    the schedule takes.
-
-    Chunks of a ring or a tree have tags of their own, which are the same in each program that shares the endpoint:
-    programs in lockstep take one chunk. A chain may have more.
+    `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
+    endpoint: programs in lockstep take one chunk. Raises ValueError for an unknown name and for too many chunks.
     """
 
     recallable = True
@@ -89,7 +86,7 @@ class Scheduled(Implementation):
         most = max(names[name].most_chunks for names in SCHEDULES.values() if name in names)
         if chunks is not None and not 1 <= chunks <= most:
             raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
-        self.name = self._schedule = name
+        self.name = name
         self.chunks = chunks
         self._limits = limits
         self._kept: dict[tuple[object, ...], Schedule] = {}
@@ -97,9 +94,9 @@ class Scheduled(Implementation):
     def lacks(self, wanted: Wanted) -> str | None:
         """Return why it cannot do that, None where it can; so it is for any number of ranks."""
         names = SCHEDULES.get(wanted.operation, {})
-        if self._schedule in names:
+        if self.name in names:
             return None
-        return f"there is no schedule {self._schedule!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
+        return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
@@ -148,10 +145,10 @@ class Scheduled(Implementation):
         return schedule
 
     def _plan(self, operation: str, nbytes: int, *args: Any) -> Schedule:  # noqa: ANN401
-        algorithm = SCHEDULES[operation][self._schedule]
+        algorithm = SCHEDULES[operation][self.name]
         if not algorithm.chunked:
             return algorithm.plan(*args)
-        most = self._limits[f"{self._schedule}.chunks"]
+        most = self._limits[f"{self.name}.chunks"]
         chunks = self.chunks or min(max(nbytes // self._limits["chunk_bytes"], 1), most)
         return algorithm.plan(*args, chunks=chunks)
 
@@ -205,7 +202,7 @@ class _Scratch:
         self._taken += count
         return self._room[self._taken - count : self._taken]
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Say that the step is over."""
         self._taken = 0
 
@@ -236,4 +233,4 @@ def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) 
                 combine(into, t, op)
             else:
                 copy(into, t)
-        scratch.free()
+        scratch.release()

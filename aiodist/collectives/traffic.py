@@ -7,13 +7,13 @@ zeros for what is asked and will not come, and receives, to throw it away, what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
+from aiodist.backends.base import Done, Transport, ignore, keeping
 from aiodist.backends.inplace import bytes_of, copy
 
 __all__ = ["ROOM_BYTES", "Differ", "Traffic"]
@@ -69,11 +69,6 @@ class Traffic:
         self.agreed = partial(_at_once, error)
         self._rooms = None
 
-    @property
-    def refused(self) -> bool:
-        """It may send and ask for nothing any more."""
-        return self._refusal is not None
-
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` what may be of another operation, and longer: until all agree, up to `ROOM_BYTES`."""
         sizes, rooms = _noted(self._asked, src, tag, t.nbytes), self._rooms
@@ -111,13 +106,13 @@ class Traffic:
         """Meet what `rank` says that it has sent to this one and asked of it; with the transport lock held."""
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
-            for nbytes in _rest(sizes, mine.get(tag, ())):
+            for nbytes in sizes[len(mine.get(tag, ())) :]:
                 zeros = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-                transport.isend(zeros, rank, tag, _keeping(zeros))
+                transport.isend(zeros, rank, tag, keeping(zeros, ignore))
         for tag, sizes in sent.items():
-            for nbytes in _rest(sizes, wanted.get(tag, ())):
+            for nbytes in sizes[len(wanted.get(tag, ())) :]:
                 room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                transport.irecv(room, rank, tag, _keeping(room))
+                transport.irecv(room, rank, tag, keeping(room, ignore))
 
 
 def _at_once(error: BaseException | None, done: Done) -> None:
@@ -129,16 +124,3 @@ def _noted(lists: dict[int, Lists], rank: int, tag: int, nbytes: int) -> list[in
     sizes = lists.setdefault(rank, {}).setdefault(tag, [])
     sizes.append(nbytes)
     return sizes
-
-
-def _rest(longer: Sequence[int], shorter: Sequence[int]) -> Sequence[int]:
-    return longer[len(shorter) :]
-
-
-def _keeping(t: torch.Tensor) -> Done:
-    """Return a `done` that holds on to `t`."""
-
-    def over(error: BaseException | None, _t: torch.Tensor = t) -> None:
-        """What becomes of it, nobody waits for."""
-
-    return over

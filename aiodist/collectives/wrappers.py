@@ -48,9 +48,8 @@ def nothing() -> Program[None]:
     yield []
 
 
-def interleaved(program: Program[list[list[Tensor]]]) -> Program[list[Tensor]]:
-    """Turn a list by tensor of lists by rank into one list in the order rank * len + i."""
-    by_tensor = yield from program
+def interleaved(by_tensor: list[list[Tensor]]) -> list[Tensor]:
+    """Return a list by tensor of lists by rank as one list in the order rank * len + i."""
     return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
 
 
@@ -75,22 +74,21 @@ def copied_to_all(program: Program[Any], ts: Sequence[Tensor]) -> Program[Sequen
     return ts
 
 
-def local_first(
-    ts: Sequence[Tensor], op: ReduceOp, reduce: Callable[[Tensor], Program[Any]], *, keep: bool = False
-) -> Program[Tensor]:
-    """Combine the list on this rank, then have `reduce` combine the ranks; the first tensor holds the total.
+def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Program[Tensor]:
+    """Combine the list on this rank, then the ranks; the first tensor holds the total, on `root` alone or on all.
 
-    `reduce` reduces a flat wire tensor in place with the operator that `wire_op(op)` names. With `keep` the tensors
-    are only read. What lies on other devices is copied to the first one's, tensor after tensor.
+    Elsewhere the tensors are only read. What lies on other devices is copied to the first one's, tensor after tensor.
     """
+    mine = root in (None, p.ep.rank)
     total = to_wire(ts[0])
-    if keep and total.data_ptr() == ts[0].data_ptr():
+    if not mine and total.data_ptr() == ts[0].data_ptr():
         total = total.clone()
     for t in ts[1:]:
         combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
-    ranks = yield from reduce(total)
-    if ranks:
-        from_wire(total, ts[0], op, ranks * len(ts))
+    kind = "allreduce" if root is None else "reduce"
+    yield from p.run(Operation(kind, total, op=wire_op(op), root=root or 0))
+    if mine:
+        from_wire(total, ts[0], op, p.ep.size * len(ts))
     return ts[0]
 
 

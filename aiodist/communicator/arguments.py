@@ -33,7 +33,8 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
     if t.dtype not in SUPPORTED:
-        raise TypeError(f"{name} holds {t.dtype}: expected one of {', '.join(sorted(map(str, SUPPORTED)))}")
+        supported = ", ".join(sorted(map(dtype_name, SUPPORTED)))
+        raise TypeError(f"{name} holds {dtype_name(t.dtype)}: expected one of {supported}")
     if t.layout is not torch.strided:
         raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
     if not t.is_cpu and not t.is_cuda:
@@ -107,7 +108,7 @@ def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = Fa
     """
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:
-        raise TypeError(f"out holds {checked.dtype}, the input {t.dtype}: expected the same")
+        raise TypeError(f"out holds {dtype_name(checked.dtype)}, the input {dtype_name(t.dtype)}: expected the same")
     if numel is not None and checked.numel() < numel and not owns_memory(checked):
         raise ValueError(f"out has room for {checked.numel()} elements: expected {numel}, and it cannot grow")
     same = checked.data_ptr() == t.data_ptr() and checked.numel() == t.numel()

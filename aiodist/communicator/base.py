@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Transport, dtype_name, tag_of
-from aiodist.collectives.choice.agreement import compared
+from aiodist.backends.base import dtype_name, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
-from aiodist.collectives.choice.selector import Selector
-from aiodist.collectives.choice.table import COMPARED_BYTES, OPERATIONS, Edit, LimitEdit
+from aiodist.collectives.choice.selector import Selector, compared
+from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
-from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.wrappers import side_by_side
-from aiodist.communicator.arguments import check_list, check_tensor, is_number
+from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
+from aiodist.communicator.arguments import check_across, check_list, check_tensor, is_number
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
 from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.registry import Parts, Registry
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
-from aiodist.types import ReduceOp
-
-if TYPE_CHECKING:
-    from aiodist.communicator.registry import Registry
+from aiodist.types import OPERATIONS, ReduceOp
 
 __all__ = [
     "Base",
@@ -41,7 +37,6 @@ __all__ = [
     "described",
     "fingerprint_of",
     "how",
-    "joined",
     "kind_of",
     "kinds_of",
     "lift",
@@ -64,19 +59,10 @@ class CommunicatorStatistics:
     """How many operations are not over: collectives and messages."""
 
 
-class Parts(NamedTuple):
-    """What is below the calls of a communicator, for what is built upon one within aiodist."""
-
-    dispatcher: Dispatcher
-    transport: Transport
-    registry: Registry
-    repertoire: Repertoire
-
-
 class Base:
     """A group of ranks: its place, and the way every call takes."""
 
-    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry) -> None:
+    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Any]) -> None:
         self._dispatcher = dispatcher
         self._transport = dispatcher.transport
         self._topology = topology
@@ -88,7 +74,9 @@ class Base:
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], ReductionPlan] = {}
         self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
-        self._selector = Selector(self._repertoire, lambda edit: registry.edit(self, edit), dispatcher.large_bytes)
+        self._selector = Selector(
+            self._repertoire, lambda edit: registry.edit(self.name, self.upkeep, edit), lambda: dispatcher.large_bytes
+        )
         self._can_be_quick = self._transport.size > 1
 
     @property
@@ -187,7 +175,6 @@ class Base:
     @property
     def selector(self) -> Selector:
         """Which implementation runs an operation of which size: `print` shows the table, `set` edits it."""
-        self._selector.large_bytes = self._dispatcher.large_bytes
         return self._selector
 
     def availability(self) -> Availability:
@@ -221,10 +208,11 @@ class Base:
         `torch.empty`. It goes on working where the communicator was closed or given up. On a CUDA `device` it is
         `torch.empty` too: ranks of a host can map any memory of a device (`impl="cuda_ipc"`).
         """
-        if torch.device(device).type != "cpu":
-            return torch.empty(size_of(shape), dtype=dtype, device=device)
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
         near = self._registry.near
-        return torch.empty(size_of(shape), dtype=dtype) if near is None else near.arena.empty(size_of(shape), dtype)
+        if near is None or torch.device(device).type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        return near.arena.empty(size, dtype)
 
     def arena(self, nbytes: int) -> None:
         """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
@@ -256,9 +244,8 @@ class Base:
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
-        work = self._work_on(where, tag_of(self.seq)) if where else []
-        if expects and not where:
-            work = self._work_expected()
+        tag = tag_of(self.seq)
+        work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
         if work:
             program = on_devices(program, work)
             assert self._registry.accelerator is not None
@@ -273,9 +260,30 @@ class Base:
         except BaseException:
             program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
             raise
-        if work:
-            attach(handle, work, (ts, outs, claims))
+        attach(handle, work, (ts, outs, claims))
         return handle
+
+    def _issue_across(
+        self,
+        what: Fingerprint,
+        ts: list[Tensor],
+        make: Callable[[Primitives], Program[Any]],
+        claims: Sequence[Claim],
+        *,
+        timeout: float | None,
+        impl: str,
+        empty: object,
+        together: bool = False,
+    ) -> Handle[Any]:
+        """Issue what `make` returns, an operation over the list and the ranks; of an empty list the result is `empty`.
+
+        It begins once all ranks are known to give lists of one length.
+        """
+        if not ts:
+            return self._issue(what, returning(nothing(), empty), [], ts, timeout)
+        check_across(ts)
+        program = alike_lists(self._primitives(impl, together=together), ts, make)
+        return self._issue(what, program, claims, ts, timeout)
 
     @staticmethod
     def _when(kind: str, nbytes: int) -> When:
@@ -287,6 +295,8 @@ class Base:
 
         ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
+        if not devices:
+            return []
         self._dispatcher.check_usable()
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
@@ -295,14 +305,23 @@ class Base:
         check_not_capturing(*(device.index for device in devices))
         return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
 
-    def _work_expected(self) -> list[DeviceWork]:
+    def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return what the next operation may do on this rank's device; none where the process uses no device yet."""
         accelerator = self._registry.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
             return []
         assert accelerator is not None
+        self._dispatcher.check_usable()
         check_not_capturing(self._device.index)
-        return [accelerator.work(self.name, self._device, tag_of(self.seq), expected=True)]
+        return [accelerator.work(self.name, self._device, tag, expected=True)]
+
+    def _each(
+        self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, impl: str
+    ) -> Program[Any]:
+        """Return the program of a call that was given one tensor, else those of all `ts` side by side."""
+        p = self._primitives(impl, together=len(ts) > 1)
+        programs = [make(p, t) for t in ts]
+        return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
     def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
@@ -330,11 +349,6 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     whole = isinstance(t, int) and op != "mean"
     lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64)
     return lifted, lambda result: None if result is None else result.item()
-
-
-def joined(programs: Sequence[Program[Any]], ts: Sequence[Tensor], given: object) -> Program[Any]:
-    """Return the one program of a call that was given one tensor, else those of all `ts` side by side."""
-    return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
 
 def check_single(t: object, name: str) -> None:
@@ -365,11 +379,6 @@ def kinds_of(ts: Sequence[Tensor]) -> str:
     return ", ".join(map(kind_of, ts))
 
 
-def size_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape that may be given as a number of elements."""
-    return (shape,) if isinstance(shape, int) else tuple(shape)
-
-
 def fingerprint_of(
     kind: str,
     ts: Sequence[Tensor],
@@ -395,15 +404,14 @@ def how(op: str | None, impl: str, *, given: object = None, across: bool = False
     return " ".join(filter(None, words)) or None
 
 
-class Upkeep:
+class Upkeep(NamedTuple):
     """What the registry does to a communicator that it made; apart from the calls, since users make none of it."""
 
-    def __init__(self, communicator: Base) -> None:
-        self._communicator = communicator
+    communicator: Base
 
     def apply_edits(self, edits: Sequence[Edit]) -> None:
         """Have the selector's table be as after `edits`, for every operation from the next one on."""
-        comm = self._communicator
+        comm = self.communicator
         comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
         comm._plans.clear()
         comm._queue_plans.clear()
@@ -413,8 +421,8 @@ class Upkeep:
 
     def compare_edit(self, edit: Edit) -> Handle[None]:
         """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
-        dispatcher, transport, _, repertoire = self._communicator.parts
-        endpoint = Endpoint(transport, tag_of(self._communicator.seq), traffic=dispatcher.traffic())
+        dispatcher, transport, _, repertoire = self.communicator.parts
+        endpoint = Endpoint(transport, tag_of(self.communicator.seq), traffic=dispatcher.traffic())
         program = compared(
             Primitives(endpoint, repertoire, "direct"),
             edit,
@@ -425,4 +433,4 @@ class Upkeep:
 
     def set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None = None) -> None:
         """Form `levels`; without them, those that are left among its ranks of what it was made of."""
-        self._communicator._levels, self._communicator._made_of = levels, made_of
+        self.communicator._levels, self.communicator._made_of = levels, made_of

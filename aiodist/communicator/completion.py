@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import once
 from aiodist.collectives.program import Program, run
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.gate import Entry
@@ -33,6 +34,7 @@ class Owner(Protocol):
         """Make `call` on the loop when other ranks have had time to tell what they know; from any thread."""
 
 
+@dataclass(eq=False, slots=True)
 class Completion:
     """What the outcome of one operation is told to, once; the transport lock is held.
 
@@ -40,18 +42,13 @@ class Completion:
     that fails may have others under way.
     """
 
-    __slots__ = ("_claims", "_convert", "_failed", "_handle", "_left", "_owner")
-
-    def __init__(
-        self, owner: Owner, handle: Handle[Any], claims: Sequence[Claim], convert: Callable[[Any], Any] | None = None
-    ) -> None:
-        """`convert` makes the result of what came, on the loop's thread: it may run the user's code."""
-        self._owner = owner
-        self._handle = handle
-        self._claims = claims
-        self._convert = convert
-        self._failed = False
-        self._left = 1
+    _owner: Owner
+    _handle: Handle[Any]
+    _claims: Sequence[Claim]
+    _convert: Callable[[Any], Any] | None = None
+    """Makes the result of what came, on the loop's thread: it may run the user's code."""
+    _failed: bool = field(default=False, init=False)
+    _left: int = field(default=1, init=False)
 
     def __call__(self, result: object, error: BaseException | None) -> None:
         """The outcome is `result`, or `error`."""
@@ -109,19 +106,7 @@ def through_gate(
     if entry.decided and entry.error is None:
         finish(result, error)
         return
-    known = _Once(lambda differ: finish(None if differ else result, differ or error))
+    known = once(lambda differ: finish(None if differ else result, differ or error))
     entry.known(known)
     if error is not None:
         owner.later(partial(owner.progress.exclusively, partial(known, None)))
-
-
-class _Once:
-    """Passes on the first of its calls."""
-
-    def __init__(self, done: Done) -> None:
-        self._done: Done | None = done
-
-    def __call__(self, error: BaseException | None) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            done(error)

@@ -7,7 +7,6 @@ import os
 import warnings
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Transport, ours
+from aiodist.backends.base import Begin, Done, Transport, again, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
@@ -194,7 +193,7 @@ class Dispatcher:
         completion = Completion(self, handle, claims, convert)
         work_bytes = 0 if queues else nbytes
         if self.gate is None:
-            self.run(program, completion, work_bytes)
+            self.start(partial(completion.run, program), work_bytes)
             return handle
         large = work_bytes >= self.large_bytes
         entry = Entry(handle.seq, what.word ^ handle.seq, when, traffic, large=large)
@@ -209,21 +208,17 @@ class Dispatcher:
         """See `Owner`."""
         self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
 
-    def run(self, program: Program[Any], completion: Completion, nbytes: int) -> None:
-        """Run `program`, which moves `nbytes`, to its end."""
-        self.start(partial(completion.run, program), nbytes)
-
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
 
-        def withdraw() -> bool:
+        def cancel() -> bool:
             with transport_lock:
                 withdrawn = self.mailbox.cancel(wanted)
                 if withdrawn:
                     wanted.finish(None, asyncio.CancelledError())
             return withdrawn
 
-        handle.set_canceller(withdraw)
+        handle.set_canceller(cancel)
         self.start(partial(self.mailbox.receive, wanted), 0)
 
     def quick(self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
@@ -354,7 +349,7 @@ class Dispatcher:
         if handle.done():
             return
         if isinstance(error, asyncio.CancelledError):
-            handle.withdraw()
+            handle.set_cancelled()
             return
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
@@ -433,7 +428,7 @@ class Dispatcher:
         if self.gate is not None:
             self.progress.exclusively(partial(self.gate.doubt, seq))
 
-    def stop(self, seq: int, error: AiodistError | None) -> Traffic | None:
+    def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
         traffic = self._recent.get(seq)
         if traffic is not None:
@@ -450,11 +445,9 @@ class Dispatcher:
         """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""
 
         def conclude() -> None:
-            if self._refusal is None:
-                wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
-                wrapped.__cause__ = error
-                self.abort(wrapped)
-                self.disputes.tell_abort(f"rank {self.transport.rank}: {wrapped}")
+            wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
+            wrapped.__cause__ = error
+            self.abort_everywhere(wrapped)
 
         self.later(conclude)
 
@@ -474,7 +467,7 @@ class Dispatcher:
         """Return those of them that all ranks take part in."""
         return [handle for handle, what in list(self._pending.items()) if what is True and handle.is_pending]
 
-    def withdraw_receives(self) -> None:
+    def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
         for handle in self.pending():
             forgotten = not handle.consumed
@@ -517,6 +510,12 @@ class Dispatcher:
         for tell in list(self.on_lost):
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
 
+    def abort_everywhere(self, error: AiodistError) -> None:
+        """Abort it on all ranks, unless that was done."""
+        if self._refusal is None:
+            self.abort(error)
+            self.disputes.tell_abort(f"rank {self.transport.rank}: {error}")
+
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
         if self._refusal is not None:
@@ -530,9 +529,7 @@ class Dispatcher:
     def _fail_all(self, error: AiodistError) -> None:
         for handle in self.pending():
             own = self._rejected.get(handle.seq) if self._pending.get(handle) is True else None
-            again = copy(error)
-            again.__cause__ = error.__cause__
-            self._failed(handle, own or again)
+            self._failed(handle, own or again(error))
         self._pending.clear()
         self._freed.clear()
         self._rejected.clear()

@@ -1,9 +1,7 @@
 """What ranks tell each other about an operation that they disagree on, or that failed on one of them.
 
-A gate finds that ranks differ, and every rank finds it; here they show each other what they called, so that each can
-raise an error with all sides. Both sides keep the number, what was sent for it is taken off the wire, and the
-communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives the communicator up by itself.
-
+They show each other what they called, so that each can raise an error with all sides; what was sent for it is taken off
+the wire, and the communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives it up by itself.
 Everything here runs on the loop's thread, but `begin`, which runs where the gate does, and `_heard`.
 """
 
@@ -38,7 +36,7 @@ class Judge(Protocol):
     def doubt(self, seq: int) -> None:
         """Ranks differ on operation `seq`, as one of them found: do not wait until this one finds it too."""
 
-    def stop(self, seq: int, error: AiodistError | None) -> Traffic | None:
+    def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """Have operation `seq` send and ask for nothing more; return what it has, None where none left this host.
 
         With `error` it failed on another rank: reject it, or where it cannot be stopped give the communicator up.
@@ -127,7 +125,7 @@ class Disputes:
 
     def tell_failed(self, seq: int, error: BaseException) -> None:
         """Operation `seq` failed on this rank, and only here as far as it knows: have the others stop it."""
-        self._stop(seq, f"rank {self._rank}'s part failed: {type(error).__name__}: {error}", None)
+        self._refuse(seq, f"rank {self._rank}'s part failed: {type(error).__name__}: {error}", None)
 
     def refuse(self, seq: int) -> AiodistError | None:
         """Return why operation `seq`, which is about to enter, failed on another rank already; None if it did not."""
@@ -135,14 +133,14 @@ class Disputes:
             return None
         error = self._to_fail.pop(seq, None)
         if error is not None:
-            self._progress.post(partial(self._stop, seq, str(error.args[0]), None))
+            self._progress.post(partial(self._refuse, seq, str(error.args[0]), None))
         return error
 
-    def _stop(self, seq: int, text: str, error: AiodistError | None) -> None:
+    def _refuse(self, seq: int, text: str, error: AiodistError | None) -> None:
         """Tell every other rank what this one has sent for `seq`, and asked for, and take the rest off the wire."""
         if seq in self._stopped:
             return
-        traffic = self._stopped[seq] = self._judge.stop(seq, error)
+        traffic = self._stopped[seq] = self._judge.refuse(seq, error)
         for rank in self._others():
             self._send(rank, "stop", seq, [text, *_lists(traffic, rank)])
         for src, (_, sent, asked) in self._early_stops.pop(seq, []):
@@ -190,7 +188,7 @@ class Disputes:
         self._early_stops.setdefault(seq, []).append((src, payload))
         error = RemoteError(f"operation #{seq}: {text}", raised_by=src, comm=self._name)
         if seq < self._oplog.seq:
-            self._stop(seq, text, error)
+            self._refuse(seq, text, error)
         else:
             self._to_fail.setdefault(seq, error)
 

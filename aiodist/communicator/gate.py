@@ -1,9 +1,8 @@
 """The gate of a communicator: an operation goes through when the ranks are known to have issued the same one.
 
 Every collective enters in the order of its number, with a *word*: its fingerprint, mixed with that number. Ranks that
-share memory are compared in the rings of `Marks`; then the first rank of each such host, its *leader*, compares with
-the leaders of the others in messages (`Between`) and leaves the verdict in its ring. Ranks that share no memory are
-hosts of their own.
+share memory are compared in the rings of `Marks`; then the first of them, the *leader* of its host, compares with the
+leaders of the others in messages (`Between`) and leaves the verdict in its ring.
 
     entered - posted - the host compares - [the hosts compare] - all agree: it begins, if it has not, and counts
                                                               - some differ: it is refused, on every rank
@@ -16,12 +15,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import partial
 from time import perf_counter
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, again
 from aiodist.backends.shm import Marks
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
@@ -44,57 +43,39 @@ class When(Enum):
 Calls = tuple[Callable[[], None], Done]
 
 
+def _nothing(error: BaseException | None = None) -> None:
+    """It has begun, or was refused."""
+
+
+@dataclass(eq=False, slots=True)
 class Entry:
     """One operation at the gate."""
 
-    __slots__ = (
-        "begun",
-        "calls",
-        "decided",
-        "error",
-        "held",
-        "large",
-        "refused",
-        "seq",
-        "traffic",
-        "verdict",
-        "when",
-        "word",
-    )
+    seq: int
+    word: int
+    when: When = When.HOST
+    traffic: Traffic | None = None
+    """What it sends between hosts."""
+    _: KW_ONLY
+    calls: Calls = (_nothing, _nothing)
+    """What begins it, and what refuses it instead, with why: one of them is made."""
+    large: bool = False
+    """Only the progress thread may begin it."""
+    begun: bool = field(default=False, init=False)
+    refused: bool = field(default=False, init=False)
+    """It will never begin."""
+    verdict: bool | None = field(default=None, init=False)
+    """Of its leader: whether the hosts differ."""
+    decided: bool = field(default=False, init=False)
+    """Whether all ranks agree is known."""
+    error: BaseException | None = field(default=None, init=False)
+    """Why it does not count: a `Differ`, or why nobody compares any more."""
+    held: list[Done] = field(default_factory=list, init=False)
+    """What waits to know."""
 
-    def __init__(
-        self,
-        seq: int,
-        word: int,
-        when: When = When.HOST,
-        traffic: Traffic | None = None,
-        *,
-        calls: Calls | None = None,
-        large: bool = False,
-    ) -> None:
-        """`calls` begin it, and refuse it instead, with why; one of them is made. None: it has begun elsewhere.
-
-        `traffic` is what it sends between hosts. `large`: only the progress thread may begin it.
-        """
-        self.seq = seq
-        self.word = word
-        self.calls: Calls = calls or (_nothing, _nothing)
-        self.when = when
-        self.traffic = traffic
-        if traffic is not None:
-            traffic.agreed = self.known
-        self.large = large
-        self.begun = False
-        self.refused = False
-        """It will never begin."""
-        self.verdict: bool | None = None
-        """Of its leader: whether the hosts differ."""
-        self.decided = False
-        """Whether all ranks agree is known."""
-        self.error: BaseException | None = None
-        """Why it does not count: a `Differ`, or why nobody compares any more."""
-        self.held: list[Done] = []
-        """What waits to know."""
+    def __post_init__(self) -> None:
+        if self.traffic is not None:
+            self.traffic.agreed = self.known
 
     def known(self, done: Done) -> None:
         """Call `done` with None when all ranks agree, else with the error; at once where that is known."""
@@ -107,7 +88,7 @@ class Entry:
         """Begin it, unless that was done."""
         if not self.begun and not self.refused:
             self.begun = True
-            self._let_go()[0]()
+            self._take_calls()[0]()
 
     def settle(self, differs: bool) -> None:
         """It is known: begin it or refuse it, and tell who waits for that."""
@@ -122,7 +103,7 @@ class Entry:
         if not self.begun:
             if not self.refused:
                 self.refused = True
-                self._let_go()[1](error)
+                self._take_calls()[1](error)
         elif self.traffic is not None:
             self.traffic.refuse(error)
         self._decide(error)
@@ -135,14 +116,10 @@ class Entry:
         for done in held:
             done(error)
 
-    def _let_go(self) -> Calls:
+    def _take_calls(self) -> Calls:
         """Return what is to be called, which holds on to the operation's memory."""
         calls, self.calls = self.calls, (_nothing, _nothing)
         return calls
-
-
-def _nothing(error: BaseException | None = None) -> None:
-    """It has begun, or was refused."""
 
 
 class Gates:
@@ -252,7 +229,7 @@ class Gate:
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""
         if self._closed is not None:
-            entry.abort(copy(self._closed))
+            entry.abort(again(self._closed))
             return
         if entry.when is When.NOW:
             entry.begin()
@@ -371,4 +348,4 @@ class Gate:
             if entry.large:
                 self._progress.add_large(-1)
         for entry in (*undecided, *waiting):
-            entry.abort(copy(error))
+            entry.abort(again(error))

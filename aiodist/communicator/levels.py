@@ -8,9 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
-__all__ = ["FORMS", "Form", "Group", "Key", "Levels", "Split"]
+from aiodist.errors import MismatchError
+
+__all__ = [
+    "FORMS",
+    "Asked",
+    "Form",
+    "Group",
+    "Key",
+    "Levels",
+    "Split",
+    "agree",
+    "checked_form",
+    "checked_key",
+    "forms_of",
+    "keys_of",
+]
 
 Form = Literal["cartesian", "tree"]
 FORMS: Final[tuple[str, ...]] = get_args(Form)
@@ -182,3 +197,56 @@ def _count(n: int, what: str) -> str:
 def _shown(key: Key) -> str:
     text = "/".join(key)
     return text if text and text.isprintable() else repr(text)
+
+
+class Asked(NamedTuple):
+    """The levels that one rank wants; all must want the same, the keys apart."""
+
+    what: str
+    of: str
+    keys: Sequence[Key]
+    forms: Sequence[Form | None]
+
+    def differs(self, other: Asked) -> bool:
+        """Return whether the other rank wants something else."""
+        mine, theirs = ((one.what, one.of, len(one.keys), one.forms) for one in (self, other))
+        return mine != theirs
+
+    def __str__(self) -> str:
+        keys = ", ".join("/".join(key) for key in self.keys)
+        forms = f", form {', '.join(map(str, self.forms))}" if any(self.forms) else ""
+        return f"{self.what}{f' of {self.of}' if self.of else ''} with {len(self.keys)} level(s) by {keys}{forms}"
+
+
+def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
+    """Return the levels that all ranks want; raise `MismatchError` if they do not want the same."""
+    first = table[0]
+    for rank, asked in enumerate(table):
+        if asked.differs(first):
+            raise MismatchError(f"ranks disagree on the levels of {name!r}: rank 0: {first}; rank {rank}: {asked}")
+    keys = zip(*(asked.keys for asked in table), strict=True)
+    return tuple(Split(tuple(level), form) for level, form in zip(keys, first.forms, strict=True))
+
+
+def keys_of(levels: Levels) -> list[Key]:
+    """Return what this rank gave at each level."""
+    return [split.keys[levels.rank] for split in levels.splits]
+
+
+def forms_of(levels: Levels) -> list[Form | None]:
+    """Return the form that was asked for at each level."""
+    return [split.asked for split in levels.splits]
+
+
+def checked_key(key: object, name: str) -> str:
+    """Return `key`; raise TypeError unless it is a str."""
+    if not isinstance(key, str):
+        raise TypeError(f"{name} is {type(key).__name__}: expected a str")
+    return key
+
+
+def checked_form(form: Form | None) -> Form | None:
+    """Return `form`; raise ValueError unless there is such a form."""
+    if form is not None and form not in FORMS:
+        raise ValueError(f"form={form!r}: expected {', '.join(map(repr, FORMS))} or None")
+    return form

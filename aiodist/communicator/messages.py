@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
@@ -32,8 +31,8 @@ class PointToPoint(Base):
     def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
         """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
 
-        A list is sent as so many messages. Raises ValueError for a `dst` or `tag` out of range.
-        Cost: one message up to about 800 bytes, two above.
+        `t` has any shape, which `recv()` restores. A list is sent as so many messages. Raises ValueError for a `dst` or
+        `tag` out of range. Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
@@ -56,8 +55,10 @@ class PointToPoint(Base):
         if isinstance(t, list):
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
-        work = self._work_for(into)
-        later = None if work is not None or into is not None else self._work_later()
+        works = self._work_for(into)
+        accelerator, later = self._registry.accelerator, None
+        if into is None and not works and accelerator is not None and self._repertoire.on_cuda:
+            later = partial(accelerator.work, self.name, self.device)
         handle, finish = self._dispatcher.message(
             "recv",
             0 if into is None else into.nbytes,
@@ -65,23 +66,18 @@ class PointToPoint(Base):
             timeout,
             Peer(src, None, tag),
         )
+        work = next(iter(works), None)
         self._dispatcher.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
-        if work is not None:
-            attach(handle, [work], into)
+        attach(handle, works, into)
         return handle
 
-    def _work_for(self, into: Tensor | None) -> DeviceWork | None:
+    def _work_for(self, into: Tensor | None) -> list[DeviceWork]:
         """Return what a receive does on a device: where `into` lies, or a tensor that comes from one."""
-        device = self.device if into is None else into.device
-        if device.type == "cpu" or (into is None and not (self._repertoire.on_cuda and torch.cuda.is_initialized())):
-            return None
-        return self._work_on([device], None)[0]
+        return self._work_expected(None) if into is None else self._work_of([into])
 
-    def _work_later(self) -> Callable[[], DeviceWork] | None:
-        accelerator = self._registry.accelerator
-        if accelerator is None or not self._repertoire.on_cuda:
-            return None
-        return partial(accelerator.work, self.name, self.device)
+    def _work_of(self, ts: Sequence[Tensor]) -> list[DeviceWork]:
+        """Return what a message does on the devices that `ts` lie on."""
+        return self._work_on({t.device for t in ts if not t.is_cpu}, None)
 
     def sendrecv(
         self,
@@ -103,51 +99,38 @@ class PointToPoint(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
-        work = self._work_for(t if into is None and t.is_cuda else into)
-        sending = self._sending([t])
+        works = self._work_for(t if into is None and t.is_cuda else into)
+        sending = self._work_of([t])
         handle, finish = self._dispatcher.message("sendrecv", t.nbytes, claims, timeout, Peer(src, dst, tag))
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[Arrived]:
             box: list[Arrived] = []
-            receive = partial(_receive, mailbox, Wanted(Mailbox.TENSOR, src, tag, into, _nobody, work), box)
+
+            def receive(done: Done) -> None:
+                def finish(arrived: Arrived | None, error: BaseException | None) -> None:
+                    if arrived is not None:
+                        box.append(arrived)
+                    done(error)
+
+                mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish, next(iter(works), None)))
+
             yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
             return box[0]
 
-        self._dispatcher.run(on_devices(program(), sending), finish, t.nbytes)
-        if works := sending if work is None else [*sending, work]:
-            attach(handle, works, (t, into))
+        self._dispatcher.start(partial(finish.run, on_devices(program(), sending)), t.nbytes)
+        attach(handle, [*sending, *works], (t, into))
         return handle
-
-    def _sending(self, ts: list[Tensor]) -> list[DeviceWork]:
-        devices = {t.device for t in ts if not t.is_cpu}
-        return self._work_on(devices, None) if devices else []
 
     def _send(self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
-        work = self._sending(ts)
+        work = self._work_of(ts)
         handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, Peer(None, dst, tag))
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:
             yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
 
-        self._dispatcher.run(on_devices(program(), work), finish, nbytes)
-        if work:
-            attach(handle, work, ts)
+        self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
+        attach(handle, work, ts)
         return handle
-
-
-def _nobody(arrived: Arrived | None, error: BaseException | None) -> None:
-    """Whom a receive tells before `_receive` says who."""
-
-
-def _receive(mailbox: Mailbox, wanted: Wanted, box: list[Arrived], done: Done) -> None:
-    def finish(arrived: Arrived | None, error: BaseException | None) -> None:
-        wanted.finish = _nobody  # else the program, which keeps its calls, would keep itself
-        if arrived is not None:
-            box.append(arrived)
-        done(error)
-
-    wanted.finish = finish
-    mailbox.receive(wanted)

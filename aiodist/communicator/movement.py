@@ -12,9 +12,8 @@ from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, lockstep
-from aiodist.collectives.wrappers import alike_lists, copied_to_all, interleaved, mapped, nothing, returning
+from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
 from aiodist.communicator.arguments import (
-    check_across,
     check_apart,
     check_list,
     check_one_place,
@@ -29,7 +28,6 @@ from aiodist.communicator.base import (
     check_single,
     described,
     how,
-    joined,
     kind_of,
     kinds_of,
     lift,
@@ -64,8 +62,7 @@ class Movement(Base):
             return self._broadcast_across(t, root, timeout, impl)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        programs = [operations.broadcast(self._primitives(impl, together=len(ts) > 1), x, root) for x in ts]
-        program = joined(programs, ts, lifted)
+        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, impl)
         if isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
@@ -75,16 +72,12 @@ class Movement(Base):
     def _broadcast_across(self, t: object, root: int, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
         what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t, across=True), root)
-        if not ts:
-            return self._issue(what, returning(nothing(), t), [], ts, timeout)
-        check_across(ts)
 
         def broadcast(p: Primitives) -> Program[Any]:
-            return copied_to_all(operations.broadcast(p, ts[0], root), ts)
+            return returning(copied_to_all(operations.broadcast(p, ts[0], root), ts), t)
 
-        program = returning(alike_lists(self._primitives(impl), ts, broadcast), t)
-        claims = [*reading(ts[0]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
-        return self._issue(what, program, claims, ts, timeout)
+        claims = [*reading(*ts[:1]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
+        return self._issue_across(what, ts, broadcast, claims, timeout=timeout, impl=impl, empty=t)
 
     def allgather(
         self,
@@ -113,25 +106,24 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        programs = [operations.allgather(self._primitives(impl, together=len(ts) > 1), x, out) for x in ts]
+        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, t, impl)
         what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t))
-        return self._issue(what, joined(programs, ts, t), claims_of(ts, out), ts, timeout, outs=(out,))
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
         ts = check_list(t, None, "t")
         if out is not None:
             check_single(t, "out")
         what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t, across=True))
-        if not ts:
-            return self._issue(what, returning(nothing(), []), [], ts, timeout)
-        check_across(ts)
 
         def allgather(p: Primitives) -> Program[Any]:
             by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
-            return interleaved(lockstep(by_tensor))
+            return mapped(lockstep(by_tensor), interleaved)
 
-        program = alike_lists(self._primitives(impl, together=len(ts) > 1), ts, allgather)
-        return self._issue(what, program, reading(*ts), ts, timeout)
+        many = len(ts) > 1
+        return self._issue_across(
+            what, ts, allgather, reading(*ts), timeout=timeout, impl=impl, empty=[], together=many
+        )
 
     def gather(
         self,
@@ -144,7 +136,8 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return on `root` what `allgather` returns, and None elsewhere; `out` counts on root alone.
 
-        Cost: two messages to root from each other rank, shape and dtype first.
+        So root gets a list of p tensors, each of the shape that its rank gave, or with `out` one of shape
+        `(all rows, ...)`. Cost: two messages to root from each other rank, shape and dtype first.
         """
         root = check_rank(root, self.size)
         ts = tensors_of(t)
@@ -152,8 +145,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        programs = [operations.gather(self._primitives(impl), x, out, root) for x in ts]
-        program = joined(programs, ts, t)
+        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, t, impl)
         what = Fingerprint("gather", kinds_of(ts), how=how(None, impl, given=t), root=root)
         return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
@@ -168,8 +160,8 @@ class Movement(Base):
     ) -> Handle[Any]:
         """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
 
-        The p tensors may be of any shapes. On root `ts` may be a list of such lists; the result is then a list, on
-        every rank.
+        The p tensors may be of any shapes; the result has the shape of its own. On root `ts` may be a list of such
+        lists; the result is then a list, on every rank.
 
         Raises TypeError or ValueError on root unless `ts` is a list of p tensors, and ValueError for `out` beside a
         list of lists. Cost: two messages from root to each other rank, shape and dtype first.
@@ -206,9 +198,10 @@ class Movement(Base):
     ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
-        `out` is a list of p tensors, one for each source; each grows as in `allgather`. A list of lists gives a list of
-        results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with `impl="bruck"` ValueError where
-        they are not alike, and MismatchError on await where those of other ranks are not.
+        `ts` and the result are lists of p tensors of any shapes; `out` is such a list, each grows as in `allgather`. A
+        list of lists gives a list of results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with
+        `impl="bruck"` ValueError where they are not alike, and MismatchError on await where those of other ranks are
+        not.
 
         Cost: 2(p-1) messages out and in, shape and dtype first; with `impl="bruck"` about log2(p) messages of half of
         all, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
@@ -240,11 +233,11 @@ class Movement(Base):
     ) -> Handle[Tensor]:
         """Return the rows that all ranks hold for this one, in rank order along dim 0: rank r gets `sizes[r]` of `t`.
 
-        `t` has any shape but that of a number. Without `sizes` it has one shape on all ranks, whose dim 0 they divide
-        evenly; with them (given on all ranks) the rows that come are counted first, and `out` grows where it is too
-        small and owns its memory. Raises ValueError for sizes that are not those of `t`. Cost: p-1 messages out and
-        in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half of `t`, for short tensors without
-        `sizes`.
+        `t` has a shape `(rows, ...)`, and so has the result, with the rows that come. Without `sizes` it has one shape
+        on all ranks, whose dim 0 they divide evenly; with them (given on all ranks) the rows that come are counted
+        first, and `out` grows where it is too small and owns its memory. Raises ValueError for sizes that are not those
+        of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half
+        of `t`, for short tensors without `sizes`.
         """
         check_tensor(t)
         if t.dim() == 0:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from aiodist.backends.base import Operation, Wanted, dtype_name
+from aiodist.backends.base import Wanted, dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
-from aiodist.collectives.wrappers import alike_lists, copied_to_all, local_first, mapped, nothing, returning
-from aiodist.communicator.arguments import check_across, check_list, check_out, check_rank, check_sizes
-from aiodist.communicator.base import (
-    Base,
-    check_single,
-    fingerprint_of,
-    how,
-    joined,
-    lift,
-    tensors_of,
-)
+from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, returning
+from aiodist.communicator.arguments import check_list, check_out, check_rank, check_sizes
+from aiodist.communicator.base import Base, check_single, fingerprint_of, how, lift, tensors_of
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
 from aiodist.communicator.oplog import Fingerprint
@@ -78,7 +71,7 @@ class Reductions(Base):
                 check_not_capturing(t.get_device())
                 return self._dispatcher.quick(queued, t, timeout)
         if across:
-            return self._allreduce_across(t, op, timeout, impl)
+            return self._reduction_across("allreduce", t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
 
     def scan(
@@ -92,7 +85,7 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
 
-        Shapes, `out`, lists and errors as of `allreduce`.
+        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`.
         Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis, Steele 1986, DOI
         10.1145/7902.7903.
         """
@@ -109,7 +102,8 @@ class Reductions(Base):
     ) -> Handle[Data]:
         """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
 
-        Shapes, `out`, lists and errors as of `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
+        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`. Cost: one
+        message of n bytes, in a chain of p-1 steps.
         """
         return self._reduction("exscan", operations.exscan, t, op, out, timeout, impl)
 
@@ -132,51 +126,10 @@ class Reductions(Base):
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
         root = check_rank(root, self.size)
-        mine = self.rank == root
-        lifted, convert = lift(t, op)
-        ts = check_list(t, None, "t") if across else tensors_of(lifted)
-        kinds = [check_op(op, x.dtype) for x in ts]
-        what = fingerprint_of("reduce", ts, op, root, impl, given=t, across=across)
         if across:
-            return self._reduce_across(what, ts, kinds, root, timeout, impl)
-        if out is not None and mine:
-            check_single(lifted, "out")
-            check_out(out, ts[0], numel=ts[0].numel())
-        targets = [(x if out is None else out) if mine else None for x in ts]
-        programs = [
-            operations.reduce(self._primitives(impl, together=len(ts) > 1), x, target, kind, root)
-            for x, target, kind in zip(ts, targets, kinds, strict=True)
-        ]
-        program = joined(programs, ts, lifted)
-        if isinstance(t, list):
-            program = returning(program, t if mine else None)
-        claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
-
-    def _reduce_across(
-        self,
-        what: Fingerprint,
-        ts: list[Tensor],
-        kinds: list[ReduceOp],
-        root: int,
-        timeout: float | None,
-        impl: str,
-    ) -> Handle[Any]:
-        if not ts:
-            return self._issue(what, nothing(), [], ts, timeout)
-        check_across(ts)
-        mine = self.rank == root
-
-        def reduce(p: Primitives) -> Program[Any]:
-            def over_ranks(total: Tensor) -> Program[int]:
-                yield from p.run(Operation("reduce", total, op=wire_op(kinds[0]), root=root))
-                return self.size if mine else 0
-
-            return local_first(ts, kinds[0], over_ranks, keep=not mine)
-
-        program = alike_lists(self._primitives(impl), ts, reduce)
-        claims = [*writing(ts[0]), *reading(*ts[1:])] if mine else reading(*ts)
-        return self._issue(what, program if mine else returning(program, None), claims, ts, timeout)
+            return self._reduction_across("reduce", t, op, timeout, impl, root)
+        make = partial(operations.reduce, root=root)
+        return self._reduction("reduce", make, t, op, out, timeout, impl, root)
 
     def reduce_scatter(
         self,
@@ -199,25 +152,19 @@ class Reductions(Base):
         (halving). Source: Chan et al. 2007, DOI 10.1002/cpe.1206.
         """
         ts = tensors_of(t)
-        kinds = [check_op(op, x.dtype) for x in ts]
+        known = _op_for(ts, op)
         blocks = [_blocks(x, sizes, self.size) for x in ts]
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=blocks[0][self.rank].numel())
-        programs = [
-            operations.reduce_scatter(self._primitives(impl, together=len(ts) > 1), x, out, kind, cut)
-            for x, kind, cut in zip(ts, kinds, blocks, strict=True)
-        ]
-        program = joined(programs, ts, t)
+
+        def reduce_scatter(p: Primitives, x: Tensor) -> Program[Any]:
+            return operations.reduce_scatter(p, x, out, known, _blocks(x, sizes, self.size))
+
+        program = self._each(reduce_scatter, ts, t, impl)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
-        return self._issue(
-            fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as),
-            program,
-            claims_of(ts, out),
-            ts,
-            timeout,
-            outs=(out,),
-        )
+        what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
+        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
 
     # --- building them --------------------------------------------------------------------------------------
 
@@ -265,48 +212,59 @@ class Reductions(Base):
     def _reduction(
         self,
         name: str,
-        make: Callable[..., Program[Tensor]],
-        t: Data,
+        make: Callable[..., Program[Any]],
+        t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
         timeout: float | None,
         impl: str,
-    ) -> Handle[Data]:
+        root: int | None = None,
+    ) -> Handle[Any]:
+        """`make(p, t, into, op)` is the program of one tensor; `root`: it alone gets the result."""
+        mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
-        kinds = [check_op(op, x.dtype) for x in ts]
-        if out is not None:
+        known = _op_for(ts, op)
+        if out is not None and mine:
             check_single(lifted, "out")
             check_out(out, ts[0], numel=ts[0].numel())
-        programs = [
-            make(self._primitives(impl, together=len(ts) > 1), x, x if out is None else out, kind)
-            for x, kind in zip(ts, kinds, strict=True)
-        ]
-        program = joined(programs, ts, lifted)
+
+        def one(p: Primitives, x: Tensor) -> Program[Any]:
+            return make(p, x, (x if out is None else out) if mine else None, known)
+
+        program = self._each(one, ts, lifted, impl)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
-            program = returning(program, t)
-        claims = writing(*ts) if out is None else claims_of(ts, out)
-        return self._issue(
-            fingerprint_of(name, ts, op, impl=impl, given=t), mapped(program, convert), claims, ts, timeout, outs=(out,)
-        )
+            program = returning(program, t if mine else None)
+        claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
+        what = fingerprint_of(name, ts, op, root, impl, given=t)
+        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
 
-    def _allreduce_across(self, t: object, op: str, timeout: float | None, impl: str) -> Handle[Any]:
+    def _reduction_across(
+        self, name: str, t: object, op: str, timeout: float | None, impl: str, root: int | None = None
+    ) -> Handle[Any]:
+        """Reduce the list and the ranks: into every tensor, or into the first of `root`."""
         ts = check_list(t, None, "t")
-        what = fingerprint_of("allreduce", ts, op, impl=impl, given=t, across=True)
-        if not ts:
-            return self._issue(what, returning(nothing(), t), [], ts, timeout)
-        check_across(ts)
-        kind = check_op(op, ts[0].dtype)
+        what = fingerprint_of(name, ts, op, root, impl, given=t, across=True)
+        known = _op_for(ts, op)
+        if root is None:
+            claims, result = writing(*ts), t
+        else:
+            mine = self.rank == root
+            claims = [*writing(*ts[:1]), *reading(*ts[1:])] if mine else reading(*ts)
+            result = next(iter(ts), None) if mine else None
 
-        def allreduce(p: Primitives) -> Program[Any]:
-            def over_ranks(total: Tensor) -> Program[int]:
-                yield from p.run(Operation("allreduce", total, op=wire_op(kind)))
-                return self.size
+        def over_all(p: Primitives) -> Program[Any]:
+            program = local_first(p, ts, known, root)
+            return returning(copied_to_all(program, ts) if root is None else program, result)
 
-            return copied_to_all(local_first(ts, kind, over_ranks), ts)
+        return self._issue_across(what, ts, over_all, claims, timeout=timeout, impl=impl, empty=result)
 
-        program = returning(alike_lists(self._primitives(impl), ts, allreduce), t)
-        return self._issue(what, program, writing(*ts), ts, timeout)
+
+def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
+    """Return `op` as a ReduceOp; raise where the dtype of one of `ts` does not go with it."""
+    for t in ts:
+        check_op(op, t.dtype)
+    return ReduceOp(op)
 
 
 def _blocks(t: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.Size]:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport, ours
+from aiodist.backends.base import Transport, ours
+from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Group, Groups, Marks, Neighbourhood, ShmNative
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
@@ -32,13 +33,11 @@ from aiodist.handles.combinators import all_over
 from aiodist.handles.progress import transport_lock
 
 if TYPE_CHECKING:
-    from aiodist.communicator import Communicator
-    from aiodist.communicator.base import Base
     from aiodist.communicator.levels import Levels
     from aiodist.control import Channel, Exit
     from aiodist.topology import Topology
 
-__all__ = ["DRAIN_SECONDS", "Guest", "Registry"]
+__all__ = ["DRAIN_SECONDS", "Guest", "Parts", "Registry"]
 
 T = TypeVar("T")
 
@@ -75,13 +74,65 @@ class _Making(Handle[T]):
         return {} if self.done() else self.keep.late()
 
 
-class Registry:
+class Parts(NamedTuple):
+    """What is below the calls of a communicator, for what is built upon one within aiodist."""
+
+    dispatcher: Dispatcher
+    transport: Transport
+    registry: Registry[Any]
+    repertoire: Repertoire
+
+
+class Tables(Protocol):
+    """What an edit does to one communicator, and the registry when it has made one."""
+
+    def apply_edits(self, edits: Sequence[Edit]) -> None:
+        """Have the table be as after `edits`."""
+
+    def compare_edit(self, edit: Edit) -> Handle[None]:
+        """Issue the comparison of `edit` with the other ranks'."""
+
+    def set_levels(self, levels: Levels | None, made_of: tuple[Any, Sequence[int]] | None = None) -> None:
+        """Form `levels`, or what is left of those of what it was made of."""
+
+
+class Member(Protocol):
+    """A communicator, as the registry sees it."""
+
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number in it."""
+
+    @property
+    def topology(self) -> Topology:
+        """Which of its ranks share a host."""
+
+    @property
+    def parts(self) -> Parts:
+        """What is below its calls."""
+
+    @property
+    def upkeep(self) -> Tables:
+        """What is done to it."""
+
+    def allgather(self, t: torch.Tensor) -> Handle[Any]:
+        """Return the tensors of all ranks."""
+
+
+C = TypeVar("C", bound=Member)
+
+
+class Registry(Generic[C]):
     """Knows every open communicator of one rank."""
 
     def __init__(
         self,
         channel: Channel,
-        make: Callable[[Dispatcher, Topology | None, Registry], Communicator],
+        make: Callable[[Dispatcher, Topology | None, Registry[C]], C],
         *,
         timeout: float | None,
         drain_seconds: float = DRAIN_SECONDS,
@@ -107,14 +158,14 @@ class Registry:
         self._edits_before: dict[str, int] = {}
         self._timeout = timeout
         self._drain_seconds = drain_seconds
-        self._open: list[Communicator] = []
-        self._closing: list[Communicator] = []
+        self._open: list[C] = []
+        self._closing: list[C] = []
         self.kept: OpenBlock | None = None
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
-        self._shared: dict[tuple[str, tuple[int, ...], Levels | None], Communicator] = {}
+        self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._guests: dict[Communicator, list[Guest]] = {}
+        self._guests: dict[C, list[Guest]] = {}
         self._progress = Progress.current()
         self._progress.on_broken.append(self._broken)
 
@@ -122,7 +173,7 @@ class Registry:
         """Tell the other ranks that this one fails."""
         self._channel.fail(why)
 
-    def world(self, transport: Transport, topology: Topology) -> Communicator:
+    def world(self, transport: Transport, topology: Topology) -> C:
         """Return the first communicator, over all ranks."""
         if topology.devices:
             self.accelerator = Accelerator(
@@ -142,7 +193,7 @@ class Registry:
         ranks: Sequence[int],
         topology: Topology | None,
         table: Table | None = None,
-    ) -> Communicator:
+    ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
         gate = partial(self._gate, name, transport, ranks) if transport.size > 1 else None
         dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate)
@@ -200,7 +251,7 @@ class Registry:
             first.setdefault(group_of.get(rank, rank), number)
         return list(first.values())
 
-    def _let_go(self, communicator: Communicator) -> None:
+    def _release(self, communicator: C) -> None:
         """Touch no shared memory for it any more; what still had to is over."""
         dispatcher = communicator.parts.dispatcher
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
@@ -226,19 +277,12 @@ class Registry:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
-                self._abort(communicator, error)
+                communicator.parts.dispatcher.abort_everywhere(error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
         for communicator in (*self._open, *self._closing):
-            self._abort(communicator, ours(error))
-
-    @staticmethod
-    def _abort(communicator: Communicator, error: AiodistError) -> None:
-        dispatcher = communicator.parts.dispatcher
-        if dispatcher.refusal is None:
-            dispatcher.abort(error)
-            dispatcher.disputes.tell_abort(f"rank {communicator.rank}: {error}")
+            communicator.parts.dispatcher.abort_everywhere(ours(error))
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):
@@ -247,19 +291,19 @@ class Registry:
 
     # --- guests ----------------------------------------------------------------------------------------------
 
-    def admit(self, communicator: Communicator, guest: Guest) -> None:
+    def admit(self, communicator: C, guest: Guest) -> None:
         """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
         communicator.parts.dispatcher.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
 
     # --- the selector ----------------------------------------------------------------------------------------
 
-    def edit(self, communicator: Base, edit: Edit) -> Handle[None]:
-        """Edit the tables of `communicator` and of what was made of it; return the handle of its comparison."""
-        handle = communicator.upkeep.compare_edit(edit)
-        communicator.upkeep.apply_edits([edit])
-        self._edits.setdefault(communicator.name, []).append(edit)
-        for member in [c for c in self._open if c.name.startswith(f"{communicator.name}/")]:
+    def edit(self, name: str, upkeep: Tables, edit: Edit) -> Handle[None]:
+        """Edit the tables of communicator `name` and of what was made of it; return the handle of its comparison."""
+        handle = upkeep.compare_edit(edit)
+        upkeep.apply_edits([edit])
+        self._edits.setdefault(name, []).append(edit)
+        for member in [c for c in self._open if c.name.startswith(f"{name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
             with suppress(AiodistError):  # it was given up
                 member.upkeep.compare_edit(edit)
@@ -268,12 +312,12 @@ class Registry:
 
     # --- making ----------------------------------------------------------------------------------------------
 
-    def derive(self, parent: Communicator, kind: str, ranks: Sequence[int]) -> Handle[Communicator]:
+    def derive(self, parent: C, kind: str, ranks: Sequence[int]) -> Handle[C]:
         """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
         agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
         name = self.next_name(parent, kind)
 
-        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, C]:
             wanted = {rank: row.tolist() for rank, row in enumerate(table)}
             other = next((rank for rank, row in wanted.items() if row != wanted[0]), 0)
             if other:
@@ -284,12 +328,12 @@ class Registry:
 
         return self.later(parent, kind, agreed, join)
 
-    def split(self, parent: Communicator, color: int | None, key: int) -> Handle[Communicator]:
+    def split(self, parent: C, color: int | None, key: int) -> Handle[C]:
         """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""
         agreed = parent.allgather(torch.tensor([color is None, color or 0, key]))
         name = self.next_name(parent, "split")
 
-        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, Communicator]:
+        def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, C]:
             rows = [row.tolist() for row in table]
             group = sorted((row[2], rank) for rank, row in enumerate(rows) if row[:2] == rows[parent.rank][:2])
             ranks = () if color is None else tuple(rank for _, rank in group)
@@ -299,7 +343,7 @@ class Registry:
 
     def later(
         self,
-        parent: Communicator,
+        parent: C,
         kind: str,
         agreed: Handle[Any],
         join: Callable[[Any], Coroutine[Any, Any, T]],
@@ -327,16 +371,14 @@ class Registry:
         task.add_done_callback(self._tasks.discard)
         return handle
 
-    def next_name(self, parent: Communicator, kind: str) -> str:
+    def next_name(self, parent: C, kind: str) -> str:
         """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
         number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
         name = f"{parent.name}/{kind}{number}"
         self._edits_before[name] = len(self._edits.get(parent.name, ()))
         return name
 
-    async def join(
-        self, parent: Communicator, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None
-    ) -> Communicator:
+    async def join(self, parent: C, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None) -> C:
         """Return the communicator among `ranks` of `parent`, made once where it is `shared`; see `Base.levels`."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
@@ -359,13 +401,15 @@ class Registry:
             self._shared[key] = made
         return made
 
-    def _outside(self, name: str, size: int) -> Communicator:
+    def _outside(self, name: str, size: int) -> C:
         error = CommunicatorError(f"this rank is outside communicator {name!r}")
-        return self._make(Dispatcher.refusing(name, _Outside(size), self._channel, error), None, self)
+        nobodys = LocalTransport(LocalHub(), -1, size)
+        nobodys.name = "none"
+        return self._make(Dispatcher.refusing(name, nobodys, self._channel, error), None, self)
 
     # --- closing -----------------------------------------------------------------------------------------------
 
-    async def close(self, communicator: Communicator) -> None:
+    async def close(self, communicator: C) -> None:
         """Close `communicator` and, before it, what was made from it, within `drain_seconds` in all.
 
         Raises `OperationTimeout` naming what is still pending then, and gives that communicator up.
@@ -380,7 +424,7 @@ class Registry:
         for member in sorted(below, key=lambda c: c.name, reverse=True):
             await self._close(member, until)
 
-    async def _close(self, communicator: Communicator, until: float) -> None:
+    async def _close(self, communicator: C, until: float) -> None:
         if communicator not in self._open:
             return
         self._open.remove(communicator)
@@ -391,7 +435,7 @@ class Registry:
         try:
             for guest in reversed(self._guests.pop(communicator, [])):
                 await self._close_guest(guest, communicator, until)
-            dispatcher.withdraw_receives()
+            dispatcher.cancel_receives()
             if dispatcher.refusal is None:
                 await dispatcher.drain(self._left(until))
                 mismatch = await self._meet(communicator, until)
@@ -408,12 +452,12 @@ class Registry:
                 dispatcher.close()
             finally:  # a warning that is an error
                 self._closing.remove(communicator)
-                self._let_go(communicator)
+                self._release(communicator)
                 if self.accelerator is not None:
                     await self.accelerator.release(communicator.name, drained=drained)
                 await communicator.parts.transport.aclose(drained=drained)
 
-    async def _meet(self, communicator: Communicator, until: float) -> MismatchError | None:
+    async def _meet(self, communicator: C, until: float) -> MismatchError | None:
         """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
         try:
             await communicator.parts.dispatcher.barrier(self._left(until), "close")
@@ -424,7 +468,7 @@ class Registry:
             return error
         return None
 
-    async def _close_guest(self, guest: Guest, communicator: Communicator, until: float) -> None:
+    async def _close_guest(self, guest: Guest, communicator: C, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
                 await guest.close()
@@ -446,7 +490,7 @@ class Registry:
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
         for communicator in given_up:
-            self._let_go(communicator)
+            self._release(communicator)
             with suppress(OSError):
                 await communicator.parts.transport.aclose(drained=False)
 
@@ -459,28 +503,3 @@ def _issued_as(name: str) -> str:
     """
     path, _, last = name.rpartition("/")
     return f"{path}/{last.partition('.')[0]}"
-
-
-class _Outside:
-    """The transport of a rank that is not in the group: there is none."""
-
-    name = "none"
-    rank = -1
-    native: Native | None = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(short_receives=True)
-
-    def isend(self, t: torch.Tensor, dst: int, tag: int, done: Done) -> None:
-        done(CommunicatorError("this rank is outside the communicator"))
-
-    irecv = isend
-
-    async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        raise CommunicatorError("this rank is outside the communicator")
-
-    async def aclose(self, *, drained: bool) -> None:
-        return None

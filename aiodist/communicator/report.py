@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from aiodist.communicator.inquiry import Inquiry
-from aiodist.communicator.whereabouts import Wait
+from aiodist.communicator.inquiry import Inquiry, Wait
 
 __all__ = ["REPORT_SECONDS", "StallReporter", "check_report"]
 

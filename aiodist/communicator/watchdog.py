@@ -1,4 +1,4 @@
-"""Operations that take long: ranks ask one another where they are, so that late ranks are named (H8).
+"""Operations that take long: ranks ask one another where they are, so that late ranks are named.
 
 An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
 so. A rank that still waits after a second, or at half of the nearest deadline, asks where they are, again and again
@@ -16,10 +16,9 @@ from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from aiodist.communicator.inquiry import Inquiry
+from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts, line_of_thread, lines_of_tasks
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.report import StallReporter
-from aiodist.communicator.whereabouts import Wait, Whereabouts, line_of_thread, lines_of_tasks
 from aiodist.control import Channel
 from aiodist.handles import Handle, Progress
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes
@@ -121,10 +120,6 @@ class Watch:
         for member in list(self.members.values()):
             member.look(self.inquiry.now(), hurry=True)
 
-    def hurry_in(self, seconds: float) -> None:
-        """Do so in so many seconds."""
-        self.progress.loop.call_later(seconds, self.hurry)
-
     def _look(self) -> None:
         if not any(member.pending for member in self.members.values()):
             self.watching = False
@@ -210,7 +205,7 @@ class Watchdog:
     def expect(self, seconds: float) -> None:
         """Have it known in good time who is late when the deadline of a new operation comes, in so many seconds."""
         if seconds < SHORT_SECONDS:
-            self.watch.hurry_in(seconds / 2)
+            self.watch.progress.loop.call_later(seconds / 2, self.watch.hurry)
 
     # --- looking -------------------------------------------------------------------------------------------
 
@@ -219,7 +214,6 @@ class Watchdog:
         pending = list(self.pending)
         old = [handle for handle in pending if hurry or (id(handle), handle.seq) in self._old]
         self._old = {(id(handle), handle.seq) for handle in pending}
-        told: dict[int, None] = {}
         asked: dict[int, None] = {}
         for handle in old:
             if handle not in self._stalled and handle.is_pending:
@@ -233,15 +227,12 @@ class Watchdog:
             if not stalled.published:
                 stalled.published = True
                 if self.pending.get(handle) is True:
-                    self._send(list(self._reached), "stalled", handle.seq, [])
-                else:
-                    told.update(dict.fromkeys(self._missing(handle)))
+                    self._send(list(self._reached), "stalled", handle.seq + 1)
             if hurry or stalled.is_due(now, self.watch.scopes.ends):
                 stalled.asked = now
                 asked.update(dict.fromkeys(self._missing(handle)))
                 if not asked and self.pending.get(handle) is True:
                     asked.update(dict.fromkeys(self._reached))
-        self._send(list(told), "stalled", -1, [])
         self._inquiry.ask([self._ranks[rank] for rank in asked], self._name)
 
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
@@ -346,26 +337,23 @@ class Watchdog:
 
     # --- the conversation ----------------------------------------------------------------------------------
 
-    def _send(self, ranks: Sequence[int], what: str, seq: int, content: list[Any]) -> None:
+    def _send(self, ranks: Sequence[int], what: str, issued: int, last: str = "") -> None:
+        """Tell `ranks` how many collectives this one has issued, at least; who is "stalled" wants to hear back."""
         for rank in ranks:
-            self._inquiry.channel.send(self._ranks[rank], self._topic, [what, seq, content])
+            self._inquiry.channel.send(self._ranks[rank], self._topic, [what, issued, last])
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """Hear another rank; on the listener thread."""
-        what, seq, content = message
+        """On the listener thread."""
+        what, issued, last = message
         src = self._ranks.index(world_rank)
-        if what == "behind":
-            self._reached[src] = max(self._reached[src], seq)
-            self._inquiry.hint(world_rank, content[0])
-            return
-        self._reached[src] = max(self._reached[src], seq + 1)
-        if what == "reached":
-            return
-        if seq < self._oplog.seq:
-            self._send([src], "reached", seq, [])
-        else:
-            self._send([src], "behind", self._oplog.seq, [self.last()])
-            self._tell_later(src, seq)
+        self._reached[src] = max(self._reached[src], issued)
+        if last:
+            self._inquiry.hint(world_rank, last)
+        if what == "stalled":
+            behind = issued > self._oplog.seq
+            self._send([src], "reached", self._oplog.seq, self.last() if behind else "")
+            if behind:
+                self._tell_later(src, issued - 1)
 
     def _tell_later(self, src: int, seq: int) -> None:
         """Tell rank `src` as soon as this rank has issued operation `seq`."""
@@ -376,5 +364,4 @@ class Watchdog:
             self._came(seq)
 
     def _came(self, seq: int) -> None:
-        """This rank has issued what others wait for."""
-        self._send(list(self._asked.pop(seq, ())), "reached", seq, [])
+        self._send(list(self._asked.pop(seq, ())), "reached", seq + 1)

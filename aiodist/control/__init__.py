@@ -4,12 +4,11 @@ Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank s
 """
 
 from aiodist.control.channel import Channel, exchange
-from aiodist.control.exits import HUB, Exit, name_ranks
-from aiodist.control.hosting import HostedHub, host
 from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub, HubOptions
-from aiodist.control.local import InProcessHub, in_process
-from aiodist.control.rendezvous import connect
+from aiodist.control.local import in_process
+from aiodist.control.rendezvous import HostedHub, connect, host
+from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.wire import MAX_FRAME
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "HostedHub",
     "Hub",
     "HubOptions",
-    "InProcessHub",
     "connect",
     "exchange",
     "find_hosts",

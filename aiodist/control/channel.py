@@ -7,14 +7,19 @@ and `local.InProcessChannel` for ranks that are tasks of one process.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
-if TYPE_CHECKING:
-    from aiodist.control.exits import Exit
+from aiodist.control import forks
+from aiodist.control.inbox import Subscriptions
+from aiodist.control.roster import Exit
+from aiodist.control.wire import EVERYBODY, pack
+from aiodist.errors import OperationTimeout
 
-__all__ = ["Channel", "exchange"]
+__all__ = ["Channel", "exchange", "settle"]
 
 
 async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401
@@ -28,8 +33,7 @@ async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None
     return [json.loads(await channel.get(f"{what}/{rank}", timeout=seconds)) for rank in range(channel.size)]
 
 
-@runtime_checkable
-class Channel(Protocol):
+class Channel(ABC):
     """One rank's end of the control channel.
 
     In a forked child every call raises `RuntimeError`: the connection is the parent's. So does every call after
@@ -38,49 +42,56 @@ class Channel(Protocol):
     by `on_lost`.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
+    def __init__(self, rank: int, size: int, inbox: Subscriptions) -> None:
+        self.rank = rank
+        self.size = size
+        self._inbox = inbox
+        self._owner = forks.Owner()
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` for all ranks; raise `ValueError` at the call when it is over 64 MiB."""
-        ...
+        """Store `value` under `key` for all ranks; raise `ValueError` when it is over 48 MiB."""
+        await self.request("set", key, bytes(value))
 
     async def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """Return what is stored under `key`, as soon as there is something.
 
         Raises `OperationTimeout` after `timeout` seconds.
         """
-        ...
+        try:
+            async with asyncio.timeout(timeout):
+                value: bytes = await self.request("get", key)
+        except TimeoutError:
+            message = f"key {key!r} was not set within {timeout:g} s"
+            raise OperationTimeout(message, rank=self.rank, op="get") from None
+        return value
 
     async def add(self, key: str, amount: int = 1) -> int:
         """Add to the counter `key`, which starts at 0, and return the sum; no two ranks get the same in between.
 
         `get` returns a counter as decimal digits. Raises `ValueError` when `key` holds something else.
         """
-        ...
+        total: int = await self.request("add", key, amount)
+        return total
 
     async def delete(self, key: str) -> None:
         """Forget `key`; nothing happens when it is not there."""
-        ...
+        await self.request("delete", key)
 
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
         """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
 
         From any thread; never blocks; what one thread sends to one rank arrives in order. Raises `ValueError` for a
-        rank outside the job or over 64 MiB, and `TypeError` for what cannot travel.
+        rank outside the job or over 64 MiB of JSON, bytes in base64, and `TypeError` for what cannot travel.
         """
-        ...
+        if not 0 <= dst < self.size:
+            raise ValueError(f"rank {dst} of {self.size}: expected 0 <= rank < {self.size}")
+        self._check_open()
+        self._send(dst, pack([topic, payload]))
 
     def broadcast(self, topic: str, payload: Any) -> None:  # noqa: ANN401
         """Send to every other rank, as `send` does."""
-        ...
+        self._check_open()
+        self._send(EVERYBODY, pack([topic, payload]))
 
     def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
         """Call `fn(src, payload)` for each message of `topic`, those that came before this call too.
@@ -88,11 +99,13 @@ class Channel(Protocol):
         `fn` runs on the listener thread, also while the main thread is stuck, and must be short. What it raises is
         reported to the exception handler of the loop it ran in. Raises `ValueError` when the topic has a subscriber.
         """
-        ...
+        self._check_open()
+        self._inbox.subscribe(topic, fn)
 
     def unsubscribe(self, topic: str) -> None:
         """Deliver `topic` no more: its messages are dropped until somebody subscribes again."""
-        ...
+        self._check_open()
+        self._inbox.unsubscribe(topic)
 
     def on_lost(self, fn: Callable[[Exit], None]) -> None:
         """Call `fn(exit)` for each rank that leaves without a goodbye, those known already too.
@@ -100,16 +113,43 @@ class Channel(Protocol):
         Its connection broke, its heartbeats stopped, or it reported a failure. A lost hub counts, as the rank in
         whose process it lived or as `HUB`. `fn` runs where subscribers run.
         """
-        ...
-
-    def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
-        """Tell everybody that this rank failed, before it exits. From any thread, within 1 s, best effort."""
-        ...
+        self._check_open()
+        self._inbox.on_lost(fn)
 
     def exits(self) -> Mapping[int, Exit]:
         """Return what is known of the ranks that left, clean exits too."""
-        ...
+        self._owner.check()
+        return dict(self._inbox.exits)
 
+    @abstractmethod
+    def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
+        """Tell everybody that this rank failed, before it exits. From any thread, within 1 s, best effort."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Say goodbye and end the listener thread. Calling it again does nothing."""
-        ...
+
+    @abstractmethod
+    def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
+        """Ask the hub; the future, of the running loop, has the answer. Cancelling it withdraws the question.
+
+        Raises `ValueError` at the call for one over 64 MiB of JSON; the future raises `PeerLost` when the hub is gone.
+        """
+
+    @abstractmethod
+    def _send(self, dst: int, body: bytes) -> None:
+        """Send a message to one rank, or to `EVERYBODY` else."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise `RuntimeError` where the channel is closed, or of another process."""
+
+
+def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
+    """Give a future its result or its error, unless it has one."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
-from aiodist.control.exits import HUB, Exit, name_ranks
-from aiodist.control.inbox import Listening, Subscriptions
+from aiodist.control.channel import Channel, settle
+from aiodist.control.inbox import Subscriptions
 from aiodist.control.link import Link, Pulse
-from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
+from aiodist.control.roster import HUB, Exit, name_ranks
+from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _TRACEBACK_LIMIT = 256 << 10
 _Resolve = Callable[[Any, "Exception | None"], None]
 
 
-class SocketChannel(Listening):
+class SocketChannel(Channel):
     """A `Channel` whose other end is a hub.
 
     The methods that run on the listener thread are under their own heading; the rest may be called from any thread.
@@ -43,7 +44,7 @@ class SocketChannel(Listening):
     def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
         self.place = place
         """Where it met the others."""
-        super().__init__(rank, size, Subscriptions(self._post, self._report))
+        super().__init__(rank, size, Subscriptions(thread.call, thread.loop))
         self._of_process.add(self)
         self._thread = thread
         self._outbox: deque[bytes] = deque()
@@ -58,48 +59,8 @@ class SocketChannel(Listening):
         """On the thread: done when all ranks have joined."""
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
 
-    async def set(self, key: str, value: bytes) -> None:
-        """See `Channel.set`."""
-        await self.request("set", key, bytes(value))
-
-    async def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """See `Channel.get`."""
-        try:
-            async with asyncio.timeout(timeout):
-                value: bytes = await self.request("get", key)
-        except TimeoutError:
-            message = f"key {key!r} was not set within {timeout:g} s"
-            raise OperationTimeout(message, rank=self._rank, op="get") from None
-        return value
-
-    async def add(self, key: str, amount: int = 1) -> int:
-        """See `Channel.add`."""
-        total: int = await self.request("add", key, amount)
-        return total
-
-    async def delete(self, key: str) -> None:
-        """See `Channel.delete`."""
-        await self.request("delete", key)
-
-    def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
-        """See `Channel.send`."""
-        self._check_rank(dst)
-        self._check_open()
-        self._write(frame(Kind.MESSAGE, dst, pack([topic, payload])))
-
-    def broadcast(self, topic: str, payload: Any) -> None:  # noqa: ANN401
-        """See `Channel.broadcast`."""
-        self._check_open()
-        self._write(frame(Kind.MESSAGE, EVERYBODY, pack([topic, payload])))
-
-    def exits(self) -> Mapping[int, Exit]:
-        """See `Channel.exits`."""
-        self._thread.check_process()
-        return dict(self._inbox.exits)
-
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
-        """See `Channel.fail`."""
-        self._thread.check_process()
+        self._owner.check()
         if self._closing or self._lost:
             return
         told = threading.Event()
@@ -109,8 +70,7 @@ class SocketChannel(Listening):
             told.wait(_FAIL_TIMEOUT)
 
     async def aclose(self) -> None:
-        """See `Channel.aclose`."""
-        self._thread.check_process()
+        self._owner.check()
         try:
             if not self._closing and not self._lost:
                 said = self.request("bye", "it closed the channel")
@@ -124,21 +84,20 @@ class SocketChannel(Listening):
             await self._thread.aclose()
 
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
-        """Ask the hub; the future, of the running loop, has the answer. Cancelling it withdraws the question.
-
-        Raises `ValueError` at the call for a question over 64 MiB; the future raises `PeerLost` when the hub is gone.
-        """
         self._check_open()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
         def resolve(value: Any, error: Exception | None) -> None:  # noqa: ANN401
             with contextlib.suppress(RuntimeError):  # the loop that asked was closed meanwhile
-                loop.call_soon_threadsafe(_settle, answer, value, error)
+                loop.call_soon_threadsafe(settle, answer, value, error)
 
         number = self._ask(pack(list(question)), resolve)
         answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return answer
+
+    def _send(self, dst: int, body: bytes) -> None:
+        self._write(frame(Kind.MESSAGE, dst, body))
 
     def _ask(self, body: bytes, resolve: _Resolve) -> int:
         number = next(self._numbers) & 0x7FFFFFFF
@@ -160,11 +119,8 @@ class SocketChannel(Listening):
             self._flushing = True
             self._thread.call(self._flush)
 
-    def _post(self, fn: Callable[..., None], /, *args: Any) -> None:  # noqa: ANN401
-        self._thread.call(fn, *args)
-
     def _check_open(self) -> None:
-        self._thread.check_process()
+        self._owner.check()
         # A subscriber that answers while the channel is being closed makes no mistake: what it sends is dropped.
         if self._closing and not self._thread.is_current():
             raise self._gone()
@@ -178,7 +134,7 @@ class SocketChannel(Listening):
         )
 
     def _is_open(self) -> bool:
-        return not self._closing and self._lost is None and self._thread.is_of_this_process()
+        return not self._closing and self._lost is None and self._owner.is_here()
 
     # On the listener thread.
 
@@ -201,7 +157,7 @@ class SocketChannel(Listening):
         self._ask(pack(["bye", cause]), lambda value, error: None)
 
     async def _leave(self, link: Link, pulse: Pulse) -> None:
-        pulse.stop()
+        pulse.cancel()
         self._closing = True
         self._flush()
         link.close("this rank left")
@@ -227,7 +183,7 @@ class SocketChannel(Listening):
             case Kind.EXIT:
                 self._inbox.left(Exit(**unpack(received.body)))
             case Kind.READY:
-                _settle(self.ready, None, None)
+                settle(self.ready, None, None)
             case Kind.CLOSING:
                 self._hub_closes(unpack(received.body))
             case Kind.PING:
@@ -239,7 +195,7 @@ class SocketChannel(Listening):
         if not self.ready.done() and notice["late"]:
             late = dict(notice["late"])
             message = f"{notice['cause']}, before {name_ranks(late)} had come"
-            self.ready.set_exception(OperationTimeout(message, late=late, rank=self._rank, op="connect"))
+            self.ready.set_exception(OperationTimeout(message, late=late, rank=self.rank, op="connect"))
         rank = HUB if notice["clean"] else self._host_rank
         self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
 
@@ -248,7 +204,6 @@ class SocketChannel(Listening):
         self._lose(Exit(self._host_rank, clean=False, cause=f"the hub{where} was lost: {cause}"))
 
     def _lose(self, exit: Exit) -> None:
-        """The hub is gone; nobody waits for it any more."""
         if self._lost is None:
             earlier = self._inbox.exits.get(exit.rank)
             if earlier is not None and not earlier.clean:
@@ -258,25 +213,12 @@ class SocketChannel(Listening):
             self._lost = exit
             if not self._closing:
                 self._inbox.left(exit)
-        _settle(self.ready, None, self._gone())
+        settle(self.ready, None, self._gone())
         while self._replies:
             _, resolve = self._replies.popitem()
             resolve(None, self._gone())
 
     def _gone(self) -> Exception:
-        """Return why there is no hub to answer."""
         if self._closing or self._lost is None:
-            return RuntimeError(f"the control channel of rank {self._rank} is closed")
+            return RuntimeError(f"the control channel of rank {self.rank} is closed")
         return self._lost.error()
-
-    def _report(self, message: str, error: BaseException) -> None:
-        self._thread.loop.call_exception_handler({"message": message, "exception": error})
-
-
-def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)

@@ -13,10 +13,26 @@ import os
 import select
 from collections.abc import Iterator
 
-__all__ = ["forget", "guard", "guard_polling"]
+__all__ = ["Owner", "forget", "guard", "guard_polling"]
 
 _guarded: set[int] = set()
 _polling: list[int] = []
+
+
+class Owner:
+    """The process that made this object: what belongs to it is nothing to a forked child."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def is_here(self) -> bool:
+        """Whether the caller runs in that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise `RuntimeError` in a forked child."""
+        if not self.is_here():
+            raise RuntimeError(f"the control channel belongs to process {self._pid}: a forked child has none")
 
 
 def guard(fd: int) -> None:
@@ -37,7 +53,7 @@ def guard_polling(fd: int | None) -> Iterator[None]:
     An epoll is shared with the parent. A child that ends its copy of the parent's event loop takes out of it what
     wakes the parent, which then sleeps for ever.
     """
-    if fd is None or not hasattr(select, "epoll"):
+    if fd is None:
         yield
         return
     _install()
@@ -50,11 +66,10 @@ def guard_polling(fd: int | None) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release)
 
 
-def _let_go() -> None:
+def _release() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in _guarded:
         os.dup2(null, fd, inheritable=False)

@@ -16,24 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiodist.control.link import Link
+from aiodist.control.roster import Refused
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
-__all__ = ["Authenticator", "Hello", "Refused", "dial"]
+__all__ = ["Authenticator", "Hello", "dial"]
 
 HANDSHAKE_TIMEOUT: Final = 10.0
 _ABORT_TIMEOUT: Final = 1.0
-_PROTOCOL: Final = "aiodist control 1"
-
-
-class Refused(Exception):
-    """The hub does not let this rank in; `code` is `token`, `size`, `rank`, `duplicate`, `left` or `failed`.
-
-    `left`: this rank left the session and others have not yet, so that it may come back later.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+_PROTOCOL: Final = "aiodist control 2"
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Authenticator:
             timer.cancel()
             self._judge(link, challenge, unpack(received.body))
 
-        link = _Greeting(frame(Kind.GREETING, body=pack([_PROTOCOL, challenge])), hear, closed)
+        link = Link(hear, closed, frame(Kind.GREETING, body=pack([_PROTOCOL, challenge])))
         timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT, link.abort, "it did not say who it is")
         self._strangers.add(link)
         return link
@@ -101,18 +91,6 @@ class Authenticator:
         except Refused as refusal:
             link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
             link.close(str(refusal))
-
-
-class _Greeting(Link):
-    """A link that speaks first."""
-
-    def __init__(self, greeting: bytes, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
-        super().__init__(on_frame, on_closed)
-        self._words = greeting
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.write(self._words)
 
 
 async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:

@@ -2,7 +2,7 @@
 
 A host is ranks of one kernel that can map one another's memory, and that was tried: each rank sends a segment of its
 own, a memfd, over a socket to the first rank that takes it, and that rank maps it and reads what is in it. Names play
-no part. A rank that nobody can share memory with, for whatever reason, is a host of its own.
+no part. A rank that no other rank can share memory with, for any reason, is a host of its own.
 """
 
 from __future__ import annotations

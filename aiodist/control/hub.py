@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-from aiodist.control.exits import Exit
 from aiodist.control.handshake import Authenticator, Hello
-from aiodist.control.link import Link, Pulse
-from aiodist.control.listener import Listener
+from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
-from aiodist.control.roster import Roster
+from aiodist.control.roster import Exit, Roster
 from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 
@@ -57,10 +53,10 @@ class Hub:
         host_rank: int | None = None,
     ) -> None:
         self._host = host
-        self._port = port
+        self.port = port
         self._host_rank = host_rank
         self._options = options or HubOptions()
-        self._roster = Roster(size)
+        self.roster = Roster(size)
         self._store = Store()
         self._authenticator = Authenticator(token, self._admit)
         self._links: dict[int, Link] = {}
@@ -72,37 +68,16 @@ class Hub:
     @property
     def address(self) -> str:
         """Where ranks connect: `tcp://host:port`."""
-        return tcp_address(self._host or outward_host(), self._port)
-
-    @property
-    def port(self) -> int:
-        """The port, once the hub is open."""
-        return self._port
-
-    @property
-    def joined(self) -> frozenset[int]:
-        """The ranks that have joined this session."""
-        return frozenset(self._roster.joined)
-
-    @property
-    def exits(self) -> Mapping[int, Exit]:
-        """How the ranks that left did so."""
-        return dict(self._roster.exits)
-
-    def missing(self) -> Mapping[int, str]:
-        """Return the ranks that have not joined, each with what is known of it."""
-        return self._roster.missing()
+        return tcp_address(self._host or outward_host(), self.port)
 
     async def __aenter__(self) -> Hub:
-        sock = await listen(self._host, self._port, backlog=max(128, self._roster.size))
-        self._port = sock.getsockname()[1]
+        sock = await listen(self._host, self.port, backlog=max(128, self.roster.size))
+        self.port = sock.getsockname()[1]
         self._listener = Listener(sock, self._authenticator.greet)
         self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
     async def linger(self) -> None:
@@ -110,7 +85,7 @@ class Hub:
 
         Where they have not even met there is nothing to wait for.
         """
-        if not self._roster.ready:
+        if not self.roster.ready:
             return
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
@@ -121,12 +96,12 @@ class Hub:
         """Stop; the ranks still connected are told the cause, and which ranks never came if some did not."""
         self._stop_listening()
         if self._pulse is not None:
-            self._pulse.stop()
+            self._pulse.cancel()
         if self._listener is not None:
             await self._listener.wait_closed()
         await self._authenticator.aclose()
         links = tuple(self._links.values())
-        late = [] if self._roster.ready else list(self._roster.missing().items())
+        late = [] if self.roster.ready else list(self.roster.missing().items())
         closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
         for link in links:
             link.write(closing)
@@ -140,7 +115,7 @@ class Hub:
 
     def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
         rank = hello.rank
-        self._roster.join(rank, hello.size)
+        self.roster.join(rank, hello.size)
         link.trust()
         link.on_frame = partial(self._serve, rank)
         link.on_closed = partial(self._gone, rank, link)
@@ -148,7 +123,7 @@ class Hub:
         self._idle.clear()
         settings = {"heartbeat": self._options.heartbeat, "host_rank": self._host_rank}
         link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
-        if self._roster.ready:
+        if self.roster.ready:
             self._write_all(frame(Kind.READY))
 
     def _serve(self, rank: int, received: Frame) -> None:
@@ -158,7 +133,7 @@ class Hub:
             case Kind.REQUEST:
                 self._answer(rank, received.number, unpack(received.body))
             case Kind.CANCEL:
-                self._store.cancel((rank, received.number))
+                self._store.cancel(rank, received.number)
             case Kind.PING:
                 pass
             case kind:
@@ -179,35 +154,24 @@ class Hub:
     def _answer(self, rank: int, number: int, request: Any) -> None:  # noqa: ANN401
         value: Any = None
         match request:
-            case ["get", str(key)]:  # answered when there is something
-                self._store.get(key, (rank, number), partial(self._reply, rank, number))
-                return
-            case ["set", str(key), bytes(new)]:
-                self._store.set(key, new)
-            case ["add", str(key), int(amount)]:
-                try:
-                    value = self._store.add(key, amount)
-                except ValueError as error:
-                    self._reply(rank, number, error=str(error))
-                    return
-            case ["delete", str(key)]:
-                self._store.delete(key)
             case ["missing"]:
-                value = list(self._roster.missing().items())
+                value = list(self.roster.missing().items())
             case ["fail", str(cause), str(trace), int(code)]:
                 self._leave(Exit(rank, clean=False, cause=cause, traceback=trace, exitcode=code))
             case ["bye", str(cause)]:
                 self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
             case _:
-                raise WireError("a request that cannot be read")
-        self._reply(rank, number, value)
+                if not self._store.answer(request, (rank, number), partial(self._reply, rank, number)):
+                    raise WireError("a request that cannot be read")
+                return
+        self._reply(rank, number, value, None)
 
-    def _reply(self, rank: int, number: int, value: Any = None, *, error: str | None = None) -> None:  # noqa: ANN401
+    def _reply(self, rank: int, number: int, value: Any, error: Exception | None) -> None:  # noqa: ANN401
         if link := self._links.get(rank):
-            link.write(frame(Kind.REPLY, number, pack([error, value])))
+            link.write(frame(Kind.REPLY, number, pack([None if error is None else str(error), value])))
 
     def _leave(self, exit: Exit) -> None:
-        if not self._roster.leave(exit):
+        if not self.roster.leave(exit):
             return
         self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
 
@@ -216,11 +180,11 @@ class Hub:
         if self._links.get(rank) is not link:  # it gave up while others were awaited, and came again
             return
         del self._links[rank]
-        self._store.cancel_all(rank)
+        self._store.cancel(rank)
         self._leave(Exit(rank, clean=False, cause=f"it left without a goodbye: {cause}"))
         if not self._links:
             self._idle.set()
-            if self._roster.start_over():
+            if self.roster.start_over():
                 self._store = Store()
 
 

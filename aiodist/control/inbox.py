@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aiodist.control.exits import Exit
+    from aiodist.control.roster import Exit
 
-__all__ = ["Listening", "Subscriptions"]
-
-
-class _Post(Protocol):
-    def __call__(self, fn: Callable[..., None], /, *args: Any) -> None: ...  # noqa: ANN401
+__all__ = ["Subscriptions"]
 
 
 class Subscriptions:
@@ -24,9 +20,9 @@ class Subscriptions:
     they change one dict entry, which is atomic, and have `post` run the rest on that thread; so there is no lock.
     """
 
-    def __init__(self, post: _Post, report: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, post: Callable[..., object], loop: asyncio.AbstractEventLoop) -> None:
         self._post = post
-        self._report = report
+        self._loop = loop
         self._subscribers: dict[str, Callable[[int, Any], None]] = {}
         self._waiting: dict[str, deque[tuple[int, Any]]] = {}
         self._muted: set[str] = set()
@@ -86,46 +82,5 @@ class Subscriptions:
         try:
             fn(*args)
         except BaseException as error:  # noqa: BLE001  (even SystemExit must not end the thread that listens)
-            self._report(f"a callback of the control channel raised: {fn!r}", error)
-
-
-class Listening(ABC):
-    """What is the same in every `Channel`: which rank it is of, and who hears what comes."""
-
-    def __init__(self, rank: int, size: int, inbox: Subscriptions) -> None:
-        self._rank = rank
-        self._size = size
-        self._inbox = inbox
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
-
-    def subscribe(self, topic: str, fn: Callable[[int, Any], None]) -> None:
-        """See `Channel.subscribe`."""
-        self._check_open()
-        self._inbox.subscribe(topic, fn)
-
-    def unsubscribe(self, topic: str) -> None:
-        """See `Channel.unsubscribe`."""
-        self._check_open()
-        self._inbox.unsubscribe(topic)
-
-    def on_lost(self, fn: Callable[[Exit], None]) -> None:
-        """See `Channel.on_lost`."""
-        self._check_open()
-        self._inbox.on_lost(fn)
-
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Raise `RuntimeError` where the channel is closed, or of another process."""
-
-    def _check_rank(self, dst: int) -> None:
-        if not 0 <= dst < self._size:
-            raise ValueError(f"rank {dst} of {self._size}: expected 0 <= rank < {self._size}")
+            message = f"a callback of the control channel raised: {fn!r}"
+            self._loop.call_exception_handler({"message": message, "exception": error})

@@ -1,19 +1,21 @@
-"""One control connection: frames in, frames out, why it ended; and the heartbeats that watch over it."""
+"""Control connections: accepting them, frames in, frames out, why they ended, and heartbeats to watch over them."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterable
 from typing import Final, cast
 
 from aiodist.control import forks
 from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame
 
-__all__ = ["Link", "Pulse"]
+__all__ = ["Link", "Listener", "Pulse"]
 
 MAX_BACKLOG: Final = 16 * MAX_FRAME
 """How many bytes may wait for a peer that does not read before it is given up."""
 
+_PAUSE: Final = 0.2
 _PING: Final = frame(Kind.PING)
 
 
@@ -24,7 +26,9 @@ class Link(asyncio.Protocol):
     channel. A frame that cannot be understood ends the connection.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None], greeting: bytes = b""
+    ) -> None:
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.heard = 0.0
@@ -34,6 +38,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._fd = -1
         self._cause = ""
+        self._greeting = greeting
 
     def trust(self) -> None:
         """Allow frames of full size: the other side has shown who it is."""
@@ -75,6 +80,7 @@ class Link(asyncio.Protocol):
         self._fd = transport.get_extra_info("socket").fileno()
         forks.guard(self._fd)
         self.heard = self._loop.time()
+        self.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         """Hand on each frame that is complete; called by the loop."""
@@ -95,6 +101,63 @@ class Link(asyncio.Protocol):
         self.on_closed(self._cause or ("the connection was closed" if error is None else str(error)))
 
 
+class Listener:
+    """Accepts each process that connects, until it is closed.
+
+    asyncio's own server loses a socket, open, when it is closed in the moment in which somebody connects (its
+    transport fails to attach to a closed server); in a rendezvous that ranks give up, that moment is a common one.
+    """
+
+    def __init__(self, sock: socket.socket, greet: Callable[[], asyncio.Protocol]) -> None:
+        self._sock = sock
+        self._greet = greet
+        self._loop = asyncio.get_running_loop()
+        self._accepted: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        forks.guard(sock.fileno())
+        self._listen()
+
+    def close(self) -> None:
+        """Stop; the system refuses a process that is not accepted yet. Calling it again does nothing."""
+        if self._sock.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+        forks.forget(self._sock.fileno())
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until each connection that was accepted has its protocol."""
+        if self._accepted:
+            await asyncio.wait(self._accepted)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._sock, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many open files, as a rule: it will not help to try again at once
+            self._loop.remove_reader(self._sock)
+            self._pause = self._loop.call_later(_PAUSE, self._listen)
+            self._loop.call_exception_handler({"message": "the hub cannot accept a connection", "exception": error})
+            return
+        task = self._loop.create_task(self._connect(connection))
+        self._accepted.add(task)
+        task.add_done_callback(self._accepted.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            await self._loop.connect_accepted_socket(self._greet, connection)
+        except OSError:  # it went before it was greeted
+            connection.close()
+
+
 class Pulse:
     """Sends heartbeats on links, and ends those that have been silent for too long."""
 
@@ -109,7 +172,7 @@ class Pulse:
         self._due = self._loop.time() + self._interval
         self._timer = self._loop.call_at(self._due, self._beat)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Beat no more."""
         self._timer.cancel()
 

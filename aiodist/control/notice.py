@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import socket
@@ -25,36 +24,30 @@ class Notice:
     """What the file says.
 
     An earlier job may have left one, and its port may be another program's by now. So the hub's token includes the
-    `nonce`: a rank that follows an old file is not let in by anybody, and reads the file again. `proof` shows that
-    the writer knows the job's token.
+    `nonce`: a rank that follows an old file, or one of another job, is not let in by anybody, and reads it again.
     """
 
     boot_id: str
     hosts: tuple[str, ...]
     port: int
     nonce: str
-    proof: str
 
     @classmethod
-    def of(cls, hub: Hub, nonce: str, token: str) -> Notice:
+    def of(cls, hub: Hub, nonce: str) -> Notice:
         """Return the notice for a hub on this host."""
         hosts = (outward_host(), socket.gethostname())
-        return cls(boot_id(), hosts, hub.port, nonce, _prove(token, nonce))
+        return cls(boot_id(), hosts, hub.port, nonce)
 
     @classmethod
-    def read(cls, path: Path, token: str) -> Notice:
+    def read(cls, path: Path) -> Notice:
         """Return what the file says; raise `OSError` or `ValueError` when that is nothing for us."""
         try:
             found = json.loads(path.read_bytes())
-            notice = cls(**{**found, "hosts": tuple(found["hosts"])})
-            known = hmac.compare_digest(notice.proof, _prove(token, notice.nonce))
+            return cls(**{**found, "hosts": tuple(found["hosts"])})
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is not there yet") from None
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{path} is no notice of rank 0: {error}") from None
-        if not known:
-            raise ValueError(f"{path} was written by a job with another token")
-        return notice
 
     def write(self, path: Path) -> None:
         """Put the notice there at once as a whole, for the eyes of this user only: it holds the nonce."""
@@ -77,7 +70,3 @@ class Notice:
     def reachable(self) -> tuple[str, ...]:
         """Return where to try, the likeliest first."""
         return ("127.0.0.1", *self.hosts) if self.boot_id == boot_id() else self.hosts
-
-
-def _prove(token: str, nonce: str) -> str:
-    return hmac.digest(token.encode(), b"notice|" + nonce.encode(), "sha256").hex()

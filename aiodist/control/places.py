@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,17 +174,4 @@ def first_node(nodes: str) -> str:
     >>> first_node("gpu[03-05,9],cpu1"), first_node("a1,b[2-3]"), first_node("r[1-2]n[7,9]")
     ('gpu03', 'a1', 'r1n7')
     """
-    name, inside = "", False
-    taking = True
-    for letter in nodes:
-        if letter == "[":
-            inside, taking = True, True
-        elif letter == "]":
-            inside, taking = False, True
-        elif letter == "," and not inside:
-            break
-        elif inside and letter in ",-":
-            taking = False
-        elif taking:
-            name += letter
-    return name
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).partition(",")[0]

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other."""
+"""How the ranks of a job find each other, and the hub that one of them has on a thread where there is no launcher."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
-from aiodist.control.exits import name_ranks
-from aiodist.control.handshake import Hello, Refused, dial
-from aiodist.control.hosting import THREAD_NAME, HostedHub, open_hub
+from aiodist.control.handshake import Hello, dial
 from aiodist.control.hub import Hub, HubOptions
 from aiodist.control.notice import Notice
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
+from aiodist.control.roster import Refused, name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 
@@ -23,11 +22,60 @@ if TYPE_CHECKING:
 
     from aiodist.control.channel import Channel
 
-__all__ = ["connect"]
+__all__ = ["HostedHub", "connect", "host"]
 
+_THREAD_NAME = "aiodist-control"
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
 _QUESTION_TIMEOUT = 1.0
+
+
+@dataclass(frozen=True)
+class HostedHub:
+    """A hub that serves while its process computes; give it to `connect(…, hub=…)`, which closes it in the end."""
+
+    thread: LoopThread
+    hub: Hub
+
+    @property
+    def address(self) -> str:
+        """Where the other ranks connect: `tcp://host:port`."""
+        return self.hub.address
+
+    async def aclose(self) -> None:
+        """Close the hub after the other ranks have left (see `HubOptions.linger`), and end the thread."""
+        self.thread.owner.check()
+        await self.thread.aclose()
+
+
+async def host(
+    size: int,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str = "",
+    rank: int = 0,
+    options: HubOptions | None = None,
+) -> HostedHub:
+    """Return a hub for `size` ranks on a thread of this process, which is rank `rank`.
+
+    For when the ranks can tell each other its address in some other way, MPI for one. Raises `OSError` where it
+    cannot listen at `host` and `port`. Cancelling leaves nothing.
+    """
+    thread = LoopThread(_THREAD_NAME)
+    hub = Hub(size, host=host, port=port, token=token, options=options, host_rank=rank)
+    try:
+        await thread.run(_open_hub(thread, hub))
+    except BaseException:
+        await thread.aclose()
+        raise
+    return HostedHub(thread, hub)
+
+
+async def _open_hub(thread: LoopThread, hub: Hub) -> None:
+    """Open the hub; it closes when the thread stops, after the other ranks have left. On the thread."""
+    await thread.stack.enter_async_context(hub)
+    thread.stack.push_async_callback(hub.linger)
 
 
 async def connect(
@@ -45,15 +93,14 @@ async def connect(
 
     `address` is one of
 
-    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that somebody runs there, or soon will;
-    - `file:///path`: a file that all ranks see. Rank 0 runs the hub and writes there where it is. What an earlier
-      job left there is told apart; the file is removed at close;
-    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, and rank 0 runs the hub there; under torchrun, whose
-      agent keeps that port for itself, at one of the eight above; under Slurm without these, on the first node.
+    - `tcp://host:port`, `tcp://[ipv6]:port`: a hub that runs there, or soon will;
+    - `file:///path`: a file that all ranks see, in which rank 0 says where its hub is; it is removed at close;
+    - `env://`: `environ` has MASTER_ADDR and MASTER_PORT, where rank 0 runs the hub; under torchrun at one of the
+      eight ports above, under Slurm without these on the first node.
 
     `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
-    here when this call fails. `options` are those of a hub that this call opens. The loop of the caller (asyncio
-    or uvloop) is not blocked; cancelling leaves no thread, no socket and no file.
+    here when this call fails. `options` are those of a hub that this call opens. Cancelling leaves no thread, no
+    socket and no file.
 
     Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
     hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the
@@ -68,8 +115,8 @@ async def connect(
             "that one first, or use its communicator, or `await coll.dup()` of it"
         )
     if hub is not None:
-        hub.thread.check_process()
-    thread = LoopThread(THREAD_NAME) if hub is None else hub.thread
+        hub.thread.owner.check()
+    thread = LoopThread(_THREAD_NAME) if hub is None else hub.thread
     channel = SocketChannel(rank, size, thread, place)
     meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None)
     try:
@@ -125,7 +172,7 @@ class _Meeting:
                 nonce = secrets.token_hex(16)
                 await self._open("", 0, f"{self.token}\n{nonce}")
                 assert self.hub is not None
-                notice = Notice.of(self.hub, nonce, self.token)
+                notice = Notice.of(self.hub, nonce)
                 notice.write(place.path)
                 self.thread.stack.callback(notice.remove, place.path)
 
@@ -142,7 +189,7 @@ class _Meeting:
     async def _open(self, host: str, port: int, token: str) -> None:
         size, rank = self.channel.size, self.channel.rank
         hub = Hub(size, host=host, port=port, token=token, options=self.options, host_rank=rank)
-        await open_hub(self.thread, hub)
+        await _open_hub(self.thread, hub)
         self.hub = hub
         self.own_hub = _HubAddress(host or "127.0.0.1", hub.port, token)
 
@@ -188,7 +235,7 @@ class _Meeting:
                 return [_HubAddress(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
-                    notice = Notice.read(path, self.token)
+                    notice = Notice.read(path)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []

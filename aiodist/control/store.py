@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 __all__ = ["Store"]
 
 Waiter = tuple[int, int]
-"""Who waits: a rank, and the number of its request."""
+"""Who asks: a rank, and the number of its request."""
+Reply = Callable[[object, Exception | None], object]
 
 
 class Store:
@@ -15,48 +16,47 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiters: dict[str, dict[Waiter, Callable[[bytes], None]]] = {}
-        self._waiting_for: dict[Waiter, str] = {}
+        self._waiting: dict[str, dict[Waiter, Reply]] = {}
 
-    def set(self, key: str, value: bytes) -> None:
-        """Store `value` and give it to all who wait for `key`."""
+    def answer(self, question: Sequence[object], waiter: Waiter, reply: Reply) -> bool:
+        """Do what is asked and call `reply(value, error)`: now, or when a key that is asked for is set.
+
+        Return False for a question that is not one for the store.
+        """
+        value: object = None
+        match question:
+            case ["get", str(key)]:
+                if key not in self._values:
+                    self._waiting.setdefault(key, {})[waiter] = reply
+                    return True
+                value = self._values[key]
+            case ["set", str(key), bytes(new)]:
+                self._set(key, new)
+            case ["add", str(key), int(amount)]:
+                old = self._values.get(key, b"0")
+                try:
+                    value = int(old) + amount
+                except ValueError:
+                    reply(None, ValueError(f"key {key!r} holds {old[:32]!r}, which is no counter"))
+                    return True
+                self._set(key, str(value).encode())
+            case ["delete", str(key)]:
+                self._values.pop(key, None)
+            case _:
+                return False
+        reply(value, None)
+        return True
+
+    def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for waiter, found in self._waiters.pop(key, {}).items():
-            del self._waiting_for[waiter]
-            found(value)
+        for reply in self._waiting.pop(key, {}).values():
+            reply(value, None)
 
-    def get(self, key: str, waiter: Waiter, found: Callable[[bytes], None]) -> None:
-        """Call `found(value)`: now, or when `key` is set, unless `waiter` is cancelled before."""
-        if key in self._values:
-            found(self._values[key])
-        else:
-            self._waiters.setdefault(key, {})[waiter] = found
-            self._waiting_for[waiter] = key
-
-    def cancel(self, waiter: Waiter) -> None:
-        """Wait no more on behalf of `waiter`; nothing happens when it does not wait."""
-        key = self._waiting_for.pop(waiter, None)
-        if key is not None:
-            waiters = self._waiters[key]
-            del waiters[waiter]
+    def cancel(self, rank: int, number: int | None = None) -> None:
+        """Wait no more for the request `number` of `rank`, or for any of its; nothing happens when none waits."""
+        for key, waiters in tuple(self._waiting.items()):
+            for waiter in tuple(waiters):
+                if waiter[0] == rank and number in (None, waiter[1]):
+                    del waiters[waiter]
             if not waiters:
-                del self._waiters[key]
-
-    def cancel_all(self, rank: int) -> None:
-        """Wait no more on behalf of `rank`."""
-        for waiter in [waiter for waiter in self._waiting_for if waiter[0] == rank]:
-            self.cancel(waiter)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the counter `key` and return the sum; raise `ValueError` when it is no counter."""
-        old = self._values.get(key, b"0")
-        try:
-            total = int(old) + amount
-        except ValueError:
-            raise ValueError(f"key {key!r} holds {old[:32]!r}, which is no counter") from None
-        self.set(key, str(total).encode())
-        return total
-
-    def delete(self, key: str) -> None:
-        """Forget `key` if it is there."""
-        self._values.pop(key, None)
+                del self._waiting[key]

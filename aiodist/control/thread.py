@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 from weakref import WeakSet
+
+from aiodist.control.forks import Owner
 
 __all__ = ["LoopThread"]
 
@@ -25,22 +26,13 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self.stack = AsyncExitStack()
-        self._pid = os.getpid()
+        self.owner = Owner()
         self._work: WeakSet[Coroutine[Any, Any, Any]] = WeakSet()
         self._stopping = asyncio.Event()
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
-
-    def check_process(self) -> None:
-        """Raise `RuntimeError` in a forked child, where the thread does not exist."""
-        if not self.is_of_this_process():
-            raise RuntimeError(f"the control channel belongs to process {self._pid}: a forked child has none")
-
-    def is_of_this_process(self) -> bool:
-        """Whether this process started it, and not the one that it was forked from."""
-        return os.getpid() == self._pid
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""

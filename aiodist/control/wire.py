@@ -1,15 +1,15 @@
-"""What travels on a control connection: frames with a length, and values as JSON plus bytes. Never pickle.
+"""What travels on a control connection: frames with a length, and values as JSON. Never pickle.
 
 A frame is `length kind number body` (unsigned 32 bits, 8 bits, signed 32 bits, `length` bytes; big endian).
 `number` is the other rank of a message and the number of a request, so that the hub routes a message without
-looking into it. A body is made by `pack`: the count of byte strings, their lengths, a JSON text in which a
-placeholder stands for each of them, then the strings themselves.
+looking into it. A body is JSON, with byte strings in base64.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
@@ -95,34 +95,26 @@ def pack(payload: Any) -> bytes:  # noqa: ANN401  (JSON has no better name)
     >>> unpack(pack({"id": b"\x00\xff", "sizes": (1, 2)}))
     {'id': b'\x00\xff', 'sizes': [1, 2]}
     """
-    strings: list[bytes] = []
+    count = 0
 
-    def place(value: object) -> dict[str, int]:
+    def place(value: object) -> dict[str, str]:
+        nonlocal count
         if isinstance(value, bytes | bytearray | memoryview):
-            strings.append(bytes(value))
-            return {_BYTES: len(strings) - 1}
+            count += 1
+            return {_BYTES: b64encode(value).decode()}
         raise TypeError(f"{type(value).__name__} cannot travel on the control channel: JSON's types and bytes can")
 
-    text = json.JSONEncoder(default=place, separators=(",", ":")).encode(payload)
-    if strings and text.count(_BYTES_TEXT) != len(strings):
-        raise ValueError(f"a payload with bytes in it cannot hold the string {_BYTES!r}")
-    lengths = struct.pack(f">I{len(strings)}I", len(strings), *map(len, strings))
-    return b"".join((lengths, len(text).to_bytes(4, "big"), text.encode("ascii"), *strings))
+    text = json.dumps(payload, default=place, separators=(",", ":"))
+    if text.count(_BYTES_TEXT) != count:
+        raise ValueError(f"a payload cannot hold the string {_BYTES!r}, which stands for bytes")
+    return text.encode("ascii")
 
 
 def unpack(body: bytes) -> Any:  # noqa: ANN401
     """Return the value that `pack` made `body` of; raise `WireError` when it did not."""
     try:
-        (count,) = struct.unpack_from(">I", body)
-        *lengths, text_length = struct.unpack_from(f">{count + 1}I", body, 4)
-        start = 8 + 4 * count
-        text, start = body[start : start + text_length], start + text_length
-        if not count:
-            return json.loads(text)
-        strings = []
-        for length in lengths:
-            strings.append(body[start : start + length])
-            start += length
-        return json.loads(text, object_hook=lambda found: strings[found[_BYTES]] if found.keys() == {_BYTES} else found)
-    except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
+        return json.loads(
+            body, object_hook=lambda found: b64decode(found[_BYTES]) if found.keys() == {_BYTES} else found
+        )
+    except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"a body that cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Items go to a CUDA device ahead of time, while the one before them is computed on (N15)."""
+"""Items go to a CUDA device ahead of time, while the one before them is computed on."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ToDevice:
     def _begin(self, parts: list[Copies], copied: Done) -> None:
         """With the transport lock held."""
         for part in parts:
-            self._staging.copies(part, self._stream, _nothing, copied)
+            self._staging.copies(part, self._stream, lambda _: None, copied)
 
     def _copied(self, item: Item, made: Made, began: float, error: BaseException | None) -> None:
         """All parts are there, or failed; with the transport lock held."""
@@ -181,7 +181,3 @@ class _Room:
 def _flat(t: Tensor) -> Tensor:
     """Return the elements as they lie in memory, which is dense."""
     return t.as_strided((t.numel(),), (1,))
-
-
-def _nothing(event: torch.cuda.Event) -> None:
-    pass

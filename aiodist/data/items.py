@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -46,20 +46,18 @@ class Made:
         return replace(self, outcome=Outcome.ERROR, value=error, nbytes=0, copies=(), late=False)
 
 
+@dataclass(eq=False, slots=True)
 class Item:
     """The place of an item in the order: asked for, read, transformed, and then `handle` is done."""
 
-    __slots__ = ("handle", "permit", "seq", "settle", "settled")
+    seq: int
+    handle: Handle[Made]
+    settle: Callable[[Item, Made], None]
+    permit: Permit = field(init=False)
+    settled: bool = False
+    """The pass knows what became of it."""
 
-    def __init__(self, seq: int, handle: Handle[Made], settle: Callable[[Item, Made], None]) -> None:
-        self.seq = seq
-        self.handle = handle
-        self.permit: Permit
-        self.settle = settle
-        self.settled = False
-        """The pass knows what became of it."""
-
-    def drop(self) -> None:
+    def release(self) -> None:
         """On the loop: it was taken, or never will be. Gives its bytes back, and lets go of what knows of it."""
         self.settled = True
         self.permit.release()

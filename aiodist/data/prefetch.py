@@ -1,4 +1,4 @@
-"""`prefetch`: the next items of a loader are prepared while the consumer works on this one (N15)."""
+"""`prefetch`: the next items of a loader are prepared while the consumer works on this one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from anyio import CancelScope
 
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Reader, TaskReader, ThreadReader
-from aiodist.data.sizes import nbytes_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -133,7 +133,7 @@ def prefetch(
     pass while another of the same object is open, or where the CUDA device is not there. Costs 10 to 40 us an item, up
     to 50 with a transform, 110 with one in processes.
     """
-    if not isinstance(source, AsyncIterable) and not _is_iterable(source):
+    if not isinstance(source, AsyncIterable | Iterable) and not hasattr(type(source), "__getitem__"):
         raise TypeError(f"source={source!r}: expected an iterable or an async iterable")
     if transform is not None and not callable(transform):
         raise TypeError(f"transform={transform!r}: expected a function, or None")
@@ -145,10 +145,6 @@ def prefetch(
     if kind not in _WORKERS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_WORKERS)}")
     return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))
-
-
-def _is_iterable(source: object) -> bool:
-    return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
 
 
 @dataclass(frozen=True)
@@ -316,10 +312,10 @@ class Prefetched(Generic[T]):
                 item.permit.resize(made.nbytes)
         elif self._last is None or item.seq < self._last.seq:
             self._last = item
-            self._reader.stop()  # what comes before it was read already
+            self._reader.cancel()  # what comes before it was read already
             item.permit.release()
             while self._items and self._items[-1].seq > item.seq:
-                self._items.pop().drop()
+                self._items.pop().release()
 
     def _expect(self, nbytes: int) -> None:
         """Have those that are not ready count as much; the last first, as an earlier one that is granted lets it go."""
@@ -343,7 +339,7 @@ class Prefetched(Generic[T]):
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
-        self._items.popleft().drop()
+        self._items.popleft().release()
         self._fill()
         taken = self._taken
         self._taken = PrefetchedStatistics(
@@ -359,9 +355,9 @@ class Prefetched(Generic[T]):
 
     async def _close(self) -> None:
         self._closed = True
-        self._reader.stop()
+        self._reader.cancel()
         if self._workers is not None:
-            self._workers.stop()
+            self._workers.cancel()
         await _to_the_end(self._end())
 
     async def _end(self) -> None:
@@ -374,7 +370,7 @@ class Prefetched(Generic[T]):
                 await self._device.aclose()
             while self._items:
                 item = self._items.popleft()
-                item.drop()
+                item.release()
                 if not item.handle.done():  # a task that is not the one that left may wait for it
                     item.handle.resolve(Made(Outcome.END))
 

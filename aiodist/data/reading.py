@@ -3,44 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from aiodist.data.inbox import WorkQueue
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
 
-__all__ = ["Deliver", "Reader", "TaskReader", "ThreadReader"]
+__all__ = ["Deliver", "Reader", "TaskReader", "ThreadReader", "WorkQueue"]
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loop was closed around it
 
 Deliver = Callable[[Item, Made], None]
 """Takes what was read for an item; called on the reader's thread."""
 
 
-class Reader(ABC):
-    """Reads one pass over a source."""
+class WorkQueue(Generic[T]):
+    """Work for threads that wait for it; `put` and `stop` may be called from any thread."""
 
-    @abstractmethod
-    async def open(self) -> None:
-        """Be ready for orders."""
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[T | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._stopped = False
 
-    @abstractmethod
-    def order(self, item: Item) -> None:
-        """Read the next item for `item`; on the loop's thread."""
+    def put(self, work: T) -> None:
+        """Leave `work` for the next thread that is free."""
+        self._queue.put(work)
 
-    @abstractmethod
-    def stop(self) -> None:
-        """Begin nothing any more."""
+    def cancel(self, threads: int = 1) -> None:
+        """Have each of `threads` get None instead of what is left."""
+        self._stopped = True
+        for _ in range(threads):
+            self._queue.put(None)
 
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Wait until nothing runs, with the source closed; raise what closing it raised."""
+    def get(self) -> T | None:
+        """Return the next work, blocking until there is some; None when there is none to come."""
+        while not self._stopped:
+            try:
+                work = self._queue.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                self._stopped = self._loop.is_closed()
+            else:
+                return None if self._stopped else work
+        return None
 
 
-class ThreadReader(Reader):
+class ThreadReader:
     """Reads an iterable on a thread of its own: always the same one, with the modes and context of who opened it."""
 
     def __init__(self, source: Iterable[Any], deliver: Deliver, name: str) -> None:
@@ -62,9 +75,9 @@ class ThreadReader(Reader):
         """Read the next item for `item`."""
         self._orders.put(item)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Read nothing more after what is being read."""
-        self._orders.stop()
+        self._orders.cancel()
 
     async def aclose(self) -> None:
         """Wait for the thread, which closes a generator."""
@@ -80,7 +93,7 @@ class ThreadReader(Reader):
                 more = self._read(item)
                 del item  # the next may be long in coming
         finally:
-            self._shut()
+            self._close_source()
 
     def _next(self) -> Item | None:
         """Return the next order; while there is none the thread does not compute."""
@@ -106,7 +119,7 @@ class ThreadReader(Reader):
         self._deliver(item, made)
         return made.outcome is Outcome.VALUE
 
-    def _shut(self) -> None:
+    def _close_source(self) -> None:
         iterator, self._iterator = self._iterator, None
         if isinstance(iterator, Generator):
             iterator.close()
@@ -117,7 +130,7 @@ class ThreadReader(Reader):
                 shutdown()
 
 
-class TaskReader(Reader):
+class TaskReader:
     """Reads an async iterable in a task of its own."""
 
     def __init__(self, source: AsyncIterable[Any], deliver: Deliver, name: str) -> None:
@@ -137,7 +150,7 @@ class TaskReader(Reader):
         """Read the next item for `item`."""
         self._orders.put_nowait(item)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is being read."""
         if not self._stopped:
             self._stopped = True
@@ -174,3 +187,6 @@ class TaskReader(Reader):
         made.reading = perf_counter() - began
         self._deliver(item, made)
         return made.outcome is Outcome.VALUE
+
+
+Reader = ThreadReader | TaskReader

@@ -1,4 +1,4 @@
-"""Static shards (N16): each rank's part of the data, by (rank, size) alone.
+"""Static shards: each rank's part of the data, by (rank, size) alone.
 
 Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
 would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to

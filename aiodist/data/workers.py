@@ -14,10 +14,9 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_process, to_thread
 
-from aiodist.data.inbox import WorkQueue
 from aiodist.data.items import Item, Made, Outcome
-from aiodist.data.reading import Deliver
-from aiodist.data.sizes import nbytes_of
+from aiodist.data.nesting import nbytes_of
+from aiodist.data.reading import Deliver, WorkQueue
 from aiodist.handles import Progress
 from aiodist.streams import Modes
 
@@ -54,7 +53,7 @@ class Workers(ABC):
             task.result()
 
     @abstractmethod
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Begin nothing any more."""
 
     @abstractmethod
@@ -72,9 +71,9 @@ class ThreadWorkers(Workers):
         self._inbox: WorkQueue[Job] = WorkQueue()
         self._modes = Modes.capture()
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Have the threads go when they have finished what they do."""
-        self._inbox.stop(self._count)
+        self._inbox.cancel(self._count)
 
     def _hand_over(self, job: Job) -> None:
         self._inbox.put(job)
@@ -102,7 +101,7 @@ class ProcessWorkers(Workers):
         self._progress = Progress.current()
         self._stopped = False
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Give the processes nothing more; they stay for the next pass."""
         self._stopped = True
         for _ in self._tasks:

@@ -40,22 +40,33 @@ _NCCL = (("nvidia-nccl-cu13", "nccl4py"), ("nvidia-nccl-cu12", "nccl4py"))
 Ask = Callable[[str], Answer]
 AskRanks = Callable[[str, str], Answer]
 
+_LAUNCH = """
+import asyncio, sys
+from aiodist.errors import AiodistError
+from aiodist.launch.commands import Job
+from aiodist.launch.hosts import Host
+from aiodist.launch.job import run
+mpi, code, rsh, iface, *names = sys.argv[1:]
+hosts = tuple(Host(name, 1) for name in names)
+job = Job(('-c', code), len(hosts) or 2, mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)
+try:
+    sys.exit(asyncio.run(run(job)))
+except AiodistError as error:
+    sys.exit(f'Error: {error}')
+"""
+
 
 def ask(code: str) -> Answer:
     """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
     return ask_command([sys.executable, "-c", code])
 
 
-def ask_ranks(mpi: str, code: str) -> Answer:
-    """Return the JSON object that rank 0 of two prints last; the launcher runs them with `--mpi MPI`."""
-    launch = (
-        "import asyncio, sys\n"
-        "from aiodist.launch.commands import Job\n"
-        "from aiodist.launch.job import run\n"
-        "job = Job(command=('-c', sys.argv[2]), ranks=2, mpi=sys.argv[1], prefix=False, timeout=60.0)\n"
-        "sys.exit(asyncio.run(run(job)))\n"
-    )
-    return ask_command([sys.executable, "-c", launch, mpi, code])
+def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", iface: str = "") -> Answer:
+    """Return the JSON object that rank 0 of two prints last, or of one on each host that is named.
+
+    The launcher runs them with `--mpi MPI`.
+    """
+    return ask_command([sys.executable, "-c", _LAUNCH, mpi, code, rsh, iface, *names])
 
 
 def ask_command(command: Sequence[str]) -> Answer:
@@ -179,12 +190,9 @@ def nccl_packages(version: Callable[[str], str | None], devices: Finding) -> Fin
     if devices.state is not State.AVAILABLE:
         return Finding("NCCL", State.ABSENT, "it is for GPUs")
     there = [package for package in dict.fromkeys(sum(_NCCL, ())) if version(package)]
+    wanted = next((packages for packages in _NCCL if packages[0] in there), _NCCL[0])
     detail = f"only {', '.join(there)}" if there else ""
-    return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(_wanted_nccl(there))}")
-
-
-def _wanted_nccl(there: Sequence[str]) -> tuple[str, ...]:
-    return next((packages for packages in _NCCL if packages[0] in there), _NCCL[0])
+    return Finding("NCCL", State.MISSING, detail, f"pip install {' '.join(wanted)}")
 
 
 def shared_memory(total: int, free: int) -> Finding:
@@ -223,6 +231,13 @@ def uvloop(version: str | None) -> Finding:
 
 
 # What that means for the backends
+
+
+def backend_local(library: Finding) -> Finding:
+    """Return whether torch is there, which is enough for ranks of one process."""
+    if library.state is not State.AVAILABLE:
+        return Finding("local", library.state, f"torch: {library.state}", library.remedy)
+    return Finding("local", State.AVAILABLE, "ranks as tasks of one process")
 
 
 def backend_mpi(program: Finding, binding: Finding, answer: Answer) -> Finding:
@@ -285,7 +300,7 @@ def backend_shm(ranks: Answer) -> Finding:
 
 
 def examine(
-    environ: Mapping[str, str], mpi: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
+    environ: Mapping[str, str], choice: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
 ) -> Report:
     """Return what is found on this host, with the MPI that `aiodist run --mpi` would take.
 
@@ -293,11 +308,7 @@ def examine(
     """
     path = environ.get("PATH", os.defpath)
     # By itself any MPI that is there, also one that mpi4py is missing for.
-    found = next(discover.installed(path), None) if mpi == "auto" else discover.find_mpi(mpi, path)
-    return _examine(found, mpi, ask, ask_ranks)
-
-
-def _examine(mpi: Mpi | None, choice: str, ask: Ask, ask_ranks: AskRanks) -> Report:
+    mpi = next(discover.installed(path), None) if choice == "auto" else discover.find_mpi(choice, path)
     torch_answer = ask(_ASK_TORCH) if _version("torch") else Answer(None)
     mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
     processes = ask_ranks("none", "print('{}')")
@@ -330,9 +341,7 @@ def _examine(mpi: Mpi | None, choice: str, ask: Ask, ask_ranks: AskRanks) -> Rep
             uvloop(_version("uvloop")),
         ],
         backends=[
-            Finding("local", State.AVAILABLE, "ranks as tasks of one process")
-            if found_torch.state is State.AVAILABLE
-            else Finding("local", found_torch.state, f"torch: {found_torch.state}", found_torch.remedy),
+            backend_local(found_torch),
             backend,
             backend_gloo(found_torch, torch_answer, processes),
             backend_shm(ranks),

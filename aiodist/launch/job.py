@@ -16,17 +16,16 @@ from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.errors import ConfigError
 from aiodist.launch import commands, discover, network
-from aiodist.launch.commands import Job, MeetingPlace, Mpi
-from aiodist.launch.output import Console, Lines, Logs, Notices, read_input
+from aiodist.launch.commands import Job, Mpi
+from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, Processes
 from aiodist.launch.ranks import Ranks
 from aiodist.launch.supervisor import Event, Signalled, Supervisor, report
-from aiodist.launch.wire import Kind, Start, Stdin
+from aiodist.launch.wire import Start, Stdin
 
 __all__ = ["run"]
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-_LAST_WORDS = 2.0  # seconds for a slow reader of our output to take what is left at the end
 
 
 async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
@@ -48,11 +47,10 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
-        output = _Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
+        output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
         stack.push_async_callback(output.aclose)
         hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
-        place = MeetingPlace(hub.address, token)
-        common = commands.common_variables(environ, place, job.servers)
+        common = commands.common_variables(environ, hub.address, token, job.servers)
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
         if job.hosts:
@@ -119,55 +117,3 @@ def _signals(tell: Callable[[int], None]) -> Iterator[None]:
     finally:
         for signum in heard:
             loop.remove_signal_handler(signum)
-
-
-class _Streams:
-    """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
-
-    def __init__(self, job: Job, broken: Callable[[], None]) -> None:
-        self._console = Console(broken)
-        self._logs = Logs(job.log_dir, job.ranks)
-        self._lines = {
-            (rank, kind): Lines(f"[{rank}] ".encode() if job.prefix else b"")
-            for rank in range(job.ranks)
-            for kind in (Kind.OUT, Kind.ERR)
-        }
-        self._mpirun = Lines(b"[mpirun] ")
-        self._notices = Notices()
-        self._words: set[asyncio.Task[None]] = set()
-
-    async def write(self, rank: int, kind: Kind, data: bytes) -> None:
-        """Print the whole lines of what a rank wrote; wait while nobody reads them."""
-        self._logs.write(rank, kind, data)
-        await self._console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
-
-    async def finish(self, rank: int) -> None:
-        """Print what the rank wrote after its last line end."""
-        for kind in (Kind.OUT, Kind.ERR):
-            await self._console.write(kind, self._lines[rank, kind].flush())
-
-    async def read(self) -> bytes:
-        """Return a piece of our standard input, nothing at its end."""
-        return await read_input()
-
-    async def overheard(self, data: bytes) -> None:
-        """Print what mpirun itself says."""
-        said = self._notices.feed(data)
-        await self._console.write(Kind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
-
-    def say(self, line: str) -> None:
-        """Print a line of our own as soon as somebody reads, and do not wait for that."""
-        task = asyncio.create_task(self._console.write(Kind.ERR, f"{line}\n".encode()))
-        self._words.add(task)
-        task.add_done_callback(self._words.discard)
-
-    async def aclose(self) -> None:
-        """Wait a little for our last words to be read, and close the files."""
-        rest = self._mpirun.feed(self._notices.flush(), asyncio.get_running_loop().time()) + self._mpirun.flush()
-        if rest:
-            self.say(rest.decode(errors="replace").rstrip("\n"))
-        if self._words:
-            await asyncio.wait(self._words, timeout=_LAST_WORDS)
-        for task in self._words:
-            task.cancel()
-        self._logs.close()

@@ -7,11 +7,15 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiodist.errors import ConfigError
 from aiodist.launch.wire import Kind
 
-__all__ = ["Console", "Lines", "Logs", "Notices", "read_input"]
+if TYPE_CHECKING:
+    from aiodist.launch.commands import Job
+
+__all__ = ["Console", "Lines", "Logs", "Notices", "Streams", "read_input"]
 
 _LONGEST = 1 << 20
 _REDRAW = 1.0
@@ -19,6 +23,7 @@ _RULE = 60
 _OF_AN_END = (b"has exited due to process rank", b"BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES")
 _AFTER_IT = (b"YOUR APPLICATION TERMINATED WITH", b"This typically refers to a problem", b"Please see the FAQ page")
 _PIECE = 4096  # a pipe that reports room takes this much without blocking (PIPE_BUF)
+_LAST_WORDS = 2.0  # seconds for a slow reader of our output to take what is left at the end
 _FDS = {Kind.OUT: 1, Kind.ERR: 2}
 
 
@@ -200,3 +205,51 @@ class Logs:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+
+class Streams:
+    """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
+
+    def __init__(self, job: Job, broken: Callable[[], None]) -> None:
+        self._console = Console(broken)
+        self._logs = Logs(job.log_dir, job.ranks)
+        self._lines = {
+            (rank, kind): Lines(f"[{rank}] ".encode() if job.prefix else b"")
+            for rank in range(job.ranks)
+            for kind in (Kind.OUT, Kind.ERR)
+        }
+        self._mpirun = Lines(b"[mpirun] ")
+        self._notices = Notices()
+        self._words: set[asyncio.Task[None]] = set()
+
+    async def write(self, rank: int, kind: Kind, data: bytes) -> None:
+        """Print the whole lines of what a rank wrote; wait while nobody reads them."""
+        self._logs.write(rank, kind, data)
+        await self._console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
+
+    async def finish(self, rank: int) -> None:
+        """Print what the rank wrote after its last line end."""
+        for kind in (Kind.OUT, Kind.ERR):
+            await self._console.write(kind, self._lines[rank, kind].flush())
+
+    async def overheard(self, data: bytes) -> None:
+        """Print what mpirun itself says."""
+        said = self._notices.feed(data)
+        await self._console.write(Kind.ERR, self._mpirun.feed(said, asyncio.get_running_loop().time()))
+
+    def say(self, line: str) -> None:
+        """Print a line of our own as soon as somebody reads, and do not wait for that."""
+        task = asyncio.create_task(self._console.write(Kind.ERR, f"{line}\n".encode()))
+        self._words.add(task)
+        task.add_done_callback(self._words.discard)
+
+    async def aclose(self) -> None:
+        """Wait a little for our last words to be read, and close the files."""
+        rest = self._mpirun.feed(self._notices.flush(), asyncio.get_running_loop().time()) + self._mpirun.flush()
+        if rest:
+            self.say(rest.decode(errors="replace").rstrip("\n"))
+        if self._words:
+            await asyncio.wait(self._words, timeout=_LAST_WORDS)
+        for task in self._words:
+            task.cancel()
+        self._logs.close()

@@ -11,7 +11,6 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from aiodist.errors import LaunchError
 
@@ -67,13 +66,11 @@ class Processes:
                 self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
         except BaseException:
             self.patience = 0.0
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         try:
             await self._end()
         finally:

@@ -9,43 +9,19 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.network import LOOPBACK
+from aiodist.launch.output import Streams, read_input
+from aiodist.launch.verdict import Ending
 from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
 from aiodist.machine import process_table
 
-__all__ = ["Ended", "Finished", "Ranks"]
+__all__ = ["Finished", "Ranks"]
 
 _HELLO_TIMEOUT = 10.0
 _LONGEST_HELLO = 4096
-
-
-class Streams(Protocol):
-    """The standard streams of the ranks."""
-
-    async def write(self, rank: int, kind: Kind, data: bytes) -> None:
-        """Take a piece; waiting here makes the rank wait."""
-        ...
-
-    async def finish(self, rank: int) -> None:
-        """The rank writes no more."""
-        ...
-
-    async def read(self) -> bytes:
-        """Return a piece of what rank 0 reads, nothing at its end."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The rank's process ended."""
-
-    rank: int
-    exit: Exited
 
 
 @dataclass(frozen=True)
@@ -59,9 +35,8 @@ class Ranks:
     """Lets the guards in, has them start their ranks, and hands on what they say.
 
     `starts` has what each rank runs. Output goes to `streams`, one chunk after the other: to wait there makes the
-    rank wait. `notify` hears `Ended`
-    and then `Finished` of each rank, also of one whose guard was killed (the kernel kills the rank then). Guards
-    connect to `address`, at the address `host` of this host.
+    rank wait. `notify` hears `Ending` and then `Finished` of each rank, also of one whose
+    guard was killed (the kernel kills the rank then). Guards connect to `address`, at the address `host` of this host.
     """
 
     def __init__(
@@ -69,7 +44,7 @@ class Ranks:
         token: str,
         starts: Sequence[Start],
         streams: Streams,
-        notify: Callable[[Ended | Finished], None],
+        notify: Callable[[Ending | Finished], None],
         host: str = LOOPBACK,
     ) -> None:
         self._token = token
@@ -92,9 +67,7 @@ class Ranks:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if self._server is not None:
             self._server.close()
         self.release()
@@ -124,8 +97,7 @@ class Ranks:
         task.add_done_callback(self._tasks.discard)
 
     async def _feed(self, writer: asyncio.StreamWriter) -> None:
-        data = await self._streams.read()
-        writer.write(wire.pack(Kind.INPUT, data))
+        writer.write(wire.pack(Kind.INPUT, await read_input()))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._spawn(self._meet(reader, writer))
@@ -174,7 +146,8 @@ class Ranks:
                         self._pids[rank] = started.pid
                 case Kind.EXIT:
                     self._ended.add(rank)
-                    self._notify(Ended(rank, Exited.decode(payload)))
+                    exited = Exited.decode(payload)
+                    self._notify(Ending(rank, exited.code, exited.told))
                 case Kind.DONE:
                     self._pids.pop(rank, None)
                     self._done.add(rank)
@@ -190,4 +163,4 @@ class Ranks:
                 os.killpg(self._pids.pop(rank), signal.SIGKILL)
         if rank not in self._ended:
             self._ended.add(rank)
-            self._notify(Ended(rank, Exited(-signal.SIGKILL, told=True)))
+            self._notify(Ending(rank, -signal.SIGKILL, told=True))

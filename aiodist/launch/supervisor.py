@@ -12,7 +12,7 @@ from aiodist.control import Hub, name_ranks
 from aiodist.errors import LaunchError
 from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
-from aiodist.launch.ranks import Ended, Finished, Ranks
+from aiodist.launch.ranks import Finished, Ranks
 from aiodist.launch.verdict import Departures, Ending, JobVerdict, Left, describe
 
 if TYPE_CHECKING:
@@ -35,20 +35,20 @@ class Signalled:
     signum: int
 
 
-Event = Ended | Finished | ProcessEnded | Signalled
+Event = Ending | Finished | ProcessEnded | Signalled
 
 
 def report(hub: Hub) -> Departures:
     """Return what the hub knows in the words of the verdict."""
 
     def left(rank: int) -> Left:
-        exit = hub.exits.get(rank)
+        exit = hub.roster.exits.get(rank)
         if exit is None:
-            return Left.OPEN if rank in hub.joined else Left.NEVER_JOINED
+            return Left.OPEN if rank in hub.roster.joined else Left.NEVER_JOINED
         return Left.CLEAN if exit.clean else Left.OPEN
 
     def first_failure() -> tuple[int, int] | None:
-        failed = next((exit for exit in hub.exits.values() if not exit.clean), None)
+        failed = next((exit for exit in hub.roster.exits.values() if not exit.clean), None)
         return None if failed is None else (failed.rank, failed.exitcode or 1)
 
     return Departures(left, first_failure)
@@ -67,12 +67,11 @@ class Supervisor:
         self._verdict = JobVerdict(job.ranks, job.finish_within, known, servers=job.servers, keep_going=job.keep_going)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
-        self._came_by: float | None = self._loop.time() + _START_TIMEOUT
-        self._finished_by = None if job.timeout is None else self._loop.time() + job.timeout
-        self._stop_at: float | None = None
-        self._kill_at: float | None = None
-        self._give_up_at: float | None = None
-        self._mpirun: tuple[float, int] | None = None
+        self._times = {"start": self._loop.time() + _START_TIMEOUT}
+        """When which of "start", "finish", "mpirun", "stop", "kill" and "give up" is due."""
+        if job.timeout is not None:
+            self._times["finish"] = self._loop.time() + job.timeout
+        self._mpirun_code = 0
 
     async def watch(self, events: asyncio.Queue[Event]) -> int:
         """Return the exit code once all ranks are done, or have been killed and still say nothing.
@@ -86,20 +85,24 @@ class Supervisor:
             except TimeoutError:
                 pass
             self._tick()
-            if self._give_up_at is not None and self._loop.time() >= self._give_up_at:
+            if self._is_due("give up", self._loop.time()):
                 break
         return self._verdict.code or 0 if self.code is None else self.code
 
     def _next(self) -> float | None:
-        mpirun = self._mpirun and self._mpirun[0]
-        ends = (self._stop_at, self._kill_at, self._give_up_at)
-        times = (self._came_by, self._finished_by, *ends, mpirun, self._verdict.due)
+        times = (*self._times.values(), self._verdict.due)
         return min((time for time in times if time is not None), default=None)
+
+    def _is_due(self, what: str, now: float) -> bool:
+        """Whether the time has come for it, which is once."""
+        if due := what in self._times and now >= self._times[what]:
+            del self._times[what]
+        return due
 
     def _take(self, event: Event) -> None:
         match event:
-            case Ended(rank, exit):
-                self._ended(Ending(rank, exit.code, exit.told))
+            case Ending() as ending:
+                self._ended(ending)
             case Finished(rank):
                 self._left.discard(rank)
             case ProcessEnded(None, code):
@@ -113,30 +116,25 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if self._came_by is not None and len(self._ranks.came) == self._job.ranks:
-            self._came_by = None
-        if _over(self._mpirun and self._mpirun[0], now) and self._mpirun is not None:
-            self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun[1]))
-            self._mpirun = None
+        if len(self._ranks.came) == self._job.ranks:
+            self._times.pop("start", None)
+        if self._is_due("mpirun", now):
+            self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun_code))
             self._stop(signal.SIGTERM)
         if not self.stopping:
             self._judge(self._verdict.tick(now))
-        if _over(self._came_by, now) and not self.stopping:
+        if self._is_due("start", now) and not self.stopping:
             never = set(range(self._job.ranks)) - self._ranks.came
             raise LaunchError(f"{name_ranks(never)} did not start within {_START_TIMEOUT:g} s{self._where(never)}")
-        if _over(self._finished_by, now):
-            self._finished_by = None
-            if not self.stopping:
-                working = name_ranks(self._verdict.working)
-                self._say(f"aiodist run: not finished within {self._job.timeout:g} s: {working}")
-                self.code = _TIMED_OUT
-                self._stop(signal.SIGTERM)
-        if _over(self._stop_at, now):
-            self._stop_at = None
+        if self._is_due("finish", now) and not self.stopping:
+            working = name_ranks(self._verdict.working)
+            self._say(f"aiodist run: not finished within {self._job.timeout:g} s: {working}")
+            self.code = _TIMED_OUT
+            self._stop(signal.SIGTERM)
+        if self._is_due("stop", now):
             self._ranks.signal(signal.SIGTERM)
-        if _over(self._kill_at, now):
-            self._kill_at = None
-            self._give_up_at = now + _AFTER_KILL
+        if self._is_due("kill", now):
+            self._times["give up"] = now + _AFTER_KILL
             self._ranks.signal(signal.SIGKILL)
 
     def _ended(self, ending: Ending) -> None:
@@ -157,7 +155,8 @@ class Supervisor:
         if not self._ranks.came:
             hint = f"; aiodist doctor {self._hosts()} looks for the cause" if self._job.hosts else ""
             raise LaunchError(f"mpirun ended before it had started a rank: {describe(code)}{hint}")
-        self._mpirun = (self._loop.time() + (_MPIRUN_GRACE if self._left else 0.0), code)
+        self._mpirun_code = code
+        self._times["mpirun"] = self._loop.time() + (_MPIRUN_GRACE if self._left else 0.0)
 
     def _hosts(self) -> str:
         return f"--hosts {','.join(map(str, self._job.hosts))}"
@@ -174,7 +173,8 @@ class Supervisor:
             self._ranks.signal(signum)
             return
         if self.stopping:  # asked a second time: no more patience
-            self._kill_at = self._loop.time() if self._give_up_at is None else None
+            if "give up" not in self._times:
+                self._times["kill"] = self._loop.time()
             return
         self.code = 128 + signum
         self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
@@ -184,12 +184,8 @@ class Supervisor:
             self.stopping = True
             now = self._loop.time()
             if patience:
-                self._stop_at = now + patience
-                self._kill_at = now + max(patience + _AFTER_KILL, self._job.kill_after)
+                self._times["stop"] = now + patience
+                self._times["kill"] = now + max(patience + _AFTER_KILL, self._job.kill_after)
             else:
                 self._ranks.signal(signum)
-                self._kill_at = now + self._job.kill_after
-
-
-def _over(time: float | None, now: float) -> bool:
-    return time is not None and now >= time
+                self._times["kill"] = now + self._job.kill_after

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import flat
 from aiodist.ps.names import NameEntry
-from aiodist.ps.raw import flat
 from aiodist.ps.rules import Rule
-from aiodist.ps.settings import RuleLike, Settings
 
 __all__ = ["Out", "Pushed", "check_settings", "check_timeout", "check_version", "listed", "outs_of", "pushed_of"]
 
@@ -36,22 +35,23 @@ def pushed_of(
     entries: Sequence[NameEntry],
     values: Any,  # noqa: ANN401
     single: bool,
-    rule: tuple[Settings, RuleLike | None],
+    wanted: tuple[int, Rule] | None,
     alpha: float,
 ) -> list[Pushed]:
-    """Return what goes up; `rule` is what the call was given, and the settings that know it.
+    """Return what goes up, by the rule that is wanted, else that of each; it comes with its number.
 
     Of several, frozen parameters are left out where their gradients are meant.
     """
-    settings, wanted = rule
-    given = [values] * len(entries) if values is None else ([values] if single else listed("values", values))
+    if single:  # what is called most often
+        return [_pushed(entries[0], values, *(wanted or (entries[0].rule_number, entries[0].rule)), alpha)]
+    given = [values] * len(entries) if values is None else listed("values", values)
     if len(given) != len(entries):
         raise ValueError(f"{len(given)} values for {len(entries)} tensors: expected one for each")
     pushed = []
     for entry, value in zip(entries, given, strict=True):
-        number, chosen = (entry.rule_number, entry.rule) if wanted is None else settings.rule(wanted)
-        if single or value is not None or not (chosen.takes_gradients and entry.frozen):
-            pushed.append(_pushed(entry, value, number, chosen, alpha))
+        number, rule = wanted or (entry.rule_number, entry.rule)
+        if value is not None or not (rule.takes_gradients and entry.frozen):
+            pushed.append(_pushed(entry, value, number, rule, alpha))
     return pushed
 
 
@@ -62,7 +62,8 @@ def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float)
                 f"rule {rule.name} for the object {entry.name!r}: expected copy, servers look at no object"
             )
         return Pushed(entry, entry.codec.encode(value), number)
-    rule.check(entry.dtype, alpha)
+    if alpha != 1 or rule is not entry.rule:
+        rule.check(entry.dtype, alpha)
     return Pushed(entry, flat(entry.check(_default(entry, rule) if value is None else value)), number)
 
 

@@ -1,29 +1,35 @@
-"""The client of one rank: its pushes, pulls and calls, what servers say to them, and what happens when one is gone."""
+"""The client of one rank: its pushes, pulls and calls, what servers say to them, and what happens when one is gone.
+
+Calls are questions in JSON that a server answers, as steps of programs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done
-from aiodist.collectives.program import Program
-from aiodist.errors import AiodistError
+from aiodist.collectives.program import Call, Program
+from aiodist.errors import AiodistError, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle
 from aiodist.ps import wire
-from aiodist.ps.calls import Calls, error_of
 from aiodist.ps.codes import Codes
 from aiodist.ps.context import Context
-from aiodist.ps.names import NameEntry, Span
+from aiodist.ps.names import NameEntry
 from aiodist.ps.pulls import Pulls
 from aiodist.ps.pushes import Pushes
 from aiodist.ps.request_queue import RequestQueue
+from aiodist.ps.requests import Freed
+from aiodist.ps.sharding import Span
 from aiodist.ps.wire import Kind
 
 __all__ = ["Client"]
+
+_Said = dict[str, Any]
 
 
 class Client:
@@ -34,12 +40,14 @@ class Client:
         self._context = context
         self.queue = RequestQueue(context, self.lose)
         self.codes = Codes(context)
-        self.calls = Calls(self.queue)
         self.pushes = Pushes(self.queue, self.codes, own, self._one_over)
         self.pulls = Pulls(self.queue, self.codes, shown, self._one_over)
         self.programs: set[Handle[Any]] = set()
         """Calls of several steps that are not over."""
+        self._asked: dict[tuple[int, int], tuple[list[_Said], Done]] = {}
+        """By server and number: where the answer goes, and who is told that it is there."""
         self._watched: dict[NameEntry, Done] = {}
+        self._refusal: AiodistError | None = None
 
     @property
     def busy(self) -> bool:
@@ -48,13 +56,39 @@ class Client:
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not answered, and what they were asked."""
-        return self.calls.late() | self.pulls.late() | self.pushes.late()
+        return {rank: "a call" for rank, _ in list(self._asked)} | self.pulls.late() | self.pushes.late()
+
+    # --- calls -----------------------------------------------------------------------------------------------
+
+    def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, _Said]:  # noqa: ANN401
+        """Ask server `dst`, as a step of a program, and return what it answers."""
+        answers: list[_Said] = []
+        yield [partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)]
+        return answers[0]
+
+    def everywhere(self, op: str) -> Program[None]:
+        """Ask all servers that are there, as one request; raises PeerLost where the first of them dies, or has."""
+        number = self.queue.number()
+
+        def ask(dst: int, done: Done) -> None:
+            def answered(error: BaseException | None) -> None:
+                done(None if isinstance(error, PeerLost) and dst != self._context.servers[0] else error)
+
+            self._ask(dst, number, {"op": op}, [], answered)
+
+        yield [partial(ask, rank) for rank in self._context.servers]
+
+    def configuring(self, entry: NameEntry, settings: dict[str, float]) -> Program[None]:
+        """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
+        number = self.queue.number()
+        said = {"op": "configure", "key": entry.key, "settings": settings}
+        yield [partial(self._ask, span.rank, number, said, []) for span in entry.spans]
 
     def filling(self, entry: NameEntry, value: Tensor, spans: Sequence[Span]) -> Program[None]:
         """Make the shards `spans` of `entry` and give them the first values."""
         servers = [span.rank for span in entry.spans]
         yield [
-            self.calls.tell(
+            self.tell(
                 span.rank,
                 "make",
                 key=entry.key,
@@ -69,19 +103,39 @@ class Client:
         ]
         yield [partial(self.pushes.fill, entry, span, value) for span in spans]
 
+    def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
+        """Return the call that tells server `dst` something which it does not answer."""
+
+        def put(done: Done) -> None:
+            self._say(dst, {"op": op, **said})
+            self._context.coalescer.flush()
+            done(None)
+
+        return put
+
     def waits(self) -> None:
         """Tell all servers that this worker waits until its pushes are applied."""
         number = self.queue.number()
 
         def say() -> None:
-            if not self.pushes.busy:
-                return
-            body = json.dumps({"op": "sync", "n": number}).encode()
-            for rank in self._context.servers:
-                if rank not in self._context.gone:
-                    self._context.coalescer.put(rank, Kind.CALL, body, request=True)
+            for rank in self._context.servers if self.pushes.busy else ():
+                self._say(rank, {"op": "sync", "n": number})
 
         self.queue.issue((say,))
+
+    def _ask(self, dst: int, number: int, said: _Said, answers: list[_Said], done: Done) -> None:
+        if self._refusal is not None or dst in self._context.gone:
+            done(self._refusal or self._context.lost(dst))
+            return
+        self._asked[(dst, number)] = answers, done
+        self._say(dst, {**said, "n": number})
+        self._context.coalescer.flush()
+
+    def _say(self, dst: int, said: _Said) -> None:
+        if dst not in self._context.gone:
+            self._context.coalescer.put(dst, Kind.CALL, json.dumps(said).encode(), request=True)
+
+    # --- what servers say, and the end -----------------------------------------------------------------------
 
     def when_over(self, entry: NameEntry, done: Done) -> None:
         """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
@@ -98,15 +152,18 @@ class Client:
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
         if kind == Kind.DONE:
-            number, _, stage = wire.Done.unpack(body)
+            number, _, stage = wire.unpack(wire.Done, body)
             self.pushes.done(src, number, stage)
         elif kind == Kind.DATA:
             self.pulls.data(src, body)
         else:
             said = json.loads(bytes(body))
-            error = error_of(said, src)
-            answered = self.calls.answered(src, said, error)
-            if error is not None and not answered and not self.pushes.refuse(said["n"], error):
+            error = _error_of(said, src)
+            if (asked := self._asked.pop((src, said["n"]), None)) is not None:
+                answers, done = asked
+                answers.append(said)
+                done(error)
+            elif error is not None and not self.pushes.refuse(said["n"], error):
                 self.pulls.refuse(said["n"], src, error)
 
     def lose(self, rank: int) -> None:
@@ -114,13 +171,31 @@ class Client:
         error = self._context.lost(rank)
         self.pushes.lose(rank, error)
         self.pulls.lose(rank, error)
-        self.calls.lose(rank, error)
+        for key in [key for key in self._asked if key[0] == rank]:
+            self._asked.pop(key)[1](error)
 
     def abort(self, error: AiodistError) -> None:
         """Fail everything."""
+        self._refusal = error  # also of calls that were left for the lock's holder
         self.pushes.abort(error)
         self.pulls.abort(error)
-        self.calls.abort(error)
+        asked, self._asked = self._asked, {}
+        for _, done in asked.values():
+            done(error)
         for handle in list(self.programs):  # those too that have not begun
             if not handle.done():
                 handle.reject(error)
+
+
+def _error_of(said: _Said, src: int) -> BaseException | None:
+    """Return what a server's refusal raises here; None for an answer that is none."""
+    if "error" not in said:
+        return None
+    text = f"{said['error']}"
+    if "lost" in said:
+        return PeerLost(text, lost=said["lost"])
+    if said["type"] == MismatchError.__name__:
+        return MismatchError(text)
+    if said["type"] == Freed.__name__:
+        return KeyError(text)
+    return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.types import ANY
 
-__all__ = ["Coalescer"]
+__all__ = ["Coalescer", "keep"]
 
 _FRAME = struct.Struct("<iIHBx4x")  # source, bytes in use, frames answered, flags
 _ENTRY = struct.Struct("<BxxxI")
@@ -35,24 +37,27 @@ _ROOM_BYTES = 64 << 10
 _FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
 _PADDING = tuple(bytes(-n % 8) for n in range(8))
 
+
+def keep(t: Tensor, error: BaseException | None) -> None:
+    """Hold on to `t` until it is sent; whether that went well its receiver tells, or the control channel."""
+
+
 Heard = Callable[[int, int, memoryview], None]
 """(rank, kind, body) of an entry; the body may be kept, its memory is used for nothing else."""
 
 
+@dataclass(eq=False, slots=True)
 class _Outgoing:
     """What goes to one rank."""
 
-    __slots__ = ("frame", "full", "gone", "has_requests", "owed", "unanswered", "waiting")
-
-    def __init__(self) -> None:
-        self.frame = bytearray(_FRAME.size)
-        self.has_requests = False
-        self.full: deque[tuple[bytearray, bool]] = deque()
-        self.unanswered = 0
-        self.owed = 0
-        self.gone = False
-        self.waiting = False
-        """It is among those to flush."""
+    frame: bytearray = field(default_factory=lambda: bytearray(_FRAME.size))
+    has_requests: bool = False
+    full: deque[tuple[bytearray, bool]] = field(default_factory=deque)
+    unanswered: int = 0
+    owed: int = 0
+    gone: bool = False
+    waiting: bool = False
+    """It is among those to flush."""
 
     def close(self) -> None:
         """Begin another frame."""
@@ -68,13 +73,10 @@ class Coalescer:
         self,
         transport: Transport,
         heard: Heard,
-        failed: Callable[[int | None, BaseException], None],
+        failed: Callable[[BaseException], None],
         ring: Callable[[int], None],
     ) -> None:
-        """`failed(rank, error)`: a message to `rank` could not be sent, or, with None, none can be received.
-
-        `ring(rank)` wakes who may sleep when something is on its way.
-        """
+        """`failed` is told that nothing can be received; `ring(rank)` wakes who may sleep when something comes."""
         self._transport = transport
         self.rank = transport.rank
         self._heard = heard
@@ -172,12 +174,7 @@ class Coalescer:
             frame.extend(bytes(self._fixed_bytes - used))
         self.sent_bytes += used
         t = torch.frombuffer(frame, dtype=torch.uint8)
-
-        def sent(error: BaseException | None, _frame: Tensor = t) -> None:
-            if error is not None and not outgoing.gone:
-                self._failed(dst, error)
-
-        self._transport.isend(t, dst, _FRAME_TAG, sent)
+        self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
         self._ring(dst)
 
     def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
@@ -204,7 +201,7 @@ class Coalescer:
             if self._failures < self._transport.size:
                 self._listen()
             else:
-                self._failed(None, error)
+                self._failed(error)
             return
         body = frame.numpy().data
         source, used, answered, flags = _FRAME.unpack_from(body)

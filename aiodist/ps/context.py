@@ -20,10 +20,7 @@ from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
 
-__all__ = ["LIGHT_BYTES", "Context"]
-
-LIGHT_BYTES = 256 << 10
-"""Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
+__all__ = ["Context"]
 
 
 @dataclass(eq=False)
@@ -51,6 +48,10 @@ class Context:
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)
+
+    def living(self) -> list[int]:
+        """Return the servers that are there."""
+        return [rank for rank in self.servers if rank not in self.gone]
 
     def shares_memory(self, rank: int) -> bool:
         """Return whether this rank and `rank` can look into one another's arena."""

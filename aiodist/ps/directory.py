@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.ps.wire import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiodist.ps.answers import Answers
     from aiodist.ps.context import Context
-    from aiodist.ps.server import Server
+    from aiodist.ps.shards import Shards
 
 __all__ = ["Directory"]
 
-_KEYS = 1 << 20  # for each server
+_KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
 _COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
 
 
@@ -38,6 +42,10 @@ class _Entry:
     sides: str = ""
     """What was refused last, if anything: both sides."""
 
+    def askers(self) -> list[tuple[int, int]]:
+        """Return those who wait for an answer, and their questions."""
+        return [*self.done.items(), *((client, call["n"]) for client, call in self.waiting)]
+
 
 @dataclass(eq=False)
 class _Failure:
@@ -50,14 +58,15 @@ class _Failure:
 class Directory:
     """Every method runs with the transport lock held."""
 
-    def __init__(self, context: Context, server: Server) -> None:
+    def __init__(self, context: Context, answers: Answers, shards: Shards, stops: Callable[[int], bool]) -> None:
+        """`stops(client)` says whether a client waits at a barrier."""
         self._context = context
-        self._server = server
+        self._answers = answers
+        self._shards = shards
+        self._stops = stops
         self._entries: dict[str, _Entry] = {}
         self._failures: dict[str, _Failure] = {}
-        self._made = 0
-        self._keys: set[int] = set()
-        """Those in use: numbers begin anew after `_KEYS` names."""
+        self._keys = count(context.rank << _KEY_BITS)
         self._parted: set[int] = set()
         self._left: set[int] = set()
 
@@ -66,16 +75,12 @@ class Directory:
         entry = self._entries.get(call["name"])
         lost = next((rank for rank in call["servers"] if rank in self._context.gone), None)
         if lost is not None and (entry is None or not entry.filled):  # it never gets first values
-            self._server.fail(client, call["n"], self._context.lost(lost))
+            self._answers.fail(client, call["n"], self._context.lost(lost))
             return
         if self._fails_too(client, call, entry):
             return
         if entry is None:
-            if len(self._keys) == _KEYS:
-                text = f"init of {call['name']!r}: rank {self._context.rank} leads {_KEYS} names already"
-                self._server.fail(client, call["n"], MismatchError(text))
-                return
-            entry = self._entries[call["name"]] = _Entry(self._new_key(), call, client)
+            entry = self._entries[call["name"]] = _Entry(next(self._keys), call, client)
         if client in entry.freed:
             entry.again.append((client, call))
             return
@@ -85,18 +90,20 @@ class Directory:
                 f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
                 for rank, side in ((entry.opener, entry.first), (client, call))
             )
-            self._server.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
+            self._answers.fail(client, call["n"], MismatchError(f"init of {call['name']!r}: {sides}"))
             entry.refused.add(client)
             entry.sides = sides
-            self._server.refused(client, entry.key)
+            if (shard := self._shards.get(entry.key)) is not None:
+                shard.rest(client)
             self._choose(entry)
-            self._sweep(call["name"], entry)
+            self._sweep(entry)
             return
         if client in entry.refused:
             entry.refused.discard(client)
-            self._server.agreed(client, entry.key)
+            if (shard := self._shards.get(entry.key)) is not None and not self._stops(client):
+                shard.resume((client,))
         if entry.filled:
-            self._server.answer(client, call["n"], key=entry.key, fill=False)
+            self._answers.answer(client, call["n"], key=entry.key, fill=False)
             return
         entry.waiting.append((client, call))
         self._choose(entry)
@@ -107,7 +114,7 @@ class Directory:
         if failure is None or client in failure.told or (entry is not None and entry.filled):
             return False
         failure.told.add(client)
-        self._server.fail(client, call["n"], failure.error)
+        self._answers.fail(client, call["n"], failure.error)
         if len(failure.told) == len(self._context.world_ranks):
             del self._failures[call["name"]]
         return True
@@ -116,16 +123,6 @@ class Directory:
         """Return who means something else by the name."""
         entry = self._entries.get(name)
         return set() if entry is None else entry.refused
-
-    def _new_key(self) -> int:
-        first = self._context.servers.index(self._context.rank) * _KEYS
-        key = first + self._made
-        while key in self._keys:
-            self._made = (self._made + 1) % _KEYS
-            key = first + self._made
-        self._made = (self._made + 1) % _KEYS
-        self._keys.add(key)
-        return key
 
     def _choose(self, entry: _Entry) -> None:
         """Have those fill the entry who should: each server its own block, the first worker, or the first to come."""
@@ -140,7 +137,7 @@ class Directory:
             if chosen:
                 entry.fillers.add(client)
                 entry.waiting.remove((client, call))
-                self._server.answer(client, call["n"], key=entry.key, fill=True)
+                self._answers.answer(client, call["n"], key=entry.key, fill=True)
         self._check_hope(entry)
 
     def _coming(self, entry: _Entry) -> set[int]:
@@ -167,15 +164,14 @@ class Directory:
         self._fail(entry, MismatchError(f"{text}{which} of ranks {missing} to init it{sides}"))
 
     def _fail(self, entry: _Entry, error: AiodistError) -> None:
-        for client, number in (*entry.done.items(), *((waiter, call["n"]) for waiter, call in entry.waiting)):
-            self._server.fail(client, number, error)
-        told = {*entry.done, *(waiter for waiter, _ in entry.waiting), *entry.refused}
+        for client, number in entry.askers():
+            self._answers.fail(client, number, error)
+        told = {client for client, _ in entry.askers()} | entry.refused
         self._failures[entry.first["name"]] = _Failure(error, told)
-        self._forget(entry.first["name"], entry)
+        self._forget(entry)
 
-    def _forget(self, name: str, entry: _Entry) -> None:
-        del self._entries[name]
-        self._keys.discard(entry.key)
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.first["name"]]
         call = f'{{"op": "remove", "key": {entry.key}}}'.encode()
         for rank in entry.first["servers"]:
             if rank not in self._context.gone:
@@ -193,14 +189,14 @@ class Directory:
             if failure is not None:
                 failure.told.add(client)
                 error = failure.error
-            self._server.fail(client, call["n"], error)
+            self._answers.fail(client, call["n"], error)
             return
         entry.done[client] = call["n"]
         entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
         if entry.filled:
             self._failures.pop(call["name"], None)
-            for waiter, number in (*entry.done.items(), *((waiter, waiting["n"]) for waiter, waiting in entry.waiting)):
-                self._server.answer(waiter, number, key=entry.key, fill=False)
+            for asker, number in entry.askers():
+                self._answers.answer(asker, number, key=entry.key, fill=False)
             entry.waiting.clear()
 
     def free(self, client: int, call: dict[str, Any]) -> None:
@@ -208,20 +204,18 @@ class Directory:
         entry = self._entries.get(call["name"])
         if entry is not None and entry.key == call["key"]:
             entry.freed.add(client)
-            self._server.freed(client, entry.key)
-            self._sweep(call["name"], entry)
-        self._server.answer(client, call["n"])
+            if (shard := self._shards.get(entry.key)) is not None:
+                shard.leave(client, gone=False)  # steps go on without it
+            self._sweep(entry)
+        self._answers.answer(client, call["n"])
 
-    def _sweep(self, name: str, entry: _Entry) -> None:
-        if (
-            self._entries.get(name) is not entry
-            or not entry.freed
-            or not self._present() <= entry.freed | entry.refused
-        ):
-            return
-        self._forget(name, entry)
-        for client, again in entry.again:
-            self.open(client, again)
+    def _sweep(self, entry: _Entry) -> None:
+        """Forget the name when all workers have freed it."""
+        known = self._entries.get(entry.first["name"]) is entry
+        if known and entry.freed and self._present() <= entry.freed | entry.refused:
+            self._forget(entry)
+            for client, again in entry.again:
+                self.open(client, again)
 
     def part(self, client: int) -> None:
         """A client opens nothing more: others may have to fill what it should."""
@@ -233,7 +227,7 @@ class Directory:
         """A client has finished, or died: others may have to fill what it should, and it frees what it used."""
         self._parted.add(client)
         self._left.add(client)
-        for name, entry in list(self._entries.items()):
+        for entry in list(self._entries.values()):
             entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
             entry.again = [again for again in entry.again if again[0] != client]
             if client in self._context.gone and client in entry.first["servers"] and not entry.filled:
@@ -242,4 +236,4 @@ class Directory:
             if client in entry.fillers and not entry.filled:
                 entry.fillers.discard(client)
             self._choose(entry)
-            self._sweep(name, entry)
+            self._sweep(entry)

@@ -36,7 +36,9 @@ class BackwardPushes:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-        await self._handed_over()
+        begun = asyncio.get_running_loop().create_future()  # what other threads left to the loop
+        self._progress.post(partial(begun.set_result, None))
+        await begun
         failed = error is not None or bool(self._errors)
         await gather(*self._pushes, return_exceptions=failed)  # the gradients are its pushes' until then
         if self._errors and error is None:
@@ -54,9 +56,3 @@ class BackwardPushes:
             self._pushes.append(self._push(t))
         except Exception as error:  # noqa: BLE001  - backward must not be told of it; leaving the block is
             self._errors.append(error)
-
-    async def _handed_over(self) -> None:
-        """Wait until the loop has begun what other threads left to it."""
-        over = asyncio.get_running_loop().create_future()
-        self._progress.post(partial(over.set_result, None))
-        await over

@@ -10,9 +10,13 @@ from aiodist.ps.requests import Mark
 from aiodist.ps.wire import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from aiodist.ps.answers import Answers
     from aiodist.ps.context import Context
-    from aiodist.ps.server import Server
+    from aiodist.ps.directory import Directory
     from aiodist.ps.shard import Shard
+    from aiodist.ps.shards import Shards
 
 __all__ = ["Meeting"]
 
@@ -33,9 +37,11 @@ class Meeting:
     servers speak of the same syncs, and every worker is kept waiting by one of them, none can ever have gone on.
     """
 
-    def __init__(self, context: Context, server: Server) -> None:
+    def __init__(self, context: Context, answers: Answers, shards: Shards, directory: Directory) -> None:
         self._context = context
-        self._server = server
+        self._answers = answers
+        self._shards = shards
+        self._directory = directory
         self._at_barrier: dict[int, deque[Mark]] = {}
         """Where each worker waits: who asks again before the first is answered waits twice."""
         self.syncs: dict[int, Mark] = {}
@@ -51,9 +57,9 @@ class Meeting:
 
     def barrier(self, client: int, call: dict[str, Any]) -> None:
         """A worker waits for the others."""
-        mark = Mark(client, call["n"], lambda shard: shard.rest(client), stops=True)
+        mark = Mark(client, call["n"], stops=True)
         self._at_barrier.setdefault(client, deque()).append(mark)
-        self._server.mark(mark)
+        self._shards.mark(mark)
         self.check()
 
     def stop_at(self, shard: Shard) -> None:
@@ -86,11 +92,21 @@ class Meeting:
         while self._at_barrier and self._all_there():
             marks = [line.popleft() for line in self._at_barrier.values()]
             self._at_barrier = {client: line for client, line in self._at_barrier.items() if line}
-            self._server.resume([mark.client for mark in marks], marks)
+            self._resume([mark.client for mark in marks], marks)
             for mark in marks:
-                self._server.answer(mark.client, mark.number)
+                self._answers.answer(mark.client, mark.number)
         if self.syncs:
             self._tell()
+
+    def _resume(self, clients: Collection[int], past: Sequence[Mark] = ()) -> None:
+        """Have steps wait for `clients` again, all at once; then let what they sent behind these marks go on."""
+        for shard in self._shards.led():
+            refused = self._directory.refused(shard.name)
+            shard.resume([client for client in clients if client not in refused])
+        for mark in past:
+            mark.ready = True
+            for shard in self._shards.led():
+                shard.arrivals.go_on(mark.client)
 
     def _all_there(self) -> bool:
         if self._context.servers[0] in self._context.gone:
@@ -107,8 +123,8 @@ class Meeting:
     def sync(self, client: int, call: dict[str, Any]) -> None:
         """A worker waits until its pushes are applied."""
         if client not in self.parted:
-            self.syncs[client] = mark = Mark(client, call["n"], lambda shard: None)
-            self._server.mark(mark)
+            self.syncs[client] = mark = Mark(client, call["n"])
+            self._shards.mark(mark)
             self.check()
 
     def _standing(self) -> _Standing | None:
@@ -124,17 +140,14 @@ class Meeting:
             standing.append([worker, mark.number])
         return standing
 
-    def _servers(self) -> list[int]:
-        return [rank for rank in self._context.servers if rank not in self._context.gone]
-
     def _tell(self) -> None:
         """Tell the first server, once, where all wait and who is kept waiting here."""
         standing = self._standing()
-        first = self._servers()[0]
+        first = self._context.living()[0]
         if standing is None or (first, standing) == self._told:
             return
         self._told = (first, standing)
-        self._say(first, "standing", at=standing, held=sorted(self._server.held() | set(self._at_barrier)))
+        self._say(first, "standing", at=standing, held=sorted(self._shards.held() | set(self._at_barrier)))
 
     def _say(self, rank: int, op: str, **said: Any) -> None:  # noqa: ANN401
         self._context.coalescer.put(rank, Kind.CALL, json.dumps({"op": op, **said}).encode())
@@ -146,13 +159,13 @@ class Meeting:
 
     def _compare(self, standing: _Standing) -> None:
         held: set[int] = set()
-        for rank in self._servers():
+        for rank in self._context.living():
             at, kept = self._reports.get(rank, (None, ()))
             if at != standing:
                 return
             held.update(kept)
         if all(worker in held for worker, _ in standing):
-            for rank in self._servers():
+            for rank in self._context.living():
                 self._say(rank, "settle", at=standing)
 
     def settle(self, src: int, call: dict[str, Any]) -> None:
@@ -160,8 +173,8 @@ class Meeting:
         if call["at"] != self._standing():
             return
         waiting = [worker for worker, _ in call["at"] if worker not in self._at_barrier]
-        self._server.rest(waiting)
-        self._server.resume(waiting)
+        self._shards.rest(waiting)
+        self._resume(waiting)
         self.syncs.clear()
 
     # --- the end ---------------------------------------------------------------------------------------------
@@ -177,6 +190,6 @@ class Meeting:
             return
         self._over = True
         for client, number in self._goodbyes.items():
-            self._server.answer(client, number)
+            self._answers.answer(client, number)
             if client != self._context.rank:
                 self._context.coalescer.say_last(client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,9 @@ from aiodist.backends.base import dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
 from aiodist.ps.rules import Rule
-from aiodist.ps.sharding import Placement
+from aiodist.ps.sharding import Span
 
-__all__ = ["NameEntry", "Names", "Span", "named"]
-
-
-class Span(NamedTuple):
-    """Elements [start, stop) on the server with this rank."""
-
-    rank: int
-    start: int
-    stop: int
+__all__ = ["NameEntry", "Names", "checked", "checked_name", "named"]
 
 
 class NameEntry:
@@ -35,8 +27,7 @@ class NameEntry:
         name: str,
         tensor: Tensor | None,
         rule: tuple[int, Rule],
-        placement: Placement,
-        servers: Sequence[int],
+        spans: tuple[Span, ...],
         codec: ObjectCodec | None = None,
     ) -> None:
         """`tensor` is where it lies here, None for an object; `rule` with its number on the wire."""
@@ -46,7 +37,7 @@ class NameEntry:
         self.dtype = torch.uint8 if tensor is None else tensor.dtype
         self.shape = () if tensor is None else tuple(tensor.shape)
         self.rule_number, self.rule = rule
-        self.spans = tuple(Span(servers[b.server], b.start, b.stop) for b in placement.blocks)
+        self.spans = spans
         self.key = -1
         self.base = 0
         """The version that this rank last read."""
@@ -58,16 +49,12 @@ class NameEntry:
         """It is a tensor that wants no gradient."""
         return self.tensor is not None and not self.tensor.requires_grad
 
-    @staticmethod
-    def checked(name: str, value: object) -> Tensor:
-        """Return `value`, a tensor that `name` may stand for."""
-        return _plain(check_tensor(value, name), name)
-
     def check(self, value: object, name: str = "values") -> Tensor:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
-        t = _plain(check_tensor(value, name), name)
+        t = checked(value, name)
         if t.dtype is not self.dtype:
-            raise TypeError(f"{name} for {self.name!r} holds {t.dtype}: expected {self.dtype}, as it was init()ed")
+            expected = f"expected {dtype_name(self.dtype)}, as it was init()ed"
+            raise TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: {expected}")
         if tuple(t.shape) != self.shape:
             raise ValueError(
                 f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(self.shape)}, as it was init()ed"
@@ -86,30 +73,25 @@ class Names:
         self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
-        self._places: dict[str, int] = {}
-        self._next_place = 0
+        self._places: dict[str, None] = {}
+        """In the order of the calls that made them known."""
         self.changing: dict[str, str] = {}
         """Names that become known, or are forgotten, and the call that is not over."""
 
     def announce(self, names: Sequence[str]) -> None:
         """They become known, in this order."""
         self.changing.update(dict.fromkeys(names, "init"))
-        self._places.update({name: self._next_place + i for i, name in enumerate(names)})
-        self._next_place += len(names)
+        self._places.update(dict.fromkeys(names))
 
     def settle(self, name: str, entry: NameEntry | None) -> None:
         """The call that changes `name` is over: it is `entry` from now on, or not at all."""
         if entry is not None:
-            self.add(entry)
+            self._entries[name] = entry
+            if entry.tensor is not None:
+                self._names.setdefault(id(entry.tensor), []).append(name)
         elif name not in self._entries:
             self._places.pop(name, None)
         self.changing.pop(name, None)
-
-    def add(self, entry: NameEntry) -> None:
-        """Know it from now on."""
-        self._entries[entry.name] = entry
-        if entry.tensor is not None:
-            self._names.setdefault(id(entry.tensor), []).append(entry.name)
 
     def remove(self, entry: NameEntry) -> None:
         """Know it no more."""
@@ -123,7 +105,7 @@ class Names:
     @property
     def names(self) -> tuple[str, ...]:
         """In order."""
-        return tuple(sorted(self._entries, key=self._places.__getitem__))
+        return tuple(name for name in self._places if name in self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -139,14 +121,12 @@ class Names:
 
         Raises KeyError for a name, ValueError for a tensor that was not init()ed here, TypeError for anything else.
         """
-        if isinstance(what, str):
-            return [self[what]], True
-        if isinstance(what, Tensor):
-            return [self._of(what)], True
+        if isinstance(what, str | Tensor):
+            return [self._one(what)], True
         if what is None:
-            return [self[name] for name in self.first], False
-        if isinstance(what, nn.Module):
-            return [self._of(p) for p in what.parameters()], False
+            what = self.first
+        elif isinstance(what, nn.Module):
+            what = what.parameters()
         if isinstance(what, Iterable):
             return [self._one(one) for one in what], False
         raise TypeError(
@@ -156,14 +136,11 @@ class Names:
     def _one(self, one: object) -> NameEntry:
         if isinstance(one, str):
             return self[one]
-        if isinstance(one, Tensor):
-            return self._of(one)
-        raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
-
-    def _of(self, t: Tensor) -> NameEntry:
-        names = self._names.get(id(t))
+        if not isinstance(one, Tensor):
+            raise TypeError(f"what has {type(one).__name__}: expected names, tensors or parameters in a list")
+        names = self._names.get(id(one))
         if names is None:
-            shape = f"{t.dtype}{list(t.shape)}"
+            shape = f"{one.dtype}{list(one.shape)}"
             raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
         return self._entries[names[0]]
 
@@ -187,11 +164,12 @@ def named(tensors: object) -> dict[str, Tensor]:
         found = {str(i): t for i, t in enumerate(tensors)}
     else:
         raise TypeError(f"tensors is {type(tensors).__name__}: expected a module, a list of tensors, or a dict of them")
-    return {_name(name): _plain(check_tensor(t, str(name)), str(name)) for name, t in found.items()}
+    return {checked_name(name): checked(t, str(name)) for name, t in found.items()}
 
 
-def _plain(t: Tensor, name: str) -> Tensor:
-    """Return `t`; raise ValueError for one on a device, or whose memory is not what it means."""
+def checked(t: object, name: str) -> Tensor:
+    """Return `t`; raise unless it is a tensor, on the CPU, whose memory is what it means."""
+    t = check_tensor(t, name)
     if not t.is_cpu:
         raise ValueError(f"{name} lives on {t.device}: the parameter server takes tensors on the CPU, see .cpu()")
     if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
@@ -199,7 +177,8 @@ def _plain(t: Tensor, name: str) -> Tensor:
     return t
 
 
-def _name(name: object) -> str:
+def checked_name(name: object) -> str:
+    """Return `name`; raise TypeError for what is no name."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name {name!r}: expected a str that is not empty")
     return name

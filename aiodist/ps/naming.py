@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES
+from aiodist.backends.base import DTYPES, dtype_name
+from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.handles import Handle
 from aiodist.ps.arguments import check_settings, check_timeout, listed
-from aiodist.ps.names import NameEntry, Names, Span
-from aiodist.ps.raw import flat
+from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, RuleLike, Start, one_of
-from aiodist.ps.sharding import place
+from aiodist.ps.sharding import Span, place
 
 __all__ = ["Naming"]
 
@@ -68,75 +68,66 @@ class Naming:
         if len(set(names)) != len(names):
             raise ValueError(f"init of {names}: expected each name once")
         if codec is not None:
-            given = [
-                codec.encode(value) for value in given
-            ]  # here, since what cannot be encoded is the caller's mistake
+            given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
         programs = [self._opening(entry, value, chosen) for entry, value in zip(fresh, given, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
-        return self._run_all("init", programs, timeout)
+        return self._session.run("init", _each(programs), timeout)
 
     def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> NameEntry:  # noqa: ANN401
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name {name!r}: expected a str that is not empty")
-        if name in self._names:
+        if checked_name(name) in self._names:
             raise KeyError(f"{name!r} was init()ed already: free() it first")
         if name in self._names.changing:
             raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
+        servers = self._settings.servers
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
         if codec is not None:
             if chosen is not RULES["copy"]:
                 raise ValueError(
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
-            placement = place(name, 1, 1, len(self._settings.servers), 2)
-            return NameEntry(name, None, (number, chosen), placement, self._settings.servers, codec)
-        t = NameEntry.checked(name, value)
+            return NameEntry(name, None, (number, chosen), place(name, 1, 1, servers, 2), codec)
+        t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
             raise TypeError(
-                f"{name!r} holds {t.dtype}: expected a floating dtype, since {self._settings.consistency!r} takes means"
+                f"{name!r} holds {dtype_name(t.dtype)}: expected a floating dtype, "
+                f"since {self._settings.consistency!r} takes means"
             )
-        placement = place(name, t.numel(), t.itemsize, len(self._settings.servers), self._settings.split_bytes)
-        return NameEntry(name, t, (number, chosen), placement, self._settings.servers)
+        spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
+        return NameEntry(name, t, (number, chosen), spans)
 
     def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         opened = None
         try:
-            yield from self._opened_by(entry, value, start)
+            leader = entry.spans[0].rank
+            said = yield from self._session.client.call(
+                leader,
+                "open",
+                name=entry.name,
+                dtype=DTYPES.index(entry.dtype),
+                shape=list(entry.shape),
+                rule=entry.rule_number,
+                start=start,
+                servers=[span.rank for span in entry.spans],
+                codec=repr(entry.codec),
+                worker=self._session.coll.rank in self._settings.workers,
+            )
+            entry.key = said["key"]
+            if said["fill"]:
+                data = flat(value)
+                own = start == "own"
+                spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
+                if entry.codec is not None:
+                    spans = [Span(spans[0].rank, spans[0].start, data.numel())]
+                with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                    yield from self._session.client.filling(entry, data, spans)
+                yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
             opened = entry
         finally:
             self._names.settle(entry.name, opened)
-
-    def _opened_by(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
-        leader = entry.spans[0].rank
-        said = yield from self._session.client.calls.call(
-            leader,
-            "open",
-            name=entry.name,
-            dtype=DTYPES.index(entry.dtype),
-            shape=list(entry.shape),
-            rule=entry.rule_number,
-            start=start,
-            servers=[span.rank for span in entry.spans],
-            codec=repr(entry.codec),
-            worker=self._session.coll.rank in self._settings.workers,
-        )
-        entry.key = said["key"]
-        if said["fill"]:
-            data = flat(value)
-            spans = (
-                entry.spans
-                if start != "own"
-                else [span for span in entry.spans if span.rank == self._session.coll.rank]
-            )
-            if entry.codec is not None:
-                spans = [Span(spans[0].rank, spans[0].start, data.numel())]
-            with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                yield from self._session.client.filling(entry, data, spans)
-            yield from self._session.client.calls.call(leader, "ready", name=entry.name, key=entry.key)
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.
@@ -151,12 +142,12 @@ class Naming:
             self._names.changing[entry.name] = "free"
             self._prefetched.pop(entry.name, None)
         self._names.first = tuple(name for name in self._names.first if name in self._names)
-        return self._run_all("free", [self._freeing(entry) for entry in entries], timeout)
+        return self._session.run("free", _each([self._freeing(entry) for entry in entries]), timeout)
 
     def _freeing(self, entry: NameEntry) -> Program[None]:
         try:
             yield [partial(self._session.client.when_over, entry)]
-            yield from self._session.client.calls.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
+            yield from self._session.client.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
             self._names.settle(entry.name, None)
 
@@ -173,11 +164,8 @@ class Naming:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for entry in entries:
             check_settings(entry, settings)
-        programs = [self._session.client.calls.configuring(entry, settings) for entry in entries]
-        return self._run_all("configure", programs, timeout)
-
-    def _run_all(self, op: str, programs: Sequence[Program[None]], timeout: float | None) -> Handle[None]:
-        return self._session.run(op, _each(programs), timeout)
+        programs = [self._session.client.configuring(entry, settings) for entry in entries]
+        return self._session.run("configure", _each(programs), timeout)
 
 
 def _each(programs: Sequence[Program[None]]) -> Program[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from aiodist.backends.base import Done
 from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, in_flight
 
@@ -63,36 +65,34 @@ class Operation:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class PushPart:
-    """A push of one tensor: `accepting` and `applying` are the servers that have not said so yet."""
+    """A push of one tensor: `applying` and, where they accept first, `accepting` are the servers yet to say so."""
 
-    __slots__ = ("accepting", "applying", "entry", "keep", "operation")
-
-    def __init__(self, operation: Operation, entry: NameEntry, servers: Sequence[int], *, accepts: bool) -> None:
-        self.operation = operation
-        self.entry = entry
-        self.accepting = set(servers) if accepts else None
-        self.applying = set(servers)
-        self.keep: Any = None
+    over: Done
+    entry: NameEntry
+    applying: set[int]
+    accepting: set[int] | None = None
 
 
+@dataclass(eq=False, slots=True)
 class PullPart:
     """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
 
-    __slots__ = ("copying", "entry", "error", "given", "into", "left", "operation", "value", "version")
+    operation: Operation
+    entry: NameEntry
+    into: Tensor | None
+    given: Tensor | None
+    left: set[int] = field(init=False)
+    copying: set[int] = field(default_factory=set)
+    """The servers whose data the service thread writes into it just now."""
+    value: Tensor | None = None
+    """The code of an object."""
+    version: int | None = None
+    error: BaseException | None = None
 
-    def __init__(self, operation: Operation, entry: NameEntry, into: Tensor | None, given: Tensor | None) -> None:
-        self.operation = operation
-        self.entry = entry
-        self.left = {span.rank for span in entry.spans}
-        self.copying: set[int] = set()
-        """The servers whose data the service thread writes into it just now."""
-        self.into = into
-        self.given = given
-        self.value: Tensor | None = None
-        """The code of an object."""
-        self.version: int | None = None
-        self.error: BaseException | None = None
+    def __post_init__(self) -> None:
+        self.left = {span.rank for span in self.entry.spans}
 
     def result(self) -> Any:  # noqa: ANN401
         """Return what the user gets: a tensor with the shape that it has, or the object."""

@@ -1,10 +1,5 @@
-"""torch's optimizers as rules of a server (P4): a push is a gradient, and the state lies beside the shard.
+"""torch's optimizers as rules of a server: a push is a gradient, and the state lies beside the shard.
 
-```python
-from aiodist.ps import SGD
-async with aiodist.ParameterServer(coll, net, rule=SGD(0.1, momentum=0.9), rules={"bias": SGD(0.2)}) as ps:
-    ps.configure(net.head, lr=0.01)
-```
 Each shard has an optimizer of its own, so each tensor is a parameter group of its own. What torch computes is computed:
 the optimizers are torch's, given a parameter that is the shard.
 """
@@ -12,8 +7,9 @@ the optimizers are torch's, given a parameter that is the shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +29,11 @@ _FUSED = frozenset({torch.float32, torch.float64})
 """Where fused steps equal the others but for rounding: those of torch 2.13 for 16 bits compute momentum wrongly."""
 
 
-class OptimizerState:
+class OptimizerState(NamedTuple):
     """What lies beside a shard: the optimizer, with its moments, and the parameter that shares the shard's memory."""
 
-    __slots__ = ("optimizer", "parameter")
-
-    def __init__(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
-        self.optimizer = optimizer
-        self.parameter = parameter
+    optimizer: Optimizer
+    parameter: torch.nn.Parameter
 
 
 class OptimizerRule(Rule):
@@ -68,16 +61,11 @@ class OptimizerRule(Rule):
             trial = self._make(torch.nn.Parameter(torch.zeros(1)))
             _step(trial)
         anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        self._known = {
+        self._known = {  # what `configure` can change, and the values with which a shard starts
             key: value
             for key, value in trial.defaults.items()
             if (key in known or anything) and key not in _HOW and key not in _ONCE
         }
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What `configure` can change, and the values with which a shard starts."""
-        return dict(self._known)
 
     def state(self, shard: Tensor) -> OptimizerState:
         """Return an optimizer of `shard`; raise `ValueError` when that was made in inference mode."""
@@ -106,7 +94,8 @@ class OptimizerRule(Rule):
         Raises `ValueError` for an unknown one, for a value that torch refuses, and where state is needed that the
         shard was made without, as by Adam's `amsgrad`; `TypeError` for one of another type. Then nothing is changed.
         """
-        self._check_names(changes)
+        if unknown := sorted(changes.keys() - self._known.keys()):
+            raise ValueError(f"rule {self.name}: {', '.join(unknown)}: expected {', '.join(sorted(self._known))}")
         for key, value in changes.items():
             _check_type(self.name, key, value, self._known[key])
         group = state.optimizer.param_groups[0]
@@ -126,7 +115,7 @@ class OptimizerRule(Rule):
             raise ValueError(f"rule {self.name}: {', '.join(map(str, given))}: expected state, param_groups")
         numel = state.parameter.numel()
         with torch.inference_mode(False):
-            kept = {i: {key: _clone(one) for key, one in values.items()} for i, values in given["state"].items()}
+            kept = deepcopy(given["state"])  # torch would go on with the tensors that it is given
             for key, one in kept.get(0, {}).items():
                 if isinstance(one, Tensor) and one.dim() and one.numel() != numel:
                     raise ValueError(f"rule {self.name}: {key} of {one.numel()} elements: the shard has {numel}")
@@ -141,11 +130,6 @@ class OptimizerRule(Rule):
         make: Any = self._kind
         made: Optimizer = make([parameter], **(self._given | how | changes))
         return made
-
-    def _check_names(self, changes: Mapping[str, Any]) -> None:
-        unknown = sorted(changes.keys() - self._known.keys())
-        if unknown:
-            raise ValueError(f"rule {self.name}: {', '.join(unknown)}: expected {', '.join(sorted(self._known))}")
 
     def _try(self, now: dict[str, Any], changes: dict[str, Any]) -> None:
         """Raise unless the class takes the settings, and a shard that was updated before goes on with them."""
@@ -226,11 +210,6 @@ def _step(trial: Optimizer) -> None:
     parameter = trial.param_groups[0]["params"][0]
     parameter.grad = torch.zeros_like(parameter)
     trial.step()
-
-
-def _clone(value: object) -> object:
-    """Return a copy of a tensor: torch's `load_state_dict` would go on with the one that it is given."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_plain(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,15 +13,13 @@ from torch import Tensor
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
-from aiodist.handles import Handle, in_flight
+from aiodist.handles import Handle, in_flight, join
 from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
-from aiodist.ps.integration import Integration
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
-from aiodist.ps.raw import flat
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
 from aiodist.ps.statistics import ParameterServerStatistics
@@ -108,6 +107,7 @@ class ParameterServer(Naming):
         )
         super().__init__(ParameterServerSession(coll, settings, timeout))
         self._tensors = named(tensors)
+        self._works = coll.rank in working
         self._reads = READS[one_of("reads", reads, tuple(READS))]
 
     async def __aenter__(self) -> Self:
@@ -149,14 +149,15 @@ class ParameterServer(Naming):
     @property
     def is_worker(self) -> bool:
         """This rank pushes, and counts in the clocks."""
-        return self.rank in self.workers
+        return self._works
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what happened on this rank since the block was entered; local, at once.
 
         Raises RuntimeError before the block.
         """
-        self._session.check_opened()
+        if not hasattr(self._session, "server"):
+            raise RuntimeError("the parameter server is not open: use `async with`")
         return self._session.server.statistics()
 
     def __repr__(self) -> str:
@@ -196,12 +197,12 @@ class ParameterServer(Naming):
         each when many are issued before one `sync`.
         """
         self._session.check()
-        pushed, _ = self._pushed(what, values, rule, alpha)
+        pushed = self._pushed(what, values, rule, alpha)
         nbytes = pushed[0][1].nbytes if len(pushed) == 1 else sum(value.nbytes for _, value, _ in pushed)
         handle = self._session.handle("push", nbytes, timeout)
         claims = self._claim(handle, pushed, []) if nbytes > self._session.context.coalescer.inline_bytes else []
-        operation = Operation(handle, len(pushed), claims, _none)
-        self._start_pushes(operation, pushed, alpha)
+        with _ALONE if len(pushed) == 1 else self._session.client.queue.together():
+            self._start_pushes(Operation(handle, len(pushed), claims, _none), pushed, alpha)
         if not pushed:
             handle.resolve(None)
         if self._session.context.coalescer.congested:
@@ -233,8 +234,7 @@ class ParameterServer(Naming):
         outs, version = outs_of(entries, out, single), check_version(at_least)
         mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
         handle = self._session.handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
-        claims = self._claim(handle, [], outs)
-        self._start_pulls(handle, len(entries), claims, (entries, outs), single, (mode, version))
+        self._exchange(handle, ([], 1.0), (entries, outs, single), (mode, version))
         return handle
 
     def push_pull(
@@ -249,13 +249,11 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
         self._session.check()
-        pushed, _ = self._pushed(what, values, rule, alpha)
+        pushed = self._pushed(what, values, rule, alpha)
         entries, single = self._names.resolve(what)
         outs = outs_of(entries, out, single)
         handle = self._session.handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
-        claims = self._claim(handle, pushed, outs)
-        pulls = (entries, outs)
-        self._start_pulls(handle, len(pushed) + len(entries), claims, pulls, single, (self._reads, 0), (pushed, alpha))
+        self._exchange(handle, (pushed, alpha), (entries, outs, single), (self._reads, 0))
         return handle
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
@@ -307,7 +305,25 @@ class ParameterServer(Naming):
         fetched = [self._prefetched.pop(entry.name) for entry in entries]
         handle = self._session.handle("integrate", 0, timeout)
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
-        Integration(handle, fn, tensors, fetched, single=single).begin()
+
+        def finish(_: object) -> None:
+            try:
+                with torch.no_grad():
+                    for mine, (pull, i) in zip(tensors, fetched, strict=True):
+                        theirs = pull.result()
+                        fn(mine, theirs if i is None else theirs[i])
+            except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+                handle.reject(error)
+                return
+            handle.version = min((pull.version for pull, _ in fetched if pull.version is not None), default=None)
+            handle.resolve(tensors[0] if single else tensors)
+
+        pulls = {id(pull): pull for pull, _ in fetched}.values()
+        one_over = join(len(pulls), finish)
+        for pull in pulls:
+            pull.add_done_callback(lambda _: one_over(None))
+        if not pulls:
+            finish(None)
         return handle
 
     # --- waiting -----------------------------------------------------------------------------------------------
@@ -336,28 +352,15 @@ class ParameterServer(Naming):
         self._session.check()
         if not self.is_worker:
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        return self._session.run("barrier", self._session.client.calls.everywhere("barrier"), timeout)
+        return self._session.run("barrier", self._session.client.everywhere("barrier"), timeout)
 
     # --- how it is done ----------------------------------------------------------------------------------------
 
-    def _pushed(
-        self,
-        what: object,
-        values: Any,  # noqa: ANN401
-        rule: RuleLike | None,
-        alpha: float,
-    ) -> tuple[list[Pushed], bool]:
+    def _pushed(self, what: object, values: Any, rule: RuleLike | None, alpha: float) -> list[Pushed]:  # noqa: ANN401
         if not self.is_worker:
             raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        if type(what) is str and values is not None:  # what is called most often
-            entry = self._names[what]
-            if entry.codec is None:
-                number, chosen = (entry.rule_number, entry.rule) if rule is None else self._settings.rule(rule)
-                if alpha != 1 or rule is not None:
-                    chosen.check(entry.dtype, alpha)
-                return [Pushed(entry, flat(entry.check(values)), number)], True
         entries, single = self._names.resolve(what)
-        return pushed_of(entries, values, single, (self._settings, rule), alpha), single
+        return pushed_of(entries, values, single, None if rule is None else self._settings.rule(rule), alpha)
 
     def _claim(self, handle: Handle[Any], pushed: Sequence[Pushed], outs: Sequence[Out]) -> list[Claim]:
         """Claim what the operation reads and writes until it is over; small pushes are copied at the call."""
@@ -370,39 +373,35 @@ class ParameterServer(Naming):
         return claims
 
     def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
-        if len(pushed) == 1:
-            entry, value, rule = pushed[0]
+        for entry, value, rule in pushed:
             self._session.client.pushes.push(operation, entry, value, rule, alpha)
-            return
-        with self._session.client.queue.together():
-            for entry, value, rule in pushed:
-                self._session.client.pushes.push(operation, entry, value, rule, alpha)
 
-    def _start_pulls(
+    def _exchange(
         self,
         handle: Handle[Any],
-        count: int,
-        claims: Sequence[Claim],
-        pulls: tuple[Sequence[NameEntry], Sequence[Out]],
-        single: bool,
+        pushes: tuple[Sequence[Pushed], float],
+        pulls: tuple[Sequence[NameEntry], Sequence[Out], bool],
         how: tuple[Reads, int],
-        pushes: tuple[Sequence[Pushed], float] | None = None,
     ) -> None:
-        entries, outs = pulls
+        """Push with that alpha, then pull into the outs, of one or of several; `how` is what a pull may see."""
+        entries, outs, single = pulls
+        claims = self._claim(handle, pushes[0], outs)
 
         def result() -> Any:  # noqa: ANN401
             results = [part.result() for part in parts]
             return results[0] if single else results
 
-        operation = Operation(handle, count, claims, result)
+        operation = Operation(handle, len(pushes[0]) + len(entries), claims, result)
         parts = [PullPart(operation, entry, *out) for entry, out in zip(entries, outs, strict=True)]
         with self._session.client.queue.together():
-            if pushes is not None:
-                self._start_pushes(operation, *pushes)
+            self._start_pushes(operation, *pushes)
             for part in parts:
                 self._session.client.pulls.pull(part, *how)
         if not entries:
             handle.resolve([])
+
+
+_ALONE = nullcontext()
 
 
 def _none() -> None:

@@ -32,8 +32,8 @@ class Pool:
             self._free[nbytes] = free
         return found
 
-    def give(self, t: Tensor) -> None:
-        """Have `t` back, at which nobody looks any more."""
+    def release(self, t: Tensor) -> None:
+        """Keep `t`, which its user has finished with, for the next `take` of its size; at most 512 MiB are kept."""
         if not 0 < t.nbytes <= _KEPT_BYTES:
             return
         while self._kept_bytes + t.nbytes > _KEPT_BYTES:

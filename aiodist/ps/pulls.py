@@ -11,12 +11,10 @@ from torch import Tensor
 from aiodist.backends.inplace import copy
 from aiodist.errors import AiodistError
 from aiodist.ps.codes import Codes
-from aiodist.ps.context import LIGHT_BYTES
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
-from aiodist.ps.raw import bytes_in
 from aiodist.ps.request_queue import RequestQueue
-from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Release, Way, pack_pull
+from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, bytes_in, pack_pull, pack_release, unpack
 
 __all__ = ["Pulls"]
 
@@ -59,7 +57,7 @@ class Pulls:
 
     def data(self, src: int, body: memoryview) -> None:
         """Server `src` has data for a pull, or lets us look at them."""
-        data = Data.unpack(body)
+        data = unpack(Data, body)
         part = self._parts.get(data.number)
         if part is None:  # all was given up
             return
@@ -89,16 +87,11 @@ class Pulls:
 
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
-                self._context.coalescer.put(src, Kind.RELEASE, Release(part.entry.key, data.number).pack())
-                self._context.coalescer.flush()
+                self._context.coalescer.put(src, Kind.RELEASE, pack_release(part.entry.key, data.number))
             self._read(data.number, src, error)
 
-        if data.nbytes <= LIGHT_BYTES:
-            look()
-            looked(None)
-        else:
-            part.copying.add(src)
-            self._context.service.run(look, looked)
+        part.copying.add(src)
+        self._context.service.do(data.nbytes, look, looked)
 
     def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
         """Take what came with the entry, or comes in a message behind it."""

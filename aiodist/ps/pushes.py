@@ -12,13 +12,14 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.errors import AiodistError
 from aiodist.handles import Account, Handle
+from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
-from aiodist.ps.context import LIGHT_BYTES
-from aiodist.ps.names import NameEntry, Span
+from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import Operation, PushPart
-from aiodist.ps.raw import as_bytes
 from aiodist.ps.request_queue import RequestQueue, Sender
-from aiodist.ps.wire import FILL, Kind, Stage, Way, pack_push
+from aiodist.ps.service import LIGHT_BYTES, error_of
+from aiodist.ps.sharding import Span
+from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
 
 __all__ = ["Pushes"]
 
@@ -44,7 +45,6 @@ class Pushes:
         self._codes = codes
         self._own = own
         self._one_over = one_over
-        self._encodes = self._context.codec is not None
         self._inline_bytes = self._context.coalescer.inline_bytes
         self._parts: dict[int, PushPart] = {}
         self._open: set[int] = set()
@@ -61,14 +61,15 @@ class Pushes:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
         number = self._last = self._queue.number()
         spans = entry.spans
-        accepts = self._context.policy.accepts
-        part = self._parts[number] = PushPart(operation, entry, [span.rank for span in spans], accepts=accepts)
+        servers = {span.rank for span in spans}
+        accepting = servers.copy() if self._context.policy.accepts else None
+        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
         self._open.add(number)
         entry.open.add(number)
         counts = self._context.counts
         counts["pushes"] += 1
         counts["push_bytes"] += value.nbytes
-        if self._encodes and self._codes.takes(entry):
+        if self._codes.feedback is not None and self._codes.takes(entry):
             self._push_code(number, part, value, rule, alpha)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
             # What `_sender` does, for what is pushed fifty thousand times a second.
@@ -100,7 +101,7 @@ class Pushes:
         def send() -> None:
             put(head)
             if dst not in self._context.gone:
-                self._context.coalescer.send(raw, dst, number, partial(_keep, value))
+                self._context.coalescer.send(raw, dst, number, partial(keep, value))
                 self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
 
         return send
@@ -123,11 +124,13 @@ class Pushes:
         if self._queue.behind and value.nbytes <= self._inline_bytes:
             value = value.clone()  # it is the user's again when the call returns
 
+        found: list[tuple[list[tuple[Tensor, bool]], float]] = []
+
         def encode() -> None:
-            part.keep = self._codes.encode(entry, value, self._context.rules[rule], alpha)
+            found.append(self._codes.encode(entry, value, self._context.rules[rule], alpha))
 
         def senders() -> list[Sender]:
-            codes, left = part.keep
+            codes, left = found[0]
             return [
                 self._sender(number, entry, span, code, rule, left, coded=coded)
                 for span, (code, coded) in zip(entry.spans, codes, strict=True)
@@ -141,18 +144,15 @@ class Pushes:
 
         if value.nbytes > LIGHT_BYTES or self._queue.behind:
             self._queue.issue_later(encode, encoded)
-            return
-        try:
-            encode()
-        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the push
-            self._queue.issue((partial(self._refused, number, error),))
+        elif (error := error_of(encode)) is not None:
+            self._queue.issue((partial(self.refuse, number, error),))
         else:
             self._queue.issue(senders())
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""
         number = self._queue.number()
-        self._parts[number] = PushPart(_Told(done), entry, [span.rank], accepts=False)
+        self._parts[number] = PushPart(done, entry, {span.rank})
         self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0)()
         self._context.coalescer.flush()
 
@@ -171,13 +171,13 @@ class Pushes:
             if part.accepting:
                 part.accepting.discard(src)
                 if not part.accepting:
-                    self._over(part, None)
+                    part.over(None)
             return
         part.applying.discard(src)
         if not part.applying:
             del self._parts[number]
             if part.accepting is None:
-                self._over(part, None)
+                part.over(None)
             self._applied(number, part.entry)
 
     def refuse(self, number: int, error: BaseException) -> bool:
@@ -189,17 +189,14 @@ class Pushes:
         if part.accepting is not None and not part.accepting:
             self._late_error = self._late_error or error
         else:
-            self._over(part, error)
+            part.over(error)
         self._own.pop((number, part.entry.key), None)
         self._applied(number, part.entry)
         return True
 
-    def _refused(self, number: int, error: BaseException) -> None:
-        self.refuse(number, error)
-
-    def _over(self, part: PushPart, error: BaseException | None) -> None:
-        if part.operation.part_over(error):
-            self._context.counts["push_seconds"] += part.operation.seconds
+    def _over(self, operation: Operation, error: BaseException | None) -> None:
+        if operation.part_over(error):
+            self._context.counts["push_seconds"] += operation.seconds
 
     def _applied(self, number: int, entry: NameEntry) -> None:
         self._open.discard(number)
@@ -262,21 +259,3 @@ class Pushes:
             self.refuse(number, error)
         self._open.clear()
         self._look()
-
-
-class _Told(Operation):
-    """Stands for an operation whose end a program waits for."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Done) -> None:
-        self._done = done
-        self.seconds = 0.0
-
-    def part_over(self, error: BaseException | None = None) -> bool:
-        self._done(error)
-        return True
-
-
-def _keep(value: Tensor, error: BaseException | None) -> None:
-    """Hold on to `value` until it is sent; whether that went well its server tells."""

@@ -12,7 +12,7 @@ from aiodist.ps.context import Context
 
 __all__ = ["RequestQueue", "Sender"]
 
-Sender = Callable[[], None]
+Sender = Callable[[], object]
 """Puts a request, or a part of one, into the coalescer; called with the transport lock held."""
 
 
@@ -39,10 +39,7 @@ class RequestQueue:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have what is issued in the block leave at once, in as few frames as may be; blocks may lie in blocks."""
-        if self._gathered is not None:
-            yield
-            return
+        """Have what is issued in the block leave at once, in as few frames as may be; no such block lies in another."""
         gathered: list[Sender] = []
         self._gathered = gathered
         try:
@@ -61,9 +58,7 @@ class RequestQueue:
 
     def _leave(self, senders: Sequence[Sender]) -> None:
         if self.behind:
-            self._work(_nothing, lambda _: self.send(senders))
-        elif len(senders) == 1:
-            self.context.progress.start(partial(self._send_one, senders[0]))
+            self._work(lambda: None, lambda _: self.send(senders))
         else:
             self.context.progress.start(partial(self.send, senders))
 
@@ -83,10 +78,6 @@ class RequestQueue:
 
         self.context.progress.start(partial(self.context.service.run, work, over))
 
-    def _send_one(self, sender: Sender) -> None:
-        sender()
-        self.context.coalescer.flush()
-
     def send(self, senders: Sequence[Sender]) -> None:
         """Send requests now; with the transport lock held."""
         for sender in senders:
@@ -105,7 +96,3 @@ class RequestQueue:
         if isinstance(error, AiodistError):
             error.located(rank=self.context.rank, comm=self.context.name, op=None)
         return error
-
-
-def _nothing() -> None:
-    return None

@@ -1,4 +1,4 @@
-"""What a server does with what is pushed (P3): zero, copy, add, axpy, mul, min, max, and the user's own.
+"""What a server does with what is pushed: zero, copy, add, axpy, mul, min, max, and the user's own.
 
 A rule has no state of its own: what lies beside a shard is made by `state` and given back to `apply`, so one rule
 serves any number of shards, in any thread. Its `repr` is the same on all ranks that run the same script: they compare
@@ -7,9 +7,9 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import iscoroutinefunction
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.collectives.arithmetic import SUPPORTED
 
-__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Rule", "State", "as_rule", "bare"]
+__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Piece", "Rule", "State", "apply_step", "as_rule", "bare"]
 
 State: TypeAlias = Any
 """What lies beside a shard; only its rule knows what that is."""
@@ -26,6 +26,7 @@ COMPLEX = frozenset({kind for kind in SUPPORTED if kind.is_complex})
 FLOATS = frozenset({kind for kind in SUPPORTED if kind.is_floating_point})
 _NUMBERS = SUPPORTED - {torch.bool}
 _ORDERED = SUPPORTED - COMPLEX
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Rule:
@@ -134,79 +135,118 @@ class Function(Rule):
         return f"Function({self.name})"
 
 
-class _Zero(Rule):
-    name = "zero"
-    takes_value = False
+class _Known(Rule):
+    """One that is known by name: `change(shard, value, alpha)`."""
 
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = 0, for any `value`."""
-        bare(shard).zero_()
-
-
-class _CopyRule(Rule):
-    """Of several pushes in one step their sum, or mean, is copied; of one push, the push."""
-
-    name = "copy"
-    combines = True
-
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = alpha * value."""
-        shard, value = bare(shard), bare(value)
-        if alpha == 1:
-            shard.copy_(value)
-        else:
-            torch.mul(value, factor(shard, alpha), out=shard)
-
-
-class _Add(Rule):
-    takes = _NUMBERS
-    combines = True
-
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        change: Callable[[Tensor, Tensor, float], object],
+        takes: frozenset[torch.dtype] = SUPPORTED,
+        *,
+        takes_value: bool = True,
+        combines: bool = False,
+        scales: bool = True,
+    ) -> None:
         self.name = name
-
-    def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard += alpha * value."""
-        # In this order: a shard without requires_grad, to which one with it is added, would get a history.
-        if shard.requires_grad or value.requires_grad:
-            shard, value = shard.detach(), value.detach()
-        if alpha == 1:
-            shard.add_(value)
-        else:
-            shard.add_(value, alpha=factor(shard, alpha))
-
-
-class _Into(Rule):
-    """A binary operator of torch, written into the shard."""
-
-    scales = False
-
-    def __init__(self, name: str, takes: frozenset[torch.dtype], operator: Callable[..., Tensor]) -> None:
-        self.name = name
+        self._change = change
         self.takes = takes
-        self._operator = operator
+        self.takes_value = takes_value
+        self.combines = combines
+        self.scales = scales
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Shard = operator(shard, value)."""
-        if alpha != 1:
+        """Change the shard."""
+        if not self.scales and alpha != 1:
             self.check(shard.dtype, alpha)
-        shard = bare(shard)
-        self._operator(shard, bare(value), out=shard)
+        self._change(shard, value, alpha)
+
+
+def _zero(shard: Tensor, value: Tensor, alpha: float) -> None:
+    bare(shard).zero_()
+
+
+def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:
+    shard, value = bare(shard), bare(value)
+    if alpha == 1:
+        shard.copy_(value)
+    else:
+        torch.mul(value, factor(shard, alpha), out=shard)
+
+
+def _add(shard: Tensor, value: Tensor, alpha: float) -> None:
+    # In this order: a shard without requires_grad, to which one with it is added, would get a history.
+    if shard.requires_grad or value.requires_grad:
+        shard, value = shard.detach(), value.detach()
+    if alpha == 1:
+        shard.add_(value)
+    else:
+        shard.add_(value, alpha=factor(shard, alpha))
+
+
+def _into(operator: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, float], object]:
+    """Return what writes the operator's result into the shard."""
+    return lambda shard, value, _: operator(bare(shard), bare(value), out=bare(shard))
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        _Zero(),
-        _CopyRule(),
-        _Add("add"),
-        _Add("axpy"),
-        _Into("mul", _NUMBERS, torch.mul),
-        _Into("min", _ORDERED, torch.minimum),
-        _Into("max", _ORDERED, torch.maximum),
+        _Known("zero", _zero, takes_value=False),
+        _Known("copy", _copy, combines=True),  # of several pushes in one step their sum, or mean
+        _Known("add", _add, _NUMBERS, combines=True),
+        _Known("axpy", _add, _NUMBERS, combines=True),
+        _Known("mul", _into(torch.mul), _NUMBERS, scales=False),
+        _Known("min", _into(torch.minimum), _ORDERED, scales=False),
+        _Known("max", _into(torch.maximum), _ORDERED, scales=False),
     )
 }
 """The rules that are known by name. `add` and `axpy` differ in name only: shard += alpha * value."""
+
+
+class Piece(NamedTuple):
+    """One push of a step."""
+
+    rule: Rule
+    value: Tensor
+    """Flat, of the shard's dtype; it is only read."""
+    alpha: float
+    weight: float
+
+
+def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule], Any]) -> None:
+    """Change `shard` in place by all `pieces`, which stand in the order of their workers.
+
+    Pushes of one rule that combines are summed first, 16-bit floats in float32. A single push of weight 1 costs no
+    memory.
+    """
+    first = pieces[0]
+    if len(pieces) == 1 and first.weight == 1:
+        first.rule.apply(shard, first.value, first.alpha, state_of(first.rule))
+        return
+    if first.rule.combines and all(piece.rule is first.rule for piece in pieces):
+        alphas = {piece.alpha for piece in pieces}
+        if len(alphas) == 1:
+            total, alpha = _sum(pieces, scaled=False), first.alpha
+        else:
+            total, alpha = _sum(pieces, scaled=True), 1.0
+        first.rule.apply(shard, total, alpha, state_of(first.rule))
+        return
+    for piece in pieces:
+        value = piece.value
+        if piece.rule.combines and piece.weight != 1:
+            value = value * piece.weight
+        piece.rule.apply(shard, value, piece.alpha, state_of(piece.rule))
+
+
+def _sum(pieces: Sequence[Piece], *, scaled: bool) -> Tensor:
+    """Return the weighted sum in new memory; `scaled`: each times its alpha too."""
+    kind = pieces[0].value.dtype
+    total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind))
+    for piece in pieces:
+        factor = piece.weight * (piece.alpha if scaled else 1.0)
+        total.add_(piece.value, alpha=int(factor) if factor == int(factor) else factor)
+    return total.to(kind)
 
 
 def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:

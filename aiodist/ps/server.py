@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
-from aiodist.codecs import Outgoing
-from aiodist.errors import PeerLost
+from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Counts
-from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
-from aiodist.ps.raw import values_in
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
-from aiodist.ps.rules import Rule
+from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
+from aiodist.ps.shards import Shards
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import (
     FILL,
@@ -34,9 +32,9 @@ from aiodist.ps.wire import (
     PushHead,
     Reads,
     Release,
-    Stage,
     Way,
-    pack_done,
+    unpack,
+    values_in,
 )
 
 __all__ = ["Server"]
@@ -49,15 +47,13 @@ class Server:
         self.context = context
         self.own: dict[tuple[int, int], Tensor] = {}
         """What this rank's client pushes to this very rank: by number and key."""
-        self._shards: dict[int, Shard] = {}
+        self._shards = Shards()
         self._retired: dict[int, Shard] = {}
         self._counted: list[Counts] = []  # of tensors that were freed
-        self._rules: dict[int, int] = {}
-        self._outgoing: Outgoing | None = None if context.pull_codec is None else Outgoing(context.pull_codec)
-        self._serving = Serving(context, self._outgoing, self.refuse, self._shards.get)
-        self.serve = self._serving.serve
-        self._directory = Directory(context, self)
-        self._meeting = Meeting(context, self)
+        self._answers = answers = Answers(context)
+        self._serving = Serving(context, answers)
+        self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
+        self._meeting = Meeting(context, answers, self._shards, self._directory)
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "make": self._make,
             "remove": self._remove,
@@ -93,10 +89,10 @@ class Server:
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = PushHead.unpack(body)
+        head = unpack(PushHead, body)
         if self._meeting.syncs:
             self._meeting.syncs.pop(client, None)  # it goes on
-        push = Pushing(client, head.number, head.base, head.rule, head.alpha, coded=head.coded)
+        push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
         if head.way == Way.MESSAGE:
             buffer = self.context.pool.take(head.nbytes)
@@ -112,10 +108,15 @@ class Server:
             push.value = value.clone() if keep else value
         elif not self._look(shard, push, head):
             return
+        self._expect(head.key, push)
+
+    def _expect(self, key: int, request: Request) -> None:
+        """Have a shard execute a request in its turn."""
+        shard = self._shards.get(key)
         if shard is None:
-            self.refuse(push, Freed(f"key {head.key} was freed"))
+            self._answers.refuse(request, Freed(f"key {key} was freed"))
         else:
-            shard.arrivals.expect(push)
+            shard.arrivals.expect(request)
 
     def _look(self, shard: Shard | None, push: Pushing, head: PushHead) -> bool:
         """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
@@ -148,10 +149,10 @@ class Server:
 
     def _received(self, shard: Shard | None, push: Pushing, error: BaseException | None) -> None:
         if shard is None or error is not None:
-            self.recycle(push)
+            self._answers.recycle(push)
         if error is not None:
             if push.client not in self.context.gone:
-                self.refuse(push, error)
+                self._answers.refuse(push, error)
         elif shard is not None:
             push.ready = True
             shard.arrivals.go_on(push.client)
@@ -159,16 +160,11 @@ class Server:
         self.context.coalescer.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = PullHead.unpack(body)
-        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
-        shard = self._shards.get(head.key)
-        if shard is None:
-            self.refuse(pull, Freed(f"key {head.key} was freed"))
-        else:
-            shard.arrivals.expect(pull)
+        head = unpack(PullHead, body)
+        self._expect(head.key, Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads)))
 
     def _release(self, client: int, body: memoryview) -> None:
-        key, number = Release.unpack(body)
+        key, number = unpack(Release, body)
         shard = self._shards.get(key) or self._retired.get(key)
         if shard is not None:
             shard.release(client, number)
@@ -181,9 +177,9 @@ class Server:
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
         leads = call["servers"][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
-        shard = Shard(self, call["key"], call["name"], memory, machine, call["servers"], replaces=call["codec"])
-        self._shards[shard.key] = shard
-        self._rules[shard.key] = call["rule"]
+        shard = self._shards[call["key"]] = Shard(
+            self.context, self._answers, self._serving.serve, self._unseen, call, memory, machine
+        )
         for rank in {*self._meeting.parted, *self.context.gone}:
             shard.leave(rank, gone=rank in self.context.gone)
         for rank in self._directory.refused(shard.name):
@@ -196,77 +192,28 @@ class Server:
             return
         for rank in range(len(self.context.world_ranks)):
             self._serving.forget(rank, shard.key)
-        shard.retire()
+        shard.abort()
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
         if shard.looked_at:
             self._retired[shard.key] = shard
 
     def _configure(self, client: int, call: dict[str, Any]) -> None:
-        change = Change(client, call["n"], call["settings"])
-        shard = self._shards.get(call["key"])
-        if shard is None:
-            self.refuse(change, Freed(f"key {call['key']} was freed"))
-        else:
-            shard.arrivals.expect(change)
+        self._expect(call["key"], Change(client, call["n"], call["settings"]))
 
     def _part(self, client: int, call: dict[str, Any]) -> None:
         """`client` begins nothing more, so nobody waits for it; what it has begun may still wait for others."""
         self._directory.part(client)
         self._meeting.part(client)
-        self.mark(Mark(client, 0, lambda shard: shard.leave(client, gone=False)))
+        self._shards.mark(Mark(client, 0, parts=True))
         self._meeting.check()
 
     def _leave(self, client: int, call: dict[str, Any]) -> None:
         """`client` sends nothing more but its goodbye."""
         self._gone(client, gone=False)
-        self.answer(client, call["n"])
+        self._answers.answer(client, call["n"])
 
-    def mark(self, mark: Mark) -> None:
-        """Put a mark behind all that its client has sent to tensors that this server leads."""
-        for shard in self._led():
-            shard.arrivals.mark(mark)
-
-    def _led(self) -> list[Shard]:
-        return [shard for shard in self._shards.values() if shard.machine is not None]
-
-    def rest(self, clients: Iterable[int]) -> None:
-        """Have no step wait for `clients`."""
-        for shard in self._led():
-            for client in clients:
-                shard.rest(client)
-
-    def resume(self, clients: Collection[int], past: Sequence[Mark] = ()) -> None:
-        """Have steps wait for `clients` again, all at once; then let what they sent behind these marks go on."""
-        for shard in self._led():
-            refused = self._directory.refused(shard.name)
-            shard.resume([client for client in clients if client not in refused])
-        for mark in past:
-            mark.ready = True
-            for shard in self._led():
-                shard.arrivals.go_on(mark.client)
-
-    def held(self) -> set[int]:
-        """Return the workers of which a push waits for others here."""
-        machines = [shard.machine for shard in self._led() if shard.machine is not None]
-        return {push.worker for machine in machines for push in machine.waiting().pushes}
-
-    def refused(self, client: int, key: int) -> None:
-        """`client` means something else by the name, and will not push to it."""
-        if (shard := self._shards.get(key)) is not None:
-            shard.rest(client)
-
-    def agreed(self, client: int, key: int) -> None:
-        """`client` was refused, and means the same by now."""
-        if (shard := self._shards.get(key)) is not None and not self._meeting.stops(client):
-            shard.resume((client,))
-
-    def freed(self, client: int, key: int) -> None:
-        """`client` pushes no more to a tensor that this server leads: steps go on without it."""
-        if (shard := self._shards.get(key)) is not None:
-            shard.leave(client, gone=False)
-
-    def let_go(self, key: int) -> None:
+    def _unseen(self, key: int) -> None:
         """Nobody looks any more at the memory of a tensor that was freed."""
         self._retired.pop(key, None)
 
@@ -282,39 +229,11 @@ class Server:
         self._directory.leave(rank)
         self._meeting.leave(rank, gone=gone)
 
-    # --- what shards ask for -----------------------------------------------------------------------------------
-
-    def rule_of(self, shard: Shard) -> Rule:
-        """Return the rule of the tensor, which a push may replace by another."""
-        return self.context.rules[self._rules[shard.key]]
-
-    def decoded(self, push: Pushing, like: Tensor) -> Tensor:
-        """Return the value of `push` as a flat tensor such as the shard; in any thread."""
-        assert push.value is not None
-        codec = self.context.codec
-        if not push.coded or codec is None:
-            return push.value
-        began = perf_counter()
-        value = codec.decode(push.value, like.dtype, like.numel())
-        self.context.counts["decode_seconds"] += perf_counter() - began
-        return value
-
-    def recycle(self, push: Pushing) -> None:
-        """Nobody looks at what was pushed any more."""
-        if push.pooled and push.value is not None:
-            self.context.pool.give(push.value.view(torch.uint8))
-        push.value = None
-
     # --- answers ---------------------------------------------------------------------------------------------
 
     def shown(self, key: int) -> Tensor:
         """Return the memory of a shard that the client of this very rank was let look at."""
         return (self._shards.get(key) or self._retired[key]).data
-
-    def done(self, push: Pushing, stage: Stage, version: int) -> None:
-        """Tell the client how far its push is."""
-        if push.client not in self.context.gone:
-            self.context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, version, stage))
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what is counted, with what the machines have counted."""
@@ -329,21 +248,3 @@ class Server:
             staleness=sum((Counter(dict(count.staleness)) for count in counts), Counter()),
             sent_bytes=self.context.coalescer.sent_bytes,
         )
-
-    def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
-        """Answer a call."""
-        if client not in self.context.gone:
-            self.context.coalescer.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
-
-    def refuse(self, request: Request, error: BaseException) -> None:
-        """Tell the client that its request failed here."""
-        if isinstance(request, Pushing):
-            self.recycle(request)
-        self.fail(request.client, request.number, error)
-
-    def fail(self, client: int, number: int, error: BaseException) -> None:
-        """Tell `client` why its request failed here."""
-        if isinstance(error, PeerLost):
-            self.answer(client, number, error=error.args[0], lost=error.lost)
-        else:
-            self.answer(client, number, error=str(error), type=type(error).__name__)

@@ -9,27 +9,37 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from aiodist.backends.base import Done
 from aiodist.handles import Progress
 
-__all__ = ["Service"]
+__all__ = ["LIGHT_BYTES", "Service", "error_of"]
+
+LIGHT_BYTES = 256 << 10
+"""Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
 
 Work = Callable[[], object]
-Then = Callable[[BaseException | None], None]
 
 
 class Service:
     """One thread, begun at the first work; work runs in the order in which it was given."""
 
-    def __init__(self, progress: Progress, name: str) -> None:
+    def __init__(self, progress: Progress, name: str, flush: Callable[[], None]) -> None:
+        """`flush` is called after what was done in the thread, for what `then` has put into the coalescer."""
         self._progress = progress
         self._name = name
-        self._queue: SimpleQueue[tuple[Work, Then] | None] = SimpleQueue()
+        self._flush = flush
+        self._queue: SimpleQueue[tuple[Work, Done] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.waiting = 0
-        """How much work is not over; with the transport lock held."""
 
-    def run(self, work: Work, then: Then) -> None:
+    def do(self, nbytes: int, work: Work, then: Done) -> None:
+        """Do `work`, on so many bytes, then `then(error)`: at once where it is light, else as `run` does."""
+        if nbytes <= LIGHT_BYTES:
+            then(error_of(work))
+        else:
+            self.run(work, then)
+
+    def run(self, work: Work, then: Done) -> None:
         """Run `work` in the thread, then `then(error)` with the transport lock held; called with it held.
 
         Once closed it does neither.
@@ -39,7 +49,6 @@ class Service:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        self.waiting += 1
         self._progress.offloaded += 1
         self._queue.put((work, then))
 
@@ -60,7 +69,16 @@ class Service:
             self._progress.start_in_thread(lambda then=then, error=error: self._over(then, error))  # type: ignore[misc]
             del work, then, item, error
 
-    def _over(self, then: Then, error: BaseException | None) -> None:
-        self.waiting -= 1
+    def _over(self, then: Done, error: BaseException | None) -> None:
         self._progress.offloaded -= 1
         then(error)
+        self._flush()
+
+
+def error_of(work: Work) -> Exception | None:
+    """Do `work`; return what it raised, which belongs to the client that asked for it."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  - told to the client that asked
+        return error
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor
 
 from aiodist.codecs import Outgoing
-from aiodist.ps.context import LIGHT_BYTES, Context
-from aiodist.ps.raw import as_bytes
+from aiodist.ps.answers import Answers
+from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling
-from aiodist.ps.wire import Kind, Reads, Way, pack_data
+from aiodist.ps.wire import Kind, Reads, Way, as_bytes, pack_data
 
 if TYPE_CHECKING:
-    from aiodist.codecs import Codec
+    from collections.abc import Callable
+
     from aiodist.ps.shard import Shard
 
 __all__ = ["Serving"]
@@ -26,18 +26,10 @@ __all__ = ["Serving"]
 class Serving:
     """Every method runs with the transport lock held."""
 
-    def __init__(
-        self,
-        context: Context,
-        outgoing: Outgoing | None,
-        refuse: Callable[[Pulling, BaseException], None],
-        shard_of: Callable[[int], Shard | None],
-    ) -> None:
-        """`outgoing` encodes what is read, if that is wanted; `shard_of` returns what a key stands for by now."""
+    def __init__(self, context: Context, answers: Answers) -> None:
         self._context = context
-        self._refuse = refuse
-        self._shard_of = shard_of
-        self._outgoing = outgoing
+        self._answers = answers
+        self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
 
     def forget(self, client: int, key: int | None = None) -> None:
         """Keep nothing of what `client` has read."""
@@ -45,25 +37,25 @@ class Serving:
             self._outgoing.forget(client, key)
 
     def serve(self, shard: Shard, pull: Pulling, version: int) -> None:
-        """Let the client have the shard as it is now."""
+        """Let the client have the shard as it is now; what the client itself has is not encoded."""
         if pull.client in self._context.gone:
             return
+        data = shard.data
         self._context.counts["served"] += 1
-        self._context.counts["served_bytes"] += shard.data.nbytes
-        codec = self._codec_for(shard, pull)
-        if codec is not None:
-            self._serve_code(shard, pull, version)
-        elif shard.data.nbytes <= self._context.coalescer.inline_bytes and pull.way != Way.OWN:
-            self._context.counts["served_sent_bytes"] += shard.data.nbytes
-            data = pack_data(pull.number, version, Way.INLINE, False, shard.data.nbytes, 0, 0)
-            self._context.coalescer.put(pull.client, Kind.DATA, data, as_bytes(shard.data))
+        self._context.counts["served_bytes"] += data.nbytes
+        own = pull.way == Way.OWN
+        if self._outgoing is not None and data.dtype.is_floating_point and not own and pull.reads == Reads.SNAPSHOT:
+            self._serve_code(self._outgoing, shard, pull, version)
+        elif data.nbytes <= self._context.coalescer.inline_bytes and not own:
+            self._put(pull, version, data, coded=False)
         else:
             self._show(shard, pull, version)
 
-    def _codec_for(self, shard: Shard, pull: Pulling) -> Codec | None:
-        """Return how to encode what `pull` reads; what the client itself has is not encoded."""
-        floating = shard.data.dtype.is_floating_point
-        return self._context.pull_codec if floating and pull.way != Way.OWN and pull.reads == Reads.SNAPSHOT else None
+    def _put(self, pull: Pulling, version: int, t: Tensor, *, coded: bool) -> None:
+        """Send what fits into an entry."""
+        self._context.counts["served_sent_bytes"] += t.nbytes
+        head = pack_data(pull.number, version, Way.INLINE, coded, t.nbytes, 0, 0)
+        self._context.coalescer.put(pull.client, Kind.DATA, head, as_bytes(t))
 
     def _show(self, shard: Shard, pull: Pulling, version: int) -> None:
         """Let the client look at the shard's memory, or send from it; nothing is applied meanwhile."""
@@ -73,58 +65,45 @@ class Serving:
             place = self._context.near.locate(raw)
         shard.hold(pull)
         way = pull.way if place is not None or pull.way == Way.OWN else Way.MESSAGE
-        data = pack_data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
-        self._context.coalescer.put(pull.client, Kind.DATA, data)
+        head = pack_data(pull.number, version, way, False, raw.nbytes, *(place or (0, shard.key)))
+        self._context.coalescer.put(pull.client, Kind.DATA, head)
         if way == Way.MESSAGE:
             self._send(raw, pull, partial(shard.release, pull.client, pull.number))
 
     def _send(self, raw: Tensor, pull: Pulling, over: Callable[[], None]) -> None:
         self._context.counts["served_sent_bytes"] += raw.nbytes
 
-        def sent(error: BaseException | None) -> None:
+        def sent(error: BaseException | None, _kept: Tensor = raw) -> None:
             # Who cannot be reached is told of by the control channel.
             over()
             self._context.coalescer.flush()
 
         self._context.coalescer.send(raw, pull.client, pull.number, sent)
 
-    def _serve_code(self, shard: Shard, pull: Pulling, version: int) -> None:
+    def _serve_code(self, outgoing: Outgoing, shard: Shard, pull: Pulling, version: int) -> None:
         shard.hold(pull)
         codes: list[Tensor] = []
 
         def encode() -> None:
             began = perf_counter()
-            assert self._outgoing is not None
-            codes.append(self._outgoing.encode(pull.client, shard.key, shard.data))
+            codes.append(outgoing.encode(pull.client, shard.key, shard.data))
             self._context.counts["encode_seconds"] += perf_counter() - began
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
-                self._refuse(pull, error)
+                self._answers.refuse(pull, error)
             else:
                 self._send_code(pull, version, codes[0])
-            if pull.client in self._context.gone or self._shard_of(shard.key) is not shard:
+            if pull.client in self._context.gone or shard.retired:
                 self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
-            self._context.coalescer.flush()
 
-        if shard.data.nbytes > LIGHT_BYTES:
-            self._context.service.run(encode, encoded)
-            return
-        try:
-            encode()
-        except Exception as error:  # noqa: BLE001  - it belongs to the client that pulled
-            self._refuse(pull, error)
-        else:
-            self._send_code(pull, version, codes[0])
-        shard.release(pull.client, pull.number)
+        self._context.service.do(shard.data.nbytes, encode, encoded)
 
     def _send_code(self, pull: Pulling, version: int, code: Tensor) -> None:
-        inline = code.nbytes <= self._context.coalescer.inline_bytes
-        data = pack_data(pull.number, version, Way.INLINE if inline else Way.MESSAGE, True, code.nbytes, 0, 0)
-        if inline:
-            self._context.counts["served_sent_bytes"] += code.nbytes
-            self._context.coalescer.put(pull.client, Kind.DATA, data, as_bytes(code))
+        if code.nbytes <= self._context.coalescer.inline_bytes:
+            self._put(pull, version, code, coded=True)
         else:
-            self._context.coalescer.put(pull.client, Kind.DATA, data)
-            self._send(code, pull, lambda _code=code: None)  # type: ignore[misc]
+            head = pack_data(pull.number, version, Way.MESSAGE, True, code.nbytes, 0, 0)
+            self._context.coalescer.put(pull.client, Kind.DATA, head)
+            self._send(code, pull, lambda: None)

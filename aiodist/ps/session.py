@@ -50,8 +50,8 @@ class ParameterServerSession:
         )
         self._opened = False
         self._seq = 0
-        self._over: asyncio.Future[None] | None = None
-        """Done when there is nothing to listen for any more."""
+        self._over = asyncio.Event()
+        """There is nothing to listen for any more."""
 
     async def open(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Open it with all ranks; `begin` makes the first calls."""
@@ -103,7 +103,7 @@ class ParameterServerSession:
             codec=self.settings.codec,
             pull_codec=self.settings.pull_codec,
             progress=progress,
-            service=Service(progress, f"aiodist-ps-{self.coll.name}"),
+            service=Service(progress, f"aiodist-ps-{self.coll.name}", lambda: self.context.coalescer.flush()),
             pool=Pool(buffer),
             near=near,
         )
@@ -155,16 +155,16 @@ class ParameterServerSession:
 
     def _parting(self) -> Program[None]:
         """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
-        yield [self.client.calls.tell(rank, "part") for rank in self.settings.servers]
+        yield [self.client.tell(rank, "part") for rank in self.settings.servers]
 
     def _leaving(self) -> Program[None]:
         """Leave every server that is there."""
-        for rank in self._living():
+        for rank in self.context.living():
             yield from self._asked(rank, "leave")
 
     def _goodbye(self) -> Program[None]:
         """Wait at the first server, or at the next where it dies, for all ranks."""
-        while (living := self._living()) and not (yield from self._asked(living[0], "bye")):
+        while (living := self.context.living()) and not (yield from self._asked(living[0], "bye")):
             pass
         if not living:
             return
@@ -172,13 +172,10 @@ class ParameterServerSession:
         if others and self.coll.rank == others[0]:
             self.context.coalescer.say_last(living[0])
 
-    def _living(self) -> list[int]:
-        return [rank for rank in self.settings.servers if rank not in self.context.gone]
-
     def _asked(self, rank: int, op: str) -> Program[bool]:
         """Ask server `rank`; False when it is gone."""
         try:
-            yield from self.client.calls.call(rank, op)
+            yield from self.client.call(rank, op)
         except PeerLost:
             return False
         return True
@@ -187,20 +184,15 @@ class ParameterServerSession:
         """Wait until nothing is listened for any more; where a rank died the transport is given up anyway."""
         if self.context.gone:
             return
-        self._over = self._loop.create_future()
         with transport_lock:
-            self.context.coalescer.when_last(partial(self.progress.post, self._all_said))
-        await self._over
+            self.context.coalescer.when_last(partial(self.progress.post, self._over.set))
+        await self._over.wait()
         if self._refusal is not None:
             raise self._refusal
 
-    def _all_said(self) -> None:
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-
     def _close(self, refusal: AiodistError) -> None:
         self._refusal = self._refusal or refusal
-        self._all_said()
+        self._over.set()
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
@@ -248,19 +240,15 @@ class ParameterServerSession:
             self.server.lose(rank)
             self.client.lose(rank)
             context.coalescer.flush()
-        self._all_said()  # what the dead should have said never comes
+        self._over.set()  # what the dead should have said never comes
 
     def _aborted(self, error: AiodistError) -> None:
         if not isinstance(error, PeerLost):
             self._abort(error)
 
-    def _failed(self, rank: int | None, error: BaseException) -> None:
-        """A message could not be sent or received: whose fault it is the control channel tells."""
-        if rank is not None and rank in self.context.gone:
-            return
-        if rank is None:
-            text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
-            self.progress.post(partial(self._abort, CommunicatorAborted(text)))
+    def _failed(self, error: BaseException) -> None:
+        text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
+        self.progress.post(partial(self._abort, CommunicatorAborted(text)))
 
     def _heard(self, src: int, kind: int, body: memoryview) -> None:
         self.progress.liven()
@@ -285,11 +273,6 @@ class ParameterServerSession:
                 f"parameter server {self.coll.name!r} belongs to another thread or event loop: call it on the loop it "
                 "was opened on"
             )
-
-    def check_opened(self) -> None:
-        """Raise RuntimeError unless it was opened."""
-        if not hasattr(self, "server"):
-            raise RuntimeError("the parameter server is not open: use `async with`")
 
     def handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
         """Return the handle of a call that the caller of our caller makes."""

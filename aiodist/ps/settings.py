@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -55,21 +54,11 @@ class Settings:
         """Return each as text, equal on ranks where it means the same."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}
 
-    @cached_property
-    def _numbered(self) -> dict[str, tuple[int, Rule]]:
-        return {name: (number, rule) for number, (name, rule) in enumerate(self.rules.items())}
-
     def rule(self, given: RuleLike | None) -> tuple[int, Rule]:
         """Return the number and the rule that a call means; None is the default. ValueError for an unknown one."""
-        if given is None:
-            return 0, next(iter(self.rules.values()))
-        if isinstance(given, str):
-            if (found := self._numbered.get(given)) is not None:
-                return found
-        else:
-            for number, known in self._numbered.values():
-                if given is known or getattr(known, "fn", None) is given:
-                    return number, known
+        for number, (name, known) in enumerate(self.rules.items()):
+            if given is None or given is known or given == name or getattr(known, "fn", None) is given:
+                return number, known
         told = ", ".join(self.rules)
         raise ValueError(f"unknown rule {given!r}: expected one that all ranks gave at the start, {told}")
 

@@ -11,25 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from aiodist.ps import consistency
-from aiodist.ps.arrivals import Arrivals
+from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
-from aiodist.ps.context import LIGHT_BYTES, Context
-from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request
-from aiodist.ps.rules import RULES, Function, Rule
-from aiodist.ps.step import Piece, apply_step
+from aiodist.ps.context import Context
+from aiodist.ps.requests import Arrivals, Change, Freed, Mark, Pulling, Pushing, Request
+from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
+from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
-
-if TYPE_CHECKING:
-    from aiodist.ps.server import Server
 
 __all__ = ["Shard"]
 
-_COPY = RULES["copy"]
 _Key = tuple[int, int]  # client, number
 
 
@@ -38,43 +34,47 @@ class Shard:
 
     def __init__(
         self,
-        server: Server,
-        key: int,
-        name: str,
+        context: Context,
+        answers: Answers,
+        serve: Callable[[Shard, Pulling, int], None],
+        unseen: Callable[[int], object],
+        call: dict[str, Any],
         memory: Tensor,
         machine: Machine | None,
-        servers: Sequence[int],
-        *,
-        replaces: bool,
     ) -> None:
-        """`memory` is flat; of the `servers` that have a block of the tensor the first, its leader, has its `machine`.
+        """`call` asks to make it; `memory` is flat. Of the servers of a tensor the first, its leader, has its machine.
 
-        With `replaces` it is the code of an object, which a push replaces whole.
+        `serve` lets a client have it as of a version. `unseen` is told the key when nobody looks any more at the memory
+        of a tensor that was freed. What `replaces` is the code of an object, which a push replaces whole.
         """
-        self._server = server
-        self._context: Context = server.context
-        self.key = key
-        self.name = name
+        self._context = context
+        self._answers = answers
+        self._serve = serve
+        self._unseen = unseen
+        self.key: int = call["key"]
+        self.name: str = call["name"]
         self.data = memory
-        self.replaces = replaces
+        self.replaces: bool = call["codec"]
         self.machine = machine
-        self._servers = frozenset(servers)
-        self._followers = tuple(servers[1:]) if machine is not None else ()
+        self._rule = self._context.rules[call["rule"]]
+        """That of the tensor, which a push may replace by another."""
+        self._servers = frozenset(call["servers"])
+        self._followers = tuple(call["servers"][1:]) if machine is not None else ()
         self._refusal: Exception | None = None
         """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
         self._states: dict[int, Any] = {}
-        self.arrivals = Arrivals(self._deliver, lambda mark: mark.act(self))
+        self.arrivals = Arrivals(self._deliver, self._reached)
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
         self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
         self._busy = False
         self._advancing = False
-        self._retired = False
+        self.retired = False
+        """The tensor was freed."""
         # What is applied when it comes, here alone and in no time, needs no order.
-        light = memory.nbytes <= LIGHT_BYTES and not replaces
-        self._quick = machine is not None and not self._followers and light
+        self._quick = not self._followers and memory.nbytes <= LIGHT_BYTES and not self.replaces
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Shard:
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
         self.advance()
-        self._let_go()
+        self._release()
 
     def leave(self, client: int, *, gone: bool) -> None:
         """`client` has finished, or is `gone`: died."""
@@ -103,7 +103,7 @@ class Shard:
         if self.machine is not None and client in self._context.workers and self._refusal is None:
             self._order(self.machine.leave(client))
         self.advance()
-        self._let_go()
+        self._release()
 
     def rest(self, client: int) -> None:
         """Have no step wait for `client`, until it may `resume`."""
@@ -116,9 +116,9 @@ class Shard:
         if self.machine is not None:
             self.machine.resume(clients)
 
-    def retire(self) -> None:
+    def abort(self) -> None:
         """The tensor is no more: refuse what waits here, and would for ever."""
-        self._retired = True
+        self.retired = True
         self._refuse(Freed(f"{self.name!r} was freed"))
 
     def _refuse(self, error: Exception) -> None:
@@ -127,102 +127,81 @@ class Shard:
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
-            self._server.refuse(request, error)
-        self.arrivals.stop()
+            self._answers.refuse(request, error)
+        self.arrivals.release_all()
+
+    def _reached(self, mark: Mark) -> None:
+        if mark.stops:
+            self.rest(mark.client)
+        elif mark.parts:
+            self.leave(mark.client, gone=False)
 
     def _deliver(self, request: Request) -> None:
         if self._refusal is not None:
-            self._server.refuse(request, self._refusal)
+            self._answers.refuse(request, self._refusal)
             return
         if isinstance(request, Pushing):
             if request.rule == FILL:
                 self._fill(request)
                 return
             if self._context.policy.accepts:
-                self._server.done(request, Stage.ACCEPTED, self.version)
-            elif self._quick and not (self._orders or self._busy or self._readers or self._arrived):
-                self._apply_at_once(request)
-                return
+                self._answers.done(request, Stage.ACCEPTED, self.version)
         elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
-            self._server.serve(self, request, self.version)
+            self._serve(self, request, self.version)
             return
-        elif self._quick and not (self._orders or self._busy or self._arrived) and isinstance(request, Pulling):
-            self._serve_at_once(request)
-            return
-        self._arrived[(request.client, request.number)] = (request, perf_counter())
         if self.machine is not None:
-            try:
-                self._decide(request)
-            except ValueError as error:
-                del self._arrived[(request.client, request.number)]
-                self._server.refuse(request, error)
-                # Those who follow have it too, and would keep it for ever.
-                self._tell(Order(self.key, OrderKind.DROP, self.version, ((request.client, request.number, 1.0),)))
-        self.advance()
-
-    def _apply_at_once(self, push: Pushing) -> None:
-        """Do what `_decide` and `advance` do for a push that waits for nothing."""
-        assert self.machine is not None
-        rule = self._context.rules[push.rule]
-        actions = self._asked(push)
-        if actions is None:
-            return
-        if len(actions) != 1 or type(actions[0]) is not Apply or isinstance(rule, Function):
-            self._arrived[(push.client, push.number)] = (push, perf_counter())
-            self._order(actions)
+            self._decide(self.machine, request)
+        else:
+            self._arrived[(request.client, request.number)] = (request, perf_counter())
             self.advance()
-            return
-        version, (part,) = actions[0]
-        error: BaseException | None = None
-        began = perf_counter()
-        try:
-            if part.weight == 1 and not push.coded:
-                assert push.value is not None
-                rule.apply(self.data, push.value, push.alpha, self._state(rule))
-                self._context.counts["step_seconds"] += perf_counter() - began
-            else:
-                self._compute([(push, part.weight)])
-        except Exception as raised:  # noqa: BLE001  - it belongs to the client that pushed
-            error = raised
-        self._finished(version, (push,), error)
-
-    def _serve_at_once(self, pull: Pulling) -> None:
-        """Do the same for a pull."""
-        assert self.machine is not None
-        actions = self.machine.pull(consistency.Pull(pull.client, pull.number, pull.wants))
-        if len(actions) == 1 and type(actions[0]) is Serve:
-            self._server.serve(self, pull, self.version)
-            return
-        self._arrived[(pull.client, pull.number)] = (pull, perf_counter())
-        self._order(actions)
-        self.advance()
-
-    def _asked(self, push: Pushing) -> Sequence[consistency.Action] | None:
-        """Ask the machine; of what it refuses the client is told."""
-        assert self.machine is not None
-        try:
-            return self.machine.push(consistency.Push(push.client, push.number, push.base))
-        except ValueError as error:
-            self._server.refuse(push, error)
-            return None
 
     def _fill(self, request: Pushing) -> None:
         assert request.value is not None
         self.data.copy_(request.value)
-        self._server.recycle(request)
-        self._server.done(request, Stage.APPLIED, 0)
+        self._answers.recycle(request)
+        self._answers.done(request, Stage.APPLIED, 0)
 
     # --- the leader ------------------------------------------------------------------------------------------
 
-    def _decide(self, request: Request) -> None:
-        assert self.machine is not None
+    def _decide(self, machine: Machine, request: Request) -> None:
+        """Ask the machine what to do about a request, and do it now or in its turn."""
         client, number = request.client, request.number
-        if isinstance(request, Pushing):
-            self._order(self.machine.push(consistency.Push(client, number, request.base)))
-        elif isinstance(request, Pulling):
-            self._order(self.machine.pull(consistency.Pull(client, number, request.wants)))
+        actions: Sequence[consistency.Action] = ()
+        try:
+            if isinstance(request, Pushing):
+                actions = machine.push(consistency.Push(client, number, request.base))
+            elif isinstance(request, Pulling):
+                actions = machine.pull(consistency.Pull(client, number, request.wants))
+        except ValueError as error:
+            self._answers.refuse(request, error)
+            # Those who follow have it too, and would keep it for ever.
+            self._tell(Order(self.key, OrderKind.DROP, self.version, ((client, number, 1.0),)))
+            return
+        waits = self._orders or self._busy or self._arrived
+        if self._quick and len(actions) == 1 and not waits and self._done_at_once(request, actions[0]):
+            return
+        self._arrived[(client, number)] = (request, perf_counter())
+        if isinstance(request, Change):
+            self._send(Order(self.key, OrderKind.DO, machine.version, ((client, number, 1.0),)))
+        self._order(actions)
+        self.advance()
+
+    def _done_at_once(self, request: Request, action: consistency.Action) -> bool:
+        """Do what orders would have done with a request for which nothing waits; False if it takes an order."""
+        if isinstance(action, Serve) and isinstance(request, Pulling):
+            self._serve(self, request, self.version)
+            return True
+        if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
+            return False
+        rule, weight = self._context.rules[request.rule], action.parts[0].weight
+        if isinstance(rule, Function):
+            return False
+        if weight == 1 and not request.coded:  # what `_compute` would do, in half of the time
+            work = partial(self._compute_one, rule, request)
         else:
-            self._send(Order(self.key, OrderKind.DO, self.machine.version, ((client, number, 1.0),)))
+            work = partial(self._compute, [(request, weight)])
+        self._finished(action.version, (request,), error_of(work))
+        return True
 
     def _order(self, actions: Sequence[consistency.Action]) -> None:
         assert self.machine is not None
@@ -288,10 +267,10 @@ class Shard:
             return
         for request, _ in requests:
             if isinstance(request, Pushing):
-                self._server.recycle(request)
-                self._server.done(request, Stage.DROPPED, self.version)
+                self._answers.recycle(request)
+                self._answers.done(request, Stage.DROPPED, self.version)
             elif isinstance(request, Pulling):
-                self._server.serve(self, request, self.version)
+                self._serve(self, request, self.version)
             elif isinstance(request, Change):
                 self._change(request)
 
@@ -308,25 +287,26 @@ class Shard:
         """Somebody reads this memory just now, or changes it."""
         return bool(self._readers or self._lookers or self._busy)
 
-    def _let_go(self) -> None:
-        if self._retired and not self.looked_at:
-            self._server.let_go(self.key)
+    def _release(self) -> None:
+        if self.retired and not self.looked_at:
+            self._unseen(self.key)
 
     def _change(self, request: Change) -> None:
         try:
-            rule = self._server.rule_of(self)
-            rule.configure(self._state(rule), **request.settings)
+            self._rule.configure(self._state(self._rule), **request.settings)
         except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
-            self._server.refuse(request, error)
+            self._answers.refuse(request, error)
         else:
-            self._server.answer(request.client, request.number)
+            self._answers.answer(request.client, request.number)
 
     # --- applying ----------------------------------------------------------------------------------------------
 
     def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
         over = partial(self._applied, order, [push for push, _ in pushes])
         if self._can_swap(pushes):
-            self._swap(pushes[0][0])
+            push = pushes[0][0]
+            assert push.value is not None
+            self.data, push.value = push.value, self.data
             over(None)
             return
         work = partial(self._compute, pushes)
@@ -336,7 +316,7 @@ class Shard:
                 self.data = pushes[-1][0].value.clone()
             over(None)
         elif len(pushes) * self.data.nbytes <= LIGHT_BYTES and not any(isinstance(rule, Function) for rule in rules):
-            over(_error_of(work))
+            over(error_of(work))
         else:
             self._busy = True
             self._context.service.run(work, over)
@@ -345,12 +325,16 @@ class Shard:
         """Change the memory, in any thread."""
         if not pushes:  # all of them died on the way
             return
-        pieces: list[Piece] = []
-        for push, weight in pushes:
-            value = self._server.decoded(push, self.data)
-            pieces.append(Piece(self._context.rules[push.rule], value, push.alpha, weight))
+        rules = self._context.rules
+        pieces = [Piece(rules[push.rule], self._answers.decoded(push, self.data), push.alpha, w) for push, w in pushes]
         began = perf_counter()
         apply_step(self.data, pieces, self._state)
+        self._context.counts["step_seconds"] += perf_counter() - began
+
+    def _compute_one(self, rule: Rule, push: Pushing) -> None:
+        assert push.value is not None
+        began = perf_counter()
+        rule.apply(self.data, push.value, push.alpha, self._state(rule))
         self._context.counts["step_seconds"] += perf_counter() - began
 
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
@@ -363,8 +347,7 @@ class Shard:
         self._finished(order.version, pushes, error)
         if was_busy:
             self.advance()
-            self._let_go()
-            self._context.coalescer.flush()
+            self._release()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -372,11 +355,11 @@ class Shard:
         counts["applied"] += len(pushes) if error is None else 0
         counts["steps"] += 1
         for push in pushes:
-            self._server.recycle(push)
+            self._answers.recycle(push)
             if error is None:
-                self._server.done(push, Stage.APPLIED, version)
+                self._answers.done(push, Stage.APPLIED, version)
             else:
-                self._server.refuse(push, error)
+                self._answers.refuse(push, error)
 
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         """Return True when what was pushed can become the shard's memory itself."""
@@ -384,16 +367,6 @@ class Shard:
             return False
         push, weight = pushes[0]
         rule = self._context.rules[push.rule]
-        return not self.replaces and rule is _COPY and push.pooled and not push.coded and weight == push.alpha == 1
-
-    def _swap(self, push: Pushing) -> None:
-        assert push.value is not None
-        self.data, push.value = push.value, self.data
-
-
-def _error_of(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  - it belongs to the client that pushed
-        return error
-    return None
+        return (
+            not self.replaces and rule is RULES["copy"] and push.pooled and not push.coded and weight == push.alpha == 1
+        )

@@ -6,9 +6,13 @@ sender's number, by which its answer, its data and the order of its execution na
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "DATA_BYTES",
@@ -25,10 +29,15 @@ __all__ = [
     "Release",
     "Stage",
     "Way",
+    "as_bytes",
+    "bytes_in",
     "pack_data",
     "pack_done",
     "pack_pull",
     "pack_push",
+    "pack_release",
+    "unpack",
+    "values_in",
 ]
 
 
@@ -86,21 +95,8 @@ class OrderKind(IntEnum):
     DO = 3
 
 
-_PUSH = struct.Struct("<IHBBQQdQqq")
-_PULL = struct.Struct("<IBBxxQQ")
-_DONE = struct.Struct("<QqBxxxxxxx")
-_DATA = struct.Struct("<QqBBxxxxxxQqq")
-_RELEASE = struct.Struct("<IxxxxQ")
-_ORDER = struct.Struct("<IBxxxqQ")
-_PART = struct.Struct("<qQd")
-PUSH_BYTES = _PUSH.size
-DATA_BYTES = _DATA.size
 FILL = 0xFFFF
 """The rule of a push that gives a new shard its first values."""
-
-
-pack_push, pack_done, pack_data, pack_pull = _PUSH.pack, _DONE.pack, _DATA.pack, _PULL.pack
-"""The fields of `PushHead`, `Done`, `Data` and `PullHead`, in order, as bytes: those are not made to be packed."""
 
 
 class PushHead(NamedTuple):
@@ -117,11 +113,6 @@ class PushHead(NamedTuple):
     segment: int = 0
     offset: int = 0
 
-    @classmethod
-    def unpack(cls, body: memoryview) -> PushHead:
-        """Return what `pack` packed."""
-        return cls._make(_PUSH.unpack_from(body))
-
 
 class PullHead(NamedTuple):
     """A pull: `way` is how the client wants the data."""
@@ -132,11 +123,6 @@ class PullHead(NamedTuple):
     number: int
     wants: int
 
-    @classmethod
-    def unpack(cls, body: memoryview) -> PullHead:
-        """Return what `pack` packed."""
-        return cls._make(_PULL.unpack_from(body))
-
 
 class Done(NamedTuple):
     """How far the push `number` has come; `version` is what it made, or was dropped at."""
@@ -144,11 +130,6 @@ class Done(NamedTuple):
     number: int
     version: int
     stage: int
-
-    @classmethod
-    def unpack(cls, body: memoryview) -> Done:
-        """Return what `pack` packed."""
-        return cls._make(_DONE.unpack_from(body))
 
 
 class Data(NamedTuple):
@@ -162,11 +143,6 @@ class Data(NamedTuple):
     segment: int = 0
     offset: int = 0
 
-    @classmethod
-    def unpack(cls, body: memoryview) -> Data:
-        """Return what `pack` packed."""
-        return cls._make(_DATA.unpack_from(body))
-
 
 class Release(NamedTuple):
     """The reader of `number` looks no more."""
@@ -174,14 +150,30 @@ class Release(NamedTuple):
     key: int
     number: int
 
-    def pack(self) -> bytes:
-        """Return it as bytes."""
-        return _RELEASE.pack(*self)
 
-    @classmethod
-    def unpack(cls, body: memoryview) -> Release:
-        """Return what `pack` packed."""
-        return cls._make(_RELEASE.unpack_from(body))
+_FORMS = {
+    PushHead: struct.Struct("<QHBBxxxxQQdQqq"),
+    PullHead: struct.Struct("<QBBxxxxxxQQ"),
+    Done: struct.Struct("<QqBxxxxxxx"),
+    Data: struct.Struct("<QqBBxxxxxxQqq"),
+    Release: struct.Struct("<QQ"),
+}
+PUSH_BYTES = _FORMS[PushHead].size
+DATA_BYTES = _FORMS[Data].size
+
+pack_push, pack_pull, pack_done, pack_data, pack_release = (form.pack for form in _FORMS.values())
+"""The fields of `PushHead` and so on, in order, as bytes: these are not made to be packed."""
+
+_T = TypeVar("_T", PushHead, PullHead, Done, Data, Release)
+
+
+def unpack(kind: type[_T], body: memoryview) -> _T:
+    """Return what was packed."""
+    return kind._make(_FORMS[kind].unpack_from(body))
+
+
+_ORDER = struct.Struct("<QBxxxxxxxqQ")
+_PART = struct.Struct("<qQd")
 
 
 class Order(NamedTuple):
@@ -204,3 +196,28 @@ class Order(NamedTuple):
         at = _ORDER.size
         parts = tuple(_PART.unpack_from(body, at + i * _PART.size) for i in range(count))
         return cls(key, kind, version, parts)
+
+
+# --- tensors as bytes, for what travels inside an entry ---------------------------------------------------------------
+
+_ALIGNED_BYTES = 8
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(t: Tensor) -> bytes:
+    """Return a copy of the memory of a contiguous tensor of any dtype, in a third of the time that numpy takes."""
+    return ctypes.string_at(t.data_ptr(), t.nbytes)
+
+
+def bytes_in(body: memoryview, start: int, nbytes: int) -> Tensor:
+    """Return `nbytes` of `body` from `start` on as flat uint8, without a copy."""
+    return torch.frombuffer(body, dtype=torch.uint8, offset=start, count=nbytes) if nbytes else _NONE
+
+
+def values_in(body: memoryview, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Return `nbytes` of `body` from `start` on as a flat tensor of `dtype`, without a copy where that can be had."""
+    if not nbytes:
+        return torch.empty(0, dtype=dtype)
+    if dtype.itemsize > _ALIGNED_BYTES:  # torch's kernels for complex128 fault on what is not aligned to 16 bytes
+        return bytes_in(body, start, nbytes).clone().view(dtype)
+    return torch.frombuffer(body, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)

@@ -1,20 +1,49 @@
 """Pure plans of collectives: what each rank sends, receives and combines, in which order; no torch and no I/O."""
 
-from aiodist.schedules.plan import MAX_LANES, Algorithm, Blocks, Copy, Cost, Lane, Recv, Schedule, Send, Step
-from aiodist.schedules.registry import SCHEDULES, algorithm, lower_bound
+from collections.abc import Mapping
 
-__all__ = [
-    "MAX_LANES",
-    "SCHEDULES",
-    "Algorithm",
-    "Blocks",
-    "Copy",
-    "Cost",
-    "Lane",
-    "Recv",
-    "Schedule",
-    "Send",
-    "Step",
-    "algorithm",
-    "lower_bound",
-]
+from aiodist.schedules import bruck, chain, direct, doubling, ring, tree
+from aiodist.schedules.plan import MAX_LANES, Algorithm, Blocks, Copy, Lane, Recv, Schedule, Send, Step
+
+__all__ = ["MAX_LANES", "SCHEDULES", "Algorithm", "Blocks", "Copy", "Lane", "Recv", "Schedule", "Send", "Step"]
+
+SCHEDULES: Mapping[str, Mapping[str, Algorithm]] = {
+    "allreduce": {
+        "ring": Algorithm(ring.allreduce, most_chunks=MAX_LANES),
+        "doubling": Algorithm(doubling.allreduce),
+        "halving": Algorithm(doubling.halving_allreduce),
+        "tree": Algorithm(tree.allreduce, most_chunks=MAX_LANES),
+        "direct": Algorithm(direct.allreduce),
+    },
+    "broadcast": {
+        "tree": Algorithm(tree.broadcast, most_chunks=MAX_LANES),
+        "chain": Algorithm(chain.broadcast, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(direct.broadcast),
+    },
+    "reduce": {
+        "tree": Algorithm(tree.reduce, most_chunks=MAX_LANES),
+        "chain": Algorithm(chain.reduce, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(direct.reduce),
+    },
+    "allgather": {
+        "ring": Algorithm(ring.allgather, most_chunks=MAX_LANES),
+        "doubling": Algorithm(doubling.allgather),
+        "bruck": Algorithm(bruck.allgather),
+        "direct": Algorithm(direct.allgather),
+    },
+    "reduce_scatter": {
+        "ring": Algorithm(ring.reduce_scatter, most_chunks=MAX_LANES),
+        "halving": Algorithm(doubling.reduce_scatter),
+        "direct": Algorithm(direct.reduce_scatter),
+    },
+    "scan": {
+        "doubling": Algorithm(doubling.scan),
+        "chain": Algorithm(chain.scan, most_chunks=chain.MOST_CHUNKS),
+        "direct": Algorithm(chain.scan),
+    },
+    "alltoall": {
+        "bruck": Algorithm(bruck.alltoall, equal=True),
+        "direct": Algorithm(direct.alltoall),
+    },
+}
+"""operation -> name -> algorithm; an operation has only the names that make sense for it."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
-__all__ = ["allgather", "allgather_cost", "alltoall", "alltoall_cost"]
+__all__ = ["allgather", "alltoall", "length"]
 
 
 def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
@@ -31,11 +30,11 @@ def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     for have in (1 << i for i in range(rounds(size))):
         more = min(have, size - have)
         yield step(
-            Send((rank - have) % size, at, at + _length(blocks, rank, more)),
+            Send((rank - have) % size, at, at + length(blocks, rank, more)),
             Recv(
                 (rank + have) % size,
-                at + _length(blocks, rank, have),
-                at + _length(blocks, rank, have + more),
+                at + length(blocks, rank, have),
+                at + length(blocks, rank, have + more),
             ),
         )
     if rank:
@@ -43,25 +42,12 @@ def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
         yield step(Copy(at, at + n - first, first), Copy(at + n - first, at + n, 0))
 
 
-def _length(blocks: Blocks, rank: int, count: int) -> int:
+def length(blocks: Blocks, rank: int, count: int) -> int:
     """Return the elements of `count` blocks from that of `rank` on, around."""
     end = rank + count
     if end <= blocks.parts:
         return blocks.start(end) - blocks.start(rank)
     return blocks.total - blocks.start(rank) + blocks.start(end - blocks.parts)
-
-
-def allgather_cost(size: int, blocks: Blocks) -> Cost:
-    """The most that any rank has before each exchange, as far as it is sent."""
-    sent = [min(1 << i, size - (1 << i)) for i in range(rounds(size))]
-    if blocks.total == 0:
-        return Cost(0, 0)
-    messages = elements = 0
-    for rank in range(size):
-        lengths = [_length(blocks, rank, count) for count in sent]
-        messages = max(messages, sum(length > 0 for length in lengths))
-        elements = max(elements, sum(lengths))
-    return Cost(messages, elements)
 
 
 def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
@@ -92,13 +78,3 @@ def _alltoall(rank: int, size: int, count: int) -> Iterator[Step]:
         )
     places = (out + (rank - i) % size * count for i in range(size))
     yield step(*(Copy(scratch + i * count, scratch + (i + 1) * count, to) for i, to in enumerate(places)))
-
-
-def alltoall_cost(size: int, sends: Blocks) -> Cost:
-    """At each distance, the blocks whose way has that bit: of each 2 distance blocks in a row, the last half."""
-    count = sends.largest
-    moved = 0
-    for distance in (1 << i for i in range(rounds(size))):
-        whole, rest = divmod(size, 2 * distance)
-        moved += whole * distance + max(rest - distance, 0)
-    return Cost(rounds(size) if count else 0, moved * count)

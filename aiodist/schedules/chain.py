@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import cut, step
+from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, cut, step
 
-__all__ = ["MOST_CHUNKS", "broadcast", "cost", "reduce", "scan"]
+__all__ = ["MOST_CHUNKS", "broadcast", "reduce", "scan"]
 
 MOST_CHUNKS = 1 << 16
 
@@ -47,11 +46,6 @@ def reduce(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Sched
         return Schedule(n, (partial(_pass_on, before, after, pieces, combine=True),))
     slot = pieces[0][1] if pieces else 0  # none is longer than the first
     return Schedule(n + 2 * slot, (partial(_pass_through, before, after, pieces, (n, n + slot)),))
-
-
-def cost(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """Everybody but the last sends everything once."""
-    return Cost(len(cut(n, chunks)), n) if size > 1 else Cost(0, 0)
 
 
 def _pass_on(before: int | None, after: int | None, pieces: list[tuple[int, int]], combine: bool) -> Iterator[Step]:

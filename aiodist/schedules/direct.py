@@ -8,25 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules import chain, ring
-from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, step
 
-__all__ = [
-    "allgather",
-    "allgather_cost",
-    "allreduce",
-    "alltoall",
-    "alltoall_cost",
-    "broadcast",
-    "broadcast_cost",
-    "reduce",
-    "reduce_cost",
-    "reduce_scatter",
-    "reduce_scatter_cost",
-    "scan",
-    "scan_cost",
-]
+__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce", "reduce_scatter"]
 
 _AT_ONCE = 16
 """Receives that root of a reduction has open: each takes n elements of memory."""
@@ -42,11 +26,6 @@ def _broadcast(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
         yield step(*(Send(peer, 0, n) for peer in _others(rank, size)))
     else:
         yield step(Recv(root, 0, n))
-
-
-def broadcast_cost(size: int, n: int) -> Cost:
-    """What root sends."""
-    return Cost(size - 1 if n else 0, (size - 1) * n)
 
 
 def reduce(rank: int, size: int, n: int, root: int) -> Schedule:
@@ -66,11 +45,6 @@ def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
         yield step(*moves[i : i + _AT_ONCE])
     if root:
         yield step(Copy(at, at + n, 0))
-
-
-def reduce_cost(size: int, n: int) -> Cost:
-    """Everybody but root sends everything once."""
-    return Cost(1, n) if size > 1 and n else Cost(0, 0)
 
 
 def allreduce(rank: int, size: int, n: int) -> Schedule:
@@ -96,11 +70,6 @@ def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     )
 
 
-def allgather_cost(size: int, blocks: Blocks) -> Cost:
-    """The rank with the longest block sends it to all others."""
-    return broadcast_cost(size, blocks.largest)
-
-
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Each sends block r to rank r, which combines in rank order: size - 1 messages, all elements but my block."""
     return Schedule(blocks.total + blocks.count(rank), (partial(_reduce_scatter, rank, size, blocks),))
@@ -112,21 +81,6 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     receives: list[Recv | Copy] = [Recv(peer, out, stop, combine=peer > 0) for peer in range(size) if peer != rank]
     receives.insert(rank, Copy(blocks.start(rank), blocks.stop(rank), out, combine=rank > 0))
     yield step(*receives, *sends)
-
-
-def reduce_scatter_cost(size: int, blocks: Blocks) -> Cost:
-    """Each rank sends all blocks but its own."""
-    return ring.reduce_scatter_cost(size, blocks)
-
-
-def scan(rank: int, size: int, n: int) -> Schedule:
-    """A chain in rank order: one message of n elements in and one out, size - 1 steps."""
-    return chain.scan(rank, size, n)
-
-
-def scan_cost(size: int, n: int) -> Cost:
-    """Everybody but the last sends everything once."""
-    return chain.cost(size, n)
 
 
 def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
@@ -142,11 +96,6 @@ def _alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator
         *(Send(peer, sends.start(peer), sends.stop(peer)) for peer in others),
         Copy(sends.start(rank), sends.stop(rank), out + receives.start(rank)),
     )
-
-
-def alltoall_cost(size: int, sends: Blocks) -> Cost:
-    """Where all ranks send `sends`, the one whose own block is the shortest."""
-    return ring.reduce_scatter_cost(size, sends)
 
 
 def _others(rank: int, size: int) -> list[int]:

@@ -14,32 +14,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
-__all__ = [
-    "allgather",
-    "allgather_cost",
-    "allreduce",
-    "allreduce_cost",
-    "halving_allreduce",
-    "halving_allreduce_cost",
-    "reduce_scatter",
-    "reduce_scatter_cost",
-    "scan",
-    "scan_cost",
-]
+__all__ = ["Core", "allgather", "allreduce", "bound", "halving_allreduce", "reduce_scatter", "scan"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Core:
+class Core:
     """A power of two of ranks, by index; the first `extra` of them also act for the rank below them."""
 
     count: int
     extra: int
 
     @classmethod
-    def of(cls, size: int) -> _Core:
+    def of(cls, size: int) -> Core:
+        """Return that of `size` ranks."""
         count = 1 << (size.bit_length() - 1)
         return cls(count, size - count)
 
@@ -80,7 +69,7 @@ def allreduce(rank: int, size: int, n: int) -> Schedule:
 
 
 def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    core = _Core.of(size)
+    core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, 0, n))
@@ -102,13 +91,6 @@ def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
         yield step(Send(rank - 1, 0, n))
 
 
-def allreduce_cost(size: int, n: int) -> Cost:
-    """A rank that acts for another sends it the result, after log2 of the power of two below `size` exchanges."""
-    core = _Core.of(size)
-    messages = len(core.halves()) + (core.extra > 0)
-    return Cost(messages if n else 0, messages * n)
-
-
 def scan(rank: int, size: int, n: int) -> Schedule:
     """Send what I have to the rank 1, 2, 4 and so on above me, and combine what comes from below."""
     return Schedule(n, (partial(_scan, rank, size, n),))
@@ -119,11 +101,6 @@ def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
         sends = [Send(rank + distance, 0, n)] if rank + distance < size else []
         receives = [Recv(rank - distance, 0, n, combine=True)] if rank >= distance else []
         yield step(*sends, *receives)
-
-
-def scan_cost(size: int, n: int) -> Cost:
-    """Rank 0 has somebody above it at each distance."""
-    return Cost(rounds(size) if n else 0, rounds(size) * n)
 
 
 # --- recursive halving: half of what was sent before in each step, for long ones ----------------------------------
@@ -138,36 +115,20 @@ def halving_allreduce(rank: int, size: int, n: int) -> Schedule:
 
 
 def _halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    core = _Core.of(size)
+    core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, 0, n))
         return
     if core.acts(rank):
         yield step(Recv(rank - 1, 0, n, combine=True))
-    index = core.index(rank)
-    blocks = Blocks.even(n, core.count)
-    for half in reversed(core.halves()):
-        mine, theirs = _two(blocks.start, index, half)
-        peer = core.rank(index ^ half)
+    halves = list(_halves(core, rank, Blocks.even(n, core.count).start))
+    for _, peer, mine, theirs in halves:
         yield step(Send(peer, *theirs), Recv(peer, *mine, combine=True))
-    for half in core.halves():
-        mine, theirs = _two(blocks.start, index, half)
-        peer = core.rank(index ^ half)
+    for _, peer, mine, theirs in reversed(halves):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
     if core.acts(rank):
         yield step(Send(rank - 1, 0, n))
-
-
-def halving_allreduce_cost(size: int, n: int) -> Cost:
-    """The first of the core sends most: its blocks are the longest, and it acts for another if any does."""
-    if size == 1 or n == 0:
-        return Cost(0, 0)
-    core = _Core.of(size)
-    blocks = Blocks.even(n, core.count)
-    acts = core.extra > 0
-    messages = sum(1 + (half < min(n, core.count)) for half in core.halves())
-    return Cost(messages + acts, n * (1 + acts) + sum(blocks.start(half) for half in core.halves()[1:]))
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
@@ -176,18 +137,18 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
     All elements but my block; a rank outside the power of two sends all, one that acts for it its neighbour's block
     besides. Scratch: half of the elements; all, for one that acts for another.
     """
-    core = _Core.of(size)
+    core = Core.of(size)
     scratch = 0
     if core.acts(rank):
         scratch = blocks.total
     elif core.count > 2 and not core.stands_by(rank):
-        mine, _ = _two(partial(_bound, blocks, core), core.index(rank), core.count // 2)
+        _, _, mine, _ = next(_halves(core, rank, partial(bound, blocks, core)))
         scratch = mine[1] - mine[0]
     return Schedule(blocks.total + blocks.count(rank) + scratch, (partial(_reduce_scatter, rank, size, blocks),))
 
 
 def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    core = _Core.of(size)
+    core = Core.of(size)
     n, count = blocks.total, blocks.count(rank)
     own = blocks.start(rank)
     if size == 1:
@@ -198,12 +159,12 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     elif core.acts(rank):
         at = n + count  # element 0 of my partial results: all of them are in scratch
         yield step(Recv(rank - 1, at, at + n), Copy(0, n, at, combine=True))
-        for _, peer, mine, theirs in _halves(core, rank, blocks):
+        for _, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             yield step(Send(peer, at + theirs[0], at + theirs[1]), Recv(peer, at + mine[0], at + mine[1], combine=True))
         yield step(Send(rank - 1, at + blocks.start(rank - 1), at + own), Copy(at + own, at + own + count, n))
     else:
         at = 0  # of the tensor at first, which is not written to; then of what is left, in scratch
-        for half, peer, mine, theirs in _halves(core, rank, blocks):
+        for half, peer, mine, theirs in _halves(core, rank, partial(bound, blocks, core)):
             length = mine[1] - mine[0]
             send = Send(peer, at + theirs[0], at + theirs[1])
             if half == 1:
@@ -216,21 +177,6 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
                 yield step(send, Recv(peer, at + mine[0], at + mine[1], combine=True))
 
 
-def reduce_scatter_cost(size: int, blocks: Blocks) -> Cost:
-    """A rank outside the core sends all elements; inside it, each sends what is not its own."""
-    if size == 1:
-        return Cost(0, 0)
-    core = _Core.of(size)
-    bounds = [_bound(blocks, core, i) for i in range(core.count + 1)]
-    # From the leaves of the tree of halves to its root: the most messages of any rank below each node.
-    most = [int(core.acts(core.rank(i)) and blocks.count(2 * i) > 0) for i in range(core.count)]
-    for half in core.halves():
-        other = [bounds[i + half] > bounds[i] for i in range(0, core.count, half)]
-        sums = [most[i] + other[i ^ 1] for i in range(len(most))]
-        most = _higher(sums)
-    return Cost(most[0], blocks.total if core.extra else blocks.total - min(blocks.counts()))
-
-
 def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Exchange all I have with a partner, log2(size) times, and have twice as much after each.
 
@@ -240,52 +186,35 @@ def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 
 def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
-    core = _Core.of(size)
+    core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, blocks.start(rank), blocks.stop(rank)))
         yield step(Recv(rank + 1, 0, blocks.total))
         return
     if core.acts(rank):
         yield step(Recv(rank - 1, blocks.start(rank - 1), blocks.stop(rank - 1)))
-    for _, peer, mine, theirs in reversed(list(_halves(core, rank, blocks))):
+    for _, peer, mine, theirs in reversed(list(_halves(core, rank, partial(bound, blocks, core)))):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
     if core.acts(rank):
         yield step(Send(rank - 1, 0, blocks.total))
 
 
-def allgather_cost(size: int, blocks: Blocks) -> Cost:
-    """What each rank of the core has before each exchange, and all for one that acts for another."""
-    core = _Core.of(size)
-    bounds = [_bound(blocks, core, i) for i in range(core.count + 1)]
-    acts = [core.acts(core.rank(i)) for i in range(core.count)]
-    messages = [int(act and blocks.total > 0) for act in acts]
-    elements = [blocks.total * act for act in acts]
-    for half in core.halves():
-        lengths = [bounds[i + half] - bounds[i] for i in range(0, core.count, half)]
-        messages = _higher([number + (length > 0) for number, length in zip(messages, lengths, strict=True)])
-        elements = _higher([number + length for number, length in zip(elements, lengths, strict=True)])
-    return Cost(messages[0], elements[0])
-
-
-def _higher(numbers: list[int]) -> list[int]:
-    return [max(numbers[i], numbers[i + 1]) for i in range(0, len(numbers), 2)]
-
-
-def _bound(blocks: Blocks, core: _Core, index: int) -> int:
+def bound(blocks: Blocks, core: Core, index: int) -> int:
     """Return the first element of those for which the rank at `index` acts."""
     return blocks.start(core.first(index))
 
 
-def _two(bound: Callable[[int], int], index: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the elements of the `half` ranks around `index` that stay together, and of the other half beside them."""
-    mine = index // half * half
-    theirs = mine ^ half
-    return (bound(mine), bound(mine + half)), (bound(theirs), bound(theirs + half))
+_Span = tuple[int, int]
 
 
-def _halves(core: _Core, rank: int, blocks: Blocks) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int]]]:
-    """Return how many ranks a half has, my partner, my half's elements and its half's; the largest halves first."""
+def _halves(core: Core, rank: int, bound: Callable[[int], int]) -> Iterator[tuple[int, int, _Span, _Span]]:
+    """Return for each exchange, that of the largest halves first, how many ranks a half has, and my partner.
+
+    Then the elements of the ranks around mine that stay together, and of the other half beside them; those of the rank
+    at index i begin at `bound(i)`.
+    """
     index = core.index(rank)
     for half in reversed(core.halves()):
-        mine, theirs = _two(partial(_bound, blocks, core), index, half)
-        yield half, core.rank(index ^ half), mine, theirs
+        mine = index // half * half
+        theirs = mine ^ half
+        yield half, core.rank(index ^ half), (bound(mine), bound(mine + half)), (bound(theirs), bound(theirs + half))

@@ -23,7 +23,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["MAX_LANES", "Algorithm", "Blocks", "Copy", "Cost", "Lane", "Recv", "Schedule", "Send", "Step"]
+__all__ = [
+    "MAX_LANES",
+    "Algorithm",
+    "Blocks",
+    "Copy",
+    "Lane",
+    "Recv",
+    "Schedule",
+    "Send",
+    "Step",
+    "cut",
+    "lanes_of",
+    "piece",
+    "rounds",
+    "step",
+]
 
 MAX_LANES = 32
 """The most lanes of a schedule: each has tags of its own, and libraries have few."""
@@ -77,13 +92,6 @@ class Schedule(NamedTuple):
     lanes: tuple[Lane, ...]
 
 
-class Cost(NamedTuple):
-    """What the busiest rank sends; messages and elements may be of different ranks."""
-
-    messages: int
-    elements: int
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """A way to run an operation on any number of ranks.
@@ -91,11 +99,9 @@ class Algorithm:
     `plan(rank, size, n)` for allreduce and scan, `plan(rank, size, n, root)` for broadcast and reduce,
     `plan(rank, size, blocks)` for allgather and reduce_scatter, `plan(rank, size, sends, receives)` for alltoall;
     with `chunks=` too where `chunked`, the number of parts that are on their way at once or one behind the other.
-    `cost(size, n)`, or `cost(size, blocks)`, `cost(size, sends)`, takes `chunks=` likewise.
     """
 
     plan: Callable[..., Schedule]
-    cost: Callable[..., Cost]
     most_chunks: int = 1
     equal: bool = False
     """Only for blocks of equal length (alltoall)."""
@@ -147,3 +153,38 @@ class Blocks:
     def counts(self) -> list[int]:
         """Return the elements of each."""
         return [self.count(i) for i in range(self.parts)]
+
+
+# --- what the families of schedules share: cutting buffers, and steps without empty transfers ---
+
+
+def cut(n: int, chunks: int) -> list[tuple[int, int]]:
+    """Return [0, n) in `chunks` parts that differ by one element at most; the empty ones are left out."""
+    if chunks < 1:
+        raise ValueError(f"{chunks} chunks: expected at least 1")
+    blocks = Blocks.even(n, chunks)
+    return [(blocks.start(i), blocks.stop(i)) for i in range(min(n, chunks))]
+
+
+def lanes_of(n: int, chunks: int) -> list[tuple[int, int]]:
+    """Return [0, n) cut as `cut` does, for chunks of which each is a lane; raise ValueError for too many."""
+    if chunks > MAX_LANES:
+        raise ValueError(f"{chunks} chunks at once: expected at most {MAX_LANES}")
+    return cut(n, chunks)
+
+
+def piece(blocks: Blocks, i: int, chunk: int, chunks: int) -> tuple[int, int]:
+    """Return where chunk number `chunk` of block `i` lies, when each block is cut in `chunks`."""
+    first = blocks.start(i)
+    parts = Blocks.even(blocks.count(i), chunks)
+    return first + parts.start(chunk), first + parts.stop(chunk)
+
+
+def rounds(size: int) -> int:
+    """Return log2(size), rounded up: after so many doublings one rank's word has reached all."""
+    return (size - 1).bit_length()
+
+
+def step(*moves: Send | Recv | Copy) -> Step:
+    """Return a step of those that move anything."""
+    return tuple(move for move in moves if move.start < move.stop)

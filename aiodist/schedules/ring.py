@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import lanes_of, piece, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, lanes_of, piece, step
 
-__all__ = ["allgather", "allgather_cost", "allreduce", "allreduce_cost", "reduce_scatter", "reduce_scatter_cost"]
+__all__ = ["allgather", "allreduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
@@ -34,17 +33,6 @@ def _allreduce(rank: int, size: int, first: int, last: int) -> Iterator[Step]:
             Send(after, first + blocks.start(goes), first + blocks.stop(goes)),
             Recv(before, first + blocks.start(comes), first + blocks.stop(comes), combine=turn < size - 1),
         )
-
-
-def allreduce_cost(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """No block is longer than the one before it, and rank size - 2 sends all blocks twice but the last two."""
-    messages = elements = 0
-    for start, stop in lanes_of(n, chunks) if size > 1 else ():
-        blocks = Blocks.even(stop - start, size)
-        kept = [blocks.count(size - 2), blocks.count(size - 1)]
-        messages += 2 * min(stop - start, size) - sum(count > 0 for count in kept)
-        elements += 2 * (stop - start) - sum(kept)
-    return Cost(messages, elements)
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks, *, chunks: int = 1) -> Schedule:
@@ -82,15 +70,6 @@ def _reduce_scatter(
         goes = arrived
 
 
-def reduce_scatter_cost(size: int, blocks: Blocks, *, chunks: int = 1) -> Cost:
-    """Each rank sends all chunks but those of its own block."""
-    if size == 1:
-        return Cost(0, 0)
-    counts = blocks.counts()
-    pieces = [min(count, chunks) for count in counts]
-    return Cost(sum(pieces) - min(pieces), blocks.total - min(counts))
-
-
 def allgather(rank: int, size: int, blocks: Blocks, *, chunks: int = 1) -> Schedule:
     """Pass on what arrived; each block is cut in `chunks`, a ring for each.
 
@@ -108,6 +87,3 @@ def _allgather(rank: int, size: int, blocks: Blocks, chunk: tuple[int, int]) -> 
         goes = piece(blocks, (rank - turn) % size, *chunk)
         comes = piece(blocks, (rank - 1 - turn) % size, *chunk)
         yield step(Send(after, *goes), Recv(before, *comes))
-
-
-allgather_cost = reduce_scatter_cost  # all chunks but those of the next rank's block

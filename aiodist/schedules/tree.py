@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Copy, Cost, Recv, Schedule, Send, Step
-from aiodist.schedules.steps import lanes_of, rounds, step
+from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, lanes_of, rounds, step
 
-__all__ = ["allreduce", "allreduce_cost", "broadcast", "broadcast_cost", "reduce", "reduce_cost"]
+__all__ = ["allreduce", "broadcast", "reduce"]
 
 
 def broadcast(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
@@ -28,11 +27,6 @@ def _broadcast(rank: int, size: int, root: int, start: int, stop: int) -> Iterat
         yield step(Recv(parent, start, stop))
     if children:
         yield step(*(Send(child, start, stop) for child in reversed(children)))
-
-
-def broadcast_cost(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """What root sends: everything to each of its children."""
-    return Cost(rounds(size) * len(lanes_of(n, chunks)), rounds(size) * n)
 
 
 def reduce(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
@@ -58,11 +52,6 @@ def _reduce(rank: int, size: int, root: int, start: int, stop: int, at: int) -> 
         yield step(Send(parent, at + start, at + stop))
 
 
-def reduce_cost(size: int, n: int, *, chunks: int = 1) -> Cost:
-    """Everybody but root sends everything once."""
-    return Cost(len(lanes_of(n, chunks)), n) if size > 1 else Cost(0, 0)
-
-
 def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
     """Reduce to rank 0, broadcast from there; log2(size) messages for each chunk, no scratch."""
     return Schedule(n, tuple(partial(_allreduce, rank, size, *chunk) for chunk in lanes_of(n, chunks)))
@@ -71,9 +60,6 @@ def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
 def _allreduce(rank: int, size: int, start: int, stop: int) -> Iterator[Step]:
     yield from _reduce(rank, size, 0, start, stop, 0)
     yield from _broadcast(rank, size, 0, start, stop)
-
-
-allreduce_cost = broadcast_cost  # others send once more, to the parent, but have a child less
 
 
 def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:

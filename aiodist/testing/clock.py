@@ -17,17 +17,15 @@ from functools import partial
 from math import inf
 from random import Random
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from aiodist.backends.cuda_ipc import ReleaseNotices
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.watchdog import Watch
+from aiodist.handles.pending import Pending
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Timers
-
-if TYPE_CHECKING:
-    from aiodist.handles.handle import Handle
 
 __all__ = ["FakeClockLoop", "TimeLimit"]
 
@@ -40,15 +38,8 @@ _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more the
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
 
-class TimeLimit:
+class TimeLimit(partial[None]):
     """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Do so."""
-        self._call()
 
 
 class FakeClockLoop(asyncio.SelectorEventLoop):
@@ -296,20 +287,20 @@ class _OneThread(Progress):
     def _park(self) -> None:
         self.armed = False
 
-    def spin(self, handle: Handle[Any]) -> None:
+    def spin(self, handle: Pending) -> None:
         """Leave it to the loop."""
 
 
 class _LoopTimers(Timers):
     """Deadlines in the loop's own time."""
 
-    def add(self, expires: float, handle: Handle[Any]) -> None:
+    def add(self, expires: float, handle: Pending) -> None:
         """Tell `handle` that it is late at `expires`, in seconds of `monotonic`, as if that went on from now."""
         seconds = round(expires - monotonic(), 3)  # as it was asked for: the microseconds since then are noise
         self._loop.call_later(max(0.0, seconds), partial(_tell, ref(handle)))
 
 
-def _tell(late: ref[Handle[Any]]) -> None:
+def _tell(late: ref[Pending]) -> None:
     handle = late()
     if handle is not None and handle.is_pending:
         handle.expire()

@@ -11,11 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -23,16 +22,47 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
 
-if TYPE_CHECKING:
-    from aiodist.testing.plugin import _RanksFunction
+__all__ = ["Jobs", "RanksFunction", "Reporter", "Spec"]
 
-__all__ = ["Jobs", "Reporter", "carrier"]
+_End = dict[str, Any]
+"""How one test ended on one rank: nodeid, mpi, skipped, failures."""
 
 _POLL_SECONDS = 0.01
 _OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
 _LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
 _MPICH = "AIODIST_TEST_MPICH"
 """The prefix of an MPICH that is not on the path."""
+
+
+class Spec(NamedTuple):
+    """One run of a test: how many ranks, over what."""
+
+    size: int
+    backend: str
+
+    @property
+    def id(self) -> str:
+        """What stands in the brackets of the test's name."""
+        return str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
+
+
+class RanksFunction(pytest.Function):
+    """A test that runs once per rank."""
+
+    @property
+    def spec(self) -> Spec:
+        """Which of its runs it is."""
+        return cast(Spec, self.callspec.params["coll"])
+
+    @property
+    def on_processes(self) -> bool:
+        """Whether other processes run it, and this one only tells how it went."""
+        return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
+
+    @property
+    def job(self) -> tuple[str, int]:
+        """What the tests of one job of processes have in common."""
+        return carrier(self.spec.backend), self.spec.size
 
 
 class Jobs:
@@ -50,20 +80,20 @@ class Jobs:
             session.stash[cls._key] = cls()
         return session.stash[cls._key]
 
-    def run(self, item: _RanksFunction) -> None:
+    def run(self, item: RanksFunction) -> None:
         """Have `item` run on its ranks; raise as it did there."""
         if self._job is None or item.nodeid not in self._job.left:
             self.close()
-            self._job = _ProcessJob.start(item)
+            self._job = _ProcessJob(item)
         job = self._job
         ended = job.wait_for(item.nodeid, _seconds(item))
-        if mpi := next((end.mpi for end in ended.values() if end.mpi), None):
+        if mpi := next((end["mpi"] for end in ended.values() if end["mpi"]), None):
             item.user_properties.append(("mpi", mpi))
         complaint = None
         if not job.left:
             complaint = job.finish()
             self._job = None
-        elif any(end.failures for end in ended.values()) or len(ended) < job.size:
+        elif any(end["failures"] for end in ended.values()) or len(ended) < job.size:
             self.close()
         _tell(item, job, ended)
         if complaint:
@@ -76,16 +106,16 @@ class Jobs:
             self._job = None
 
 
-def _seconds(item: _RanksFunction) -> float:
+def _seconds(item: RanksFunction) -> float:
     """Return how long a test may take on its ranks: what pytest-timeout allows it by a mark, where that is more."""
     seconds: float = item.config.getoption("--aiodist-timeout")
     mark = item.get_closest_marker("timeout")
     return seconds if mark is None else max(seconds, *mark.args[:1], mark.kwargs.get("timeout") or 0)
 
 
-def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
+def _tell(item: RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> None:
     """Raise what the ranks report."""
-    failures = sorted((f for end in ended.values() for f in end.failures), key=lambda f: (f["peer"], f["at"]))
+    failures = sorted((f for end in ended.values() for f in end["failures"]), key=lambda f: (f["peer"], f["at"]))
     missing = [rank for rank in range(job.size) if rank not in ended]
     if failures:
         first = failures[0]
@@ -95,50 +125,36 @@ def _tell(item: _RanksFunction, job: _ProcessJob, ended: dict[int, _End]) -> Non
         pytest.fail("\n".join(lines), pytrace=False)
     if missing:
         pytest.fail(f"ranks {missing} of {job.size} gave no result; the job's output:\n{job.output()}", pytrace=False)
-    if skipped := next((end.skipped for end in ended.values() if end.skipped), None):
+    if skipped := next((end["skipped"] for end in ended.values() if end["skipped"]), None):
         pytest.skip(skipped)
-
-
-@dataclass
-class _End:
-    """How one test ended on one rank."""
-
-    mpi: str = ""
-    skipped: str = ""
-    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _ProcessJob:
     """Processes that run some tests in order, each process all of them."""
 
-    def __init__(self, size: int, left: list[str], process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.size = size
-        self.left = left
-        self._process = process
-        self._folder = folder
-        self._output = ""
-        self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in left}
-        self._read = [0] * size
-
-    @classmethod
-    def start(cls, first: _RanksFunction) -> _ProcessJob:
+    def __init__(self, first: RanksFunction) -> None:
         """Start the job of `first` and of all that comes after it and goes with it."""
         spec, config = first.spec, first.config
         choice = _mpi_choice(spec.backend)
         items = first.session.items[first.session.items.index(first) :]
-        nodeids = [
+        self.size = spec.size
+        self.left = [
             item.nodeid
             for item in items
-            if isinstance(item, type(first)) and item.on_processes and item.job == first.job
+            if isinstance(item, RanksFunction) and item.on_processes and item.job == first.job
         ]
-        folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
-        (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *_paths(config, nodeids)]))
+        self._output = ""
+        self._seen: dict[str, dict[int, _End]] = {nodeid: {} for nodeid in self.left}
+        self._read = [0] * self.size
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="aiodist-test-"))
+        paths = [str(config.rootpath / nodeid) for nodeid in self.left]
+        (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *paths]))
         launcher = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice]
         worker = ["--kill-after", "2", "-m", "aiodist.testing.worker", str(folder)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [*launcher, *worker],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -146,7 +162,6 @@ class _ProcessJob:
                 cwd=config.invocation_params.dir,
                 env={**os.environ, "PYTHONPATH": path} | ({"AIODIST_BACKEND": "shm"} if spec.backend == "shm" else {}),
             )
-        return cls(spec.size, nodeids, process, folder)
 
     def wait_for(self, nodeid: str, seconds: float) -> dict[int, _End]:
         """Return how the test ended, by rank; a rank is missing that died or did not end in time."""
@@ -156,7 +171,7 @@ class _ProcessJob:
         while len(ended) < self.size and time.monotonic() < until:
             alive = self._process.poll() is None
             self._read_on()
-            if any(end.failures for end in ended.values()):
+            if any(end["failures"] for end in ended.values()):
                 until = min(until, time.monotonic() + _OTHERS_SECONDS)
             if not alive:
                 break
@@ -165,20 +180,16 @@ class _ProcessJob:
 
     def _read_on(self) -> None:
         for rank in range(self.size):
-            for record in self._records(rank):
-                end = _End(record["mpi"], record["skipped"], record["failures"])
-                self._seen.setdefault(record["nodeid"], {})[rank] = end
-
-    def _records(self, rank: int) -> Iterator[dict[str, Any]]:
-        file = self._folder / f"rank-{rank}"
-        if not file.exists():
-            return
-        with file.open("rb") as lines:
-            lines.seek(self._read[rank])
-            for line in lines:
-                if line.endswith(b"\n"):
+            file = self._folder / f"rank-{rank}"
+            if not file.exists():
+                continue
+            with file.open("rb") as lines:
+                lines.seek(self._read[rank])
+                # A line that is still being written is read later, from where it begins.
+                for line in takewhile(lambda line: line.endswith(b"\n"), lines):
                     self._read[rank] += len(line)
-                    yield json.loads(line)
+                    record = json.loads(line)
+                    self._seen.setdefault(record["nodeid"], {})[rank] = record
 
     def finish(self) -> str | None:
         """Its tests are over: wait for its end, and return what was wrong with that."""
@@ -186,7 +197,7 @@ class _ProcessJob:
             code = self._process.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        failed = any(end.failures for ends in self._seen.values() for end in ends.values())
+        failed = any(end["failures"] for ends in self._seen.values() for end in ends.values())
         complaint = None
         if code is None:
             complaint = f"the job did not end within {_LEAVE_SECONDS:g} s of its last test:\n{self.output()}"
@@ -223,11 +234,7 @@ def carrier(backend: str) -> str:
 
 def _mpi_choice(backend: str) -> str:
     """Return what `--mpi` is given; skip where the backend is not installed."""
-    if backend == "gloo":
-        if find_spec("aiodist.backends.gloo") is None:
-            pytest.skip("there is no gloo backend")
-        return "none"
-    if backend == "shm":
+    if backend in ("gloo", "shm"):
         return "none"
     choice = {"mpi": "auto"}.get(backend, backend)
     if backend == "mpich" and (prefix := os.environ.get(_MPICH)):
@@ -264,10 +271,6 @@ def _pytest_arguments(config: pytest.Config, folder: Path) -> list[str]:
         "-m",
         "",
     ]
-
-
-def _paths(config: pytest.Config, nodeids: list[str]) -> list[str]:
-    return [str(config.rootpath / nodeid) for nodeid in nodeids]
 
 
 class Reporter:

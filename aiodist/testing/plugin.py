@@ -30,27 +30,16 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
 
 from aiodist.testing import jobs
+from aiodist.testing.jobs import RanksFunction, Spec
 
 __all__: list[str] = []
 
 _BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo", "shm")
-
-
-class Spec(NamedTuple):
-    """One run of a test: how many ranks, over what."""
-
-    size: int
-    backend: str
-
-    @property
-    def id(self) -> str:
-        """What stands in the brackets of the test's name."""
-        return str(self.size) if self.backend == "local" else f"{self.size}-{self.backend}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -178,8 +167,8 @@ def _misuse(function: Callable[..., object], definition: pytest.Function) -> str
     return ""
 
 
-class _RanksFunction(pytest.Function):
-    """A test that runs once per rank."""
+class _RanksFunction(RanksFunction):
+    """As it is collected and run."""
 
     @classmethod
     def like(cls, item: pytest.Function) -> _RanksFunction:
@@ -191,20 +180,6 @@ class _RanksFunction(pytest.Function):
             keywords={item.callspec.id: True},
             originalname=item.originalname,
         )
-
-    @property
-    def spec(self) -> Spec:
-        return cast(Spec, self.callspec.params["coll"])
-
-    @property
-    def on_processes(self) -> bool:
-        """Whether other processes run it, and this one only tells how it went."""
-        return self.spec.backend != "local" and not self.config.getoption("--aiodist-worker")
-
-    @property
-    def job(self) -> tuple[str, int]:
-        """What the tests of one job of processes have in common."""
-        return jobs.carrier(self.spec.backend), self.spec.size
 
     def _getobj(self) -> object:
         return _one_per_rank(super()._getobj(), self)  # type: ignore[no-untyped-call]

@@ -6,12 +6,11 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.whereabouts import line_of_task
+from aiodist.communicator.inquiry import line_of_task
 from aiodist.control import Channel, in_process
 from aiodist.errors import AiodistError, PeerError
 from aiodist.handles import listed
@@ -71,14 +70,6 @@ async def gather_ranks(n: int, main: Main[T]) -> list[T]:
     return await _RanksJob(n, main, LocalHub(), story="gather_ranks").run(None)
 
 
-class _WorldMeeting:
-    """One `init` of all ranks: the channels they share, and a name for their traffic."""
-
-    def __init__(self, size: int, number: int) -> None:
-        self.channels: Sequence[Channel] = in_process(size)
-        self.comm = f"world.{number}"
-
-
 class _Seat:
     """A rank's `RankPlace`, good for any number of `init` in a row: each takes its transport, then its channel."""
 
@@ -90,14 +81,13 @@ class _Seat:
     @property
     def transport(self) -> LocalTransport:
         """The transport of the rank's next `init`."""
-        meeting = self._job.meeting(self._opened)
         self._opened += 1
-        return LocalTransport(self._job.hub, self._rank, self._job.size, meeting.comm)
+        return LocalTransport(self._job.hub, self._rank, self._job.size, f"world.{self._opened - 1}")
 
     @property
     def channel(self) -> Channel:
         """The channel that goes with the transport that was taken last."""
-        return self._job.meeting(self._opened - 1).channels[self._rank]
+        return self._job.channels(self._opened - 1)[self._rank]
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -122,22 +112,22 @@ class _RanksJob(Generic[T]):
         self._main = main
         self._takes_rank = _takes_rank(main)
         self._story = story
-        self._meetings: list[_WorldMeeting] = []
+        self._meetings: list[Sequence[Channel]] = []
         self._tasks: list[asyncio.Task[T]] = []
         self._failed: asyncio.Future[BaseException] | None = None
         self._deadlocks = 0
 
-    def meeting(self, number: int) -> _WorldMeeting:
-        """Return the `number`-th, made by whichever rank comes first."""
+    def channels(self, number: int) -> Sequence[Channel]:
+        """Return those of the `number`-th `init` of all ranks, made by the rank that comes first."""
         if number == len(self._meetings):
-            self._meetings.append(_WorldMeeting(self.size, number))
+            self._meetings.append(in_process(self.size))
         return self._meetings[number]
 
     async def run(self, timeout: float | None) -> list[T]:
         """Run them all to their ends; the first failure ends the others."""
         loop = self.hub.loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
-        limit = None if timeout is None else loop.call_later(timeout, TimeLimit(partial(self._late, timeout)))
+        limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
         self._tasks = [self._start(rank) for rank in range(self.size)]
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
         try:
@@ -160,8 +150,7 @@ class _RanksJob(Generic[T]):
     def _start(self, rank: int) -> asyncio.Task[T]:
         context = contextvars.copy_context()
         context.run(current_place.set, cast(RankPlace, _Seat(self, rank)))
-        task = asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
-        return task
+        return asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
 
     async def _one(self, rank: int) -> T:
         try:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
 from os import _exit as exit_at_once
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel
@@ -79,7 +79,7 @@ def _exit_code(error: BaseException) -> int:
 class Kept:
     """The block of a world that `aiodist.open` keeps open, until the world is closed or the program ends."""
 
-    def __init__(self, registry: Registry, block: AbstractAsyncContextManager[object], seconds: float) -> None:
+    def __init__(self, registry: Registry[Any], block: AbstractAsyncContextManager[object], seconds: float) -> None:
         """A rank that forgets to close it leaves the others `seconds` to close theirs."""
         self._registry = registry
         self._block = block
@@ -91,18 +91,18 @@ class Kept:
 
     async def aclose(self) -> None:
         """Leave the block."""
-        self._let_go()
+        self._release()
         await self._block.__aexit__(None, None, None)
 
     async def was_forgotten(self) -> bool:
         """The loop is closed: return True, and warn, where the program came to its end, and no exception ended it."""
-        self._let_go()
+        self._release()
         if await _what_ends_the_loop() is not None:
             return False
         self._warn()
         return True
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._registry.kept = None
         atexit.unregister(self._at_exit)
 
@@ -122,7 +122,7 @@ class Kept:
             self._loop.run_until_complete(asyncio.wait_for(self.aclose(), self._seconds))
 
 
-async def abort(registry: Registry, channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
+async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: float, *, patient: bool) -> None:
     """Tell the others and close what is open, in `seconds` at most; no trouble of it hides the error that led here.
 
     With `patient`, let the others leave first: an mpirun kills them as soon as this process ends.

@@ -196,9 +196,13 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[Exit] = loop.create_future()
 
+    def tell(exit: Exit) -> None:
+        if not lost.done():
+            lost.set_result(exit)
+
     def note(exit: Exit) -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(_settle, lost, exit)
+            loop.call_soon_threadsafe(tell, exit)
 
     channel.on_lost(note)
     task = loop.create_task(work)
@@ -211,11 +215,6 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
         lost.cancel()
         if task.cancel():
             await asyncio.wait((task,))
-
-
-def _settle(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 async def _meet_over_mpi(mpi: MpiTransport, limits: Limits) -> Channel:

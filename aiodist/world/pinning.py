@@ -33,9 +33,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 async def pinned(channel: Channel, topology: Topology, environment: Environment) -> AbstractContextManager[None]:
     """Return a block in which this process has its share of the cores; every rank must call it.
 
-    Nothing is changed with AIODIST_PIN=0, for the only rank of a host, and where the system has no affinity.
+    Nothing is changed with AIODIST_PIN=0, and for the only rank of a host.
     """
-    if environment.pin is False or topology.local_size == 1 or not hasattr(os, "sched_getaffinity"):
+    if environment.pin is False or topology.local_size == 1:
         return _held(None, None)
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     said = ",".join(map(str, allowed)).encode()
@@ -60,7 +60,7 @@ def share(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
 
 def warn_of_one_core(workers: int) -> None:
     """Warn, once in a process, that this many loader workers share one core with all else that it does."""
-    if not workers or not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) > 1:
+    if not workers or len(os.sched_getaffinity(0)) > 1:
         return
     if (os.cpu_count() or 1) > 1 and not _warned:
         _warned.append(True)

@@ -14,12 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from aiodist.collectives.choice.agreement import rank_zeros
-from aiodist.communicator import Communicator
-from aiodist.communicator.hierarchy import Hierarchy, root_levels
+from aiodist.collectives.choice.tablefile import edits_at_start
+from aiodist.communicator import Communicator, Hierarchy, root_levels
 from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS, check_report
-from aiodist.communicator.tuned import edits_at_start
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.forks import guard_polling
 from aiodist.env import Environment, Starter
@@ -102,7 +100,8 @@ async def opened(
         Watch.of(Progress.current(), channel).report.after = report
         _limit_spinning(world)
         asked = selector or environment.selector
-        edits = rank_zeros(channel, lambda: edits_at_start(world, asked), limits.rendezvous)
+        table = world.parts.repertoire
+        edits = edits_at_start(asked, channel, table, topology, seconds=limits.rendezvous)
         world.upkeep.apply_edits(await unless_lost(channel, edits))
         # Ranks that are tasks of one process share its cores as they are.
         cores = nullcontext() if given else await unless_lost(channel, pinned(channel, world.topology, environment))

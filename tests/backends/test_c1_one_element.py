@@ -1,4 +1,4 @@
-"""C1: views of one element, or of none, that torch calls contiguous whatever their strides are."""
+"""C1: views of one element, or of none, that torch calls contiguous for any strides."""
 
 from __future__ import annotations
 

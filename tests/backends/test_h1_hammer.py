@@ -1,4 +1,4 @@
-"""H1: no operation is forgotten, whatever pauses the loop and the progress thread make; 100,000 under `make soak`."""
+"""H1: no operation is forgotten, for any pauses of the loop and the progress thread; 100,000 under `make soak`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import aiodist
 from aiodist.errors import ConfigError
 from aiodist.launch.discover import find_mpi
-from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step, algorithm
+from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from benchmarks import __main__ as command
 from benchmarks import scale_model
 from benchmarks.loggp import LogGP, Machine, Phase, simulate
@@ -21,6 +21,7 @@ from benchmarks.scale_bound import bound, spread
 from benchmarks.scale_check_plan import CheckPlan
 from benchmarks.scale_model import HIERARCHICAL, OPS, Case, estimate, hierarchical, names
 from benchmarks.scale_presets import COMBINE, PRESETS
+from benchmarks.schedule_costs import cost_of
 
 ETHERNET, HOST = PRESETS["ethernet25"], PRESETS["host"]
 BLOCKED = ("allgather", "reduce_scatter")
@@ -33,7 +34,7 @@ def one_each(network: LogGP, combine: float = COMBINE) -> Machine:
 
 
 def planned(op: str, name: str, rank: int, size: int, n: int, **chunks: int) -> Schedule:
-    found = algorithm(op, name)
+    found = SCHEDULES[op][name]
     if op == "alltoall":
         return found.plan(rank, size, Blocks.even(n, size), Blocks([Blocks.even(n, size).count(rank)] * size))
     if op in BLOCKED:
@@ -93,14 +94,14 @@ def test_a1_simulated_time_is_the_closed_form(op: str, name: str, network: str) 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in SCHEDULES for name in SCHEDULES[op]])
 def test_a1_simulated_messages_and_bytes_are_the_stated_costs(op: str, name: str) -> None:
-    found = algorithm(op, name)
+    found = SCHEDULES[op][name]
     for p, n, chunks in product((2, 3, 5, 8, 13), (0, 1, 4, 39, 104), (1, 3)):
         if (chunks > 1 and not found.chunked) or (found.equal and n % p):
             continue
         if op == "alltoall" and n % p:
             continue  # ranks that send alike need equal blocks
         keywords = {"chunks": chunks} if found.chunked else {}
-        cost = found.cost(p, Blocks.even(n, p) if op in (*BLOCKED, "alltoall") else n, **keywords)
+        cost = cost_of(op, name)(p, Blocks.even(n, p) if op in (*BLOCKED, "alltoall") else n, **keywords)
         run = simulate(everybody(op, name, p, n, **keywords), one_each(ETHERNET), itemsize=4)
         assert (max(run.messages), max(run.nbytes)) == (cost.messages, 4 * cost.elements), (p, n, chunks)
 

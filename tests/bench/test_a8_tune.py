@@ -14,11 +14,11 @@ import pytest
 
 import aiodist
 from aiodist import cli
-from aiodist.bench.tuning import OPERATIONS, Tuning, tuning
+from aiodist.bench.tuning import Tuning, tuning
 from aiodist.bench.tuning_worker import best_of, edits_from, main
-from aiodist.collectives.choice import table
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
+from aiodist.types import OPERATIONS
 
 SHORT = Tuning(("allreduce",), (64, 1 << 18), repeat=2)
 
@@ -146,7 +146,6 @@ def test_a8_bad_arguments_are_one_clear_error(
 
 
 def test_a8_the_best_is_chosen_by_size() -> None:
-    assert OPERATIONS == table.OPERATIONS
     figures = {
         256: {"mpi": 1.0, "shm": 9.0},
         1024: {"mpi": 1.04, "shm": 1.0},  # hardly better: it stays

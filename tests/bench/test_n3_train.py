@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,19 +14,20 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.bench.plan import Plan, parse_batches
-from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.plan import Plan
+from aiodist.bench.records import Record, dumps
 from aiodist.bench.registry import load
 from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
 from benchmarks import endtoend, jobs, models, prefetching, training
-from benchmarks.suite import BENCHMARKS, MODELS
+from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
+from tests.support.records import loads
 
 ROOT = Path(aiodist.__file__).parents[1]
-TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), models=("tiny1000",), repeat=1)
+TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})
 
 
 async def measure(plan: Plan) -> list[Record]:
@@ -42,14 +44,14 @@ async def measure(plan: Plan) -> list[Record]:
 
 
 def test_n3_batches() -> None:
-    assert parse_batches("32, 256") == (32, 256)
+    assert batches(replace(TRAIN, own={"batch": "32, 256"}), "mlp") == (32, 256)
     for wrong in ("", "0", "32,", "-1", "1.5", "many"):
         with pytest.raises(ConfigError, match=r"--batch .*expected"):
-            parse_batches(wrong)
+            batches(replace(TRAIN, own={"batch": wrong}), "mlp")
 
 
 def test_n3_plan_travels() -> None:
-    plan = Plan("train", 2, ("sync",), ("none", "ddp"), models=("mlp", "conv"), batches=(4, 32))
+    plan = Plan("train", 2, ("sync",), ("none", "ddp"), own={"model": "mlp,conv", "batch": "4,32"})
     assert Plan.from_json(plan.to_json()) == plan
 
 

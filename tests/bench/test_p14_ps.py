@@ -10,7 +10,7 @@ import torch
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps, loads
+from aiodist.bench.records import Record, dumps
 from aiodist.bench.report import table
 from aiodist.bench.session import Session
 from aiodist.launch.discover import find_mpi
@@ -19,6 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import ps, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
 from benchmarks.targets import verdicts
+from tests.support.records import loads
 
 OURS = ("aiodist:ps", "aiodist:ps-arena")
 
@@ -36,7 +37,7 @@ async def measure(plan: Plan) -> list[Record]:
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
     monkeypatch.setattr(ps_serving, "PULLS", 1)
-    plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), servers=servers, repeat=1)
+    plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert others == [[]] * (ranks - 1)
     calls = [("push", "copy"), ("push", "add"), ("pull", None), ("push_pull", "copy"), ("push_pull", "add")]

@@ -240,7 +240,7 @@ def test_s2_bench_gpu_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_s2_bench_gpu_results_are_looked_at(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes on too soon, or computes something else, is no contender."""
+    """A contender that goes on too soon, or computes something else, is refused."""
 
     async def too_soon(first: Any, second: Any) -> None: ...
 

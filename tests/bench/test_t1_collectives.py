@@ -20,7 +20,7 @@ from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
 from benchmarks import suite
 
-CUT = ("scatter", "reduce_scatter", "alltoall")  # blocks of equal size
+CUT = ("scatter", "reduce_scatter", "alltoall", "alltoall_single")  # blocks of equal size
 ROOT = Path(aiodist.__file__).parents[1]
 
 

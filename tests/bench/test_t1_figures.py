@@ -6,7 +6,7 @@ import math
 import pytest
 
 from aiodist.bench.plan import Plan, default_sizes, parse_names, parse_sizes
-from aiodist.bench.records import Record, bandwidths, dumps, loads
+from aiodist.bench.records import Record, bandwidths, dumps
 from aiodist.bench.targets import verdicts
 from aiodist.bench.timing import (
     WARMUPS,
@@ -17,9 +17,10 @@ from aiodist.bench.timing import (
     pace,
     percentile,
     slowest,
-    slowest_of_each,
 )
 from aiodist.errors import ConfigError
+from benchmarks.gpu_turns import slowest_of_each
+from tests.support.records import loads
 
 FIELDS = ["op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"]
 FIELDS += ["affinity", "torch_threads"]

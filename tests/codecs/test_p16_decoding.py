@@ -322,7 +322,7 @@ def test_p16_forged_objects() -> None:
 
 
 class Trap:
-    """Whoever unpickles it knows."""
+    """The code that unpickles it knows."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return exec, ("raise KeyboardInterrupt('unpickled')",)

@@ -271,7 +271,7 @@ def at_once(size: int, make: Callable[[Endpoint], Program[None]]) -> None:
 def test_a1_scratch_is_of_the_kind_of_the_tensors(
     mode: Callable[[], AbstractContextManager[object]], made_in: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Whatever the default device is and whoever made the tensors, or takes the next step."""
+    """For any default device, and any thread that made the tensors or takes the next step."""
     with made_in():
         wholes = {how: [torch.full((6,), 1.0 + rank) for rank in range(3)] for how in all_of("allreduce")}
         blocks = {how: [torch.zeros(2) for _ in range(3)] for how in all_of("reduce_scatter")}

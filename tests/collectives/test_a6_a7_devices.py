@@ -9,12 +9,13 @@ import torch
 
 from aiodist import BackendUnavailable, Communicator, ConfigError, init
 from aiodist.collectives.choice.availability import State
-from aiodist.collectives.choice.table import HOSTS, NAMES, OPERATIONS
+from aiodist.collectives.choice.table import HOSTS, NAMES
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.testing import run_ranks, simulated_cuda
 from aiodist.testing.cuda import SimulatedCuda
+from aiodist.types import OPERATIONS
 
 
 @pytest.fixture

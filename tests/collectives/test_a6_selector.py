@@ -16,11 +16,12 @@ from aiodist.backends.base import Wanted
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.selector import Selector
-from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, OPERATIONS, Table, parse_edit
+from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, Table, parse_edit
 from aiodist.collectives.choice.tablefile import read_edits, render, write
 from aiodist.collectives.implementations import NativeCollectives, Repertoire
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.testing import run_ranks
+from aiodist.types import OPERATIONS
 
 
 @pytest.fixture

@@ -505,7 +505,7 @@ async def test_c1_several_root_broadcasts_and_barriers(coll: Communicator) -> No
 @processes
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 async def test_c1_tensors_of_inference_mode(coll: Communicator, kind: torch.dtype) -> None:
-    """An evaluation runs in inference mode, and whoever resumes its operations does not."""
+    """An evaluation runs in inference mode, and the thread that resumes its operations does not."""
     size = coll.size
     with torch.inference_mode():
         t, out = torch.full((3,), coll.rank + 1.0, dtype=kind), torch.zeros(3, dtype=kind)

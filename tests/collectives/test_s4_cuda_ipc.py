@@ -398,7 +398,7 @@ async def test_s4_some_of_the_ranks_in_another_order(ranks_of: type[Ranks]) -> N
         for rank in group:
             expected = torch.stack([parts[i] for i in group]).sum(0) if rank == group[1] else parts[rank]
             assert torch.equal(ts[rank].cpu(), expected)
-    assert ranks.mappings[0].lent == 1
+    assert len(ranks.mappings[0]._lent) == 1
     await ranks.close()
 
 
@@ -473,7 +473,7 @@ async def test_s4_tensors_made_in_inference_mode(ranks_of: type[Ranks]) -> None:
 
 @pytest.fixture
 def simulated_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mappings_module, "TorchMapper", SimulatedMapper)
+    monkeypatch.setattr(mappings_module, "Mapper", SimulatedMapper)
 
 
 @pytest.mark.usefixtures("simulated_mapper")
@@ -491,7 +491,7 @@ async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator) ->
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodist.backends.cuda_ipc.release_notices._SECONDS", 1e-3)
+    monkeypatch.setattr("aiodist.backends.cuda_ipc.mappings._LOOK_SECONDS", 1e-3)
 
 
 @pytest.mark.usefixtures("simulated_mapper", "soon")
@@ -501,10 +501,10 @@ async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Commun
     kept, t = (torch.full((n,), 1.0, device="cuda") for n in (300, 400))
     for each in (kept, t):
         await coll.allreduce(each, impl="cuda_ipc")
-    assert mappings.lent == 2
+    assert len(mappings._lent) == 2
     del each, t
     async with asyncio.timeout(SECONDS):
-        while mappings.lent > 1 or mappings.borrowed > 2:  # noqa: ASYNC110  - nobody tells that it is done
+        while len(mappings._lent) > 1 or len(mappings._borrowed) > 2:  # noqa: ASYNC110  - nobody tells that it is done
             await asyncio.sleep(1e-3)
     await coll.allreduce(kept, impl="cuda_ipc")
     assert torch.equal(kept.cpu(), torch.full((300,), float(coll.size**2)))
@@ -531,7 +531,7 @@ async def test_s4_mappings_go_when_tensors_die(ranks_of: type[Ranks]) -> None:
         ts = ranks_of.on_device(parts)
         await ranks.perform(ranks_of.summing(ts))
         assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
-    assert all(mappings.borrowed <= 2 and mappings.lent <= 2 for mappings in ranks.mappings)
+    assert all(len(mappings._borrowed) <= 2 and len(mappings._lent) <= 2 for mappings in ranks.mappings)
     await ranks.close()
 
 

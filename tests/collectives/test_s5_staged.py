@@ -15,8 +15,9 @@ from aiodist.backends.base import DTYPES, Done, Operation, Wanted, tag_of
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.choice.table import USUAL_LIMITS
+from aiodist.collectives.cuda.device_messages import StagedMessages
 from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
-from aiodist.collectives.cuda.staging import Staged, StagedMessages, chunks_of, cut, staged_irecv, staged_isend
+from aiodist.collectives.cuda.staging import Staged, chunks_of, cut
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep, run
@@ -341,8 +342,8 @@ async def test_s5_a_step_goes_on_with_the_stream_that_it_was_left_with(simulated
 
     def begin() -> None:
         with torch.cuda.stream(stream):
-            staged_irecv(b.staging, b.wire, into, 0, 5, received)
-            staged_isend(a.staging, a.wire, mine, 1, 5, sent)
+            StagedMessages(b.staging).recv(b.wire, into, 0, 5, received)
+            StagedMessages(a.staging).send(a.wire, mine, 1, 5, sent)
 
     a.staging.progress.start(begin)
     async with asyncio.timeout(20):

@@ -42,7 +42,7 @@ async def test_c10_operations_of_several_steps_keep_their_order(coll: Communicat
 
 
 @pytest.mark.ranks(2, 3, backend=("openmpi", "mpich"))
-async def test_c10_a_library_is_called_in_order_whatever_else_a_list_waits_for(
+async def test_c10_a_library_is_called_in_order_though_a_list_waits_for_more(
     coll: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library knows no bfloat16: that goes by shared memory, whose end a rank hears of late."""

@@ -70,7 +70,7 @@ async def test_h2_dropped_memory_is_not_reused_before_the_end(
 
 @pytest.mark.ranks(2)
 async def test_h9_a_refused_call_gives_its_slot_back(coll: Communicator, fake: FakeNccl) -> None:
-    """Whoever keeps the error: with NCCL, the operations behind it would wait for its slot for ever."""
+    """Some code keeps the error: with NCCL, the operations behind it would wait for its slot for ever."""
     kept = []
     for _ in range(3):
         t = torch.full((5,), coll.rank + 1.0).to(coll.device)

@@ -8,7 +8,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.communicator.hierarchy import Hierarchy
+from aiodist.communicator import Hierarchy
 from aiodist.communicator.levels import Levels
 
 

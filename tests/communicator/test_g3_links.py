@@ -127,7 +127,7 @@ async def test_g3_forms_are_checked(coll: Communicator) -> None:
 
 @pytest.mark.parametrize("make", [lambda c, key: c.hierarchy(key, form="cartesian"), lambda c, key: c.hierarchy(key)])
 def test_g3_cartesian_of_unequal_groups_falls_to_tree_and_says_so_once(
-    make: Callable[[Communicator, str], aiodist.Handle[aiodist.communicator.hierarchy.Hierarchy]],
+    make: Callable[[Communicator, str], aiodist.Handle[aiodist.communicator.Hierarchy]],
 ) -> None:
     async def main() -> str:
         async with aiodist.init() as coll:

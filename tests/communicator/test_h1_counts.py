@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -79,30 +81,35 @@ async def test_h1_awaits_leave_nothing_behind(coll: Communicator) -> None:
 @pytest.mark.ranks(2, backend=("gloo", "shm"))
 async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the other rank rings a bell, the progress thread looks every millisecond at most."""
-    passes = _counted(monkeypatch)
-    await coll.barrier()
-    if coll.rank == 1:
-        await asyncio.sleep(2)
-        await coll.allreduce(1)
-        return
-    waiting = coll.allreduce(1)
-    await asyncio.sleep(1)  # the progress thread looks on for a while before it sleeps
-    before, began = passes(), time.monotonic()
-    await asyncio.sleep(0.5)
-    assert passes() - before < 1500 * (time.monotonic() - began), "it looks more often than every millisecond"
-    assert await waiting == 2
+    with tempfile.TemporaryDirectory() as folder:
+        counted = Path(await coll.broadcast_object(folder), "counted")
+        await coll.barrier()
+        if coll.rank == 1:
+            while not os.access(counted, os.F_OK):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await coll.allreduce(1)
+        else:
+            waiting = coll.allreduce(1)
+            # The thread looks on for a while before it sleeps; so many are counted after that.
+            seconds = await asyncio.to_thread(_time_passes, monkeypatch, 500, 500)
+            await asyncio.to_thread(counted.touch)
+            assert await waiting == 2
+            assert seconds > 500 / 1500, "it looks more often than every millisecond"
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Return what tells how often the progress thread has looked for what is pending."""
+def _time_passes(monkeypatch: pytest.MonkeyPatch, skipped: int, count: int) -> float:
+    """Return the seconds in which the progress thread looks `count` times for what is pending."""
     look = progress._ProgressThread._pass
-    lock, count = threading.Lock(), 0
+    times: list[float] = []
+    enough = threading.Event()
 
-    def counted(thread: progress._ProgressThread) -> tuple[float | None, bool]:
-        nonlocal count
-        with lock:
-            count += 1
+    def timed(thread: progress._ProgressThread) -> tuple[float | None, bool]:
+        times.append(time.monotonic())
+        if len(times) > skipped + count:
+            enough.set()
         return look(thread)
 
-    monkeypatch.setattr(progress._ProgressThread, "_pass", counted)
-    return lambda: count
+    with monkeypatch.context() as patch:
+        patch.setattr(progress._ProgressThread, "_pass", timed)
+        assert enough.wait(30), f"it looked {len(times)} times"
+    return times[skipped + count] - times[skipped]

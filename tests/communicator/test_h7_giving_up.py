@@ -1,4 +1,4 @@
-"""H7: a communicator is given up by whoever learns of a failure, wherever that is."""
+"""H7: a communicator is given up by each rank that learns of a failure, wherever that is."""
 
 from __future__ import annotations
 

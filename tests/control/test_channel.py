@@ -12,8 +12,7 @@ import pytest
 
 from aiodist.control import MAX_FRAME, Channel, connect, host, in_process
 from aiodist.control.client import SocketChannel
-from aiodist.control.local import InProcessHub
-from aiodist.errors import OperationTimeout, PeerLost, RemoteError
+from aiodist.errors import OperationTimeout, RemoteError
 
 SIZE = 3
 
@@ -263,19 +262,6 @@ async def test_a_closed_channel_says_so(channels: Channels) -> None:
 
 
 @limited
-async def test_in_process_a_death_can_be_played() -> None:
-    hub = InProcessHub(2)
-    lost = Letters()
-    hub.channels[0].on_lost(lost)
-    hub.lose(1, "unplugged")
-    ((exit,),) = await lost.take()
-    assert isinstance(exit.error(), PeerLost)
-    assert "rank 1 left: unplugged" in str(exit.error())
-    with pytest.raises(RuntimeError, match="closed"):
-        hub.channels[1].send(0, "t", 1)
-
-
-@limited
 async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
     hub = await host(2)
     a, b = await asyncio.gather(*(connect(hub.address, rank=r, size=2, hub=None if r else hub) for r in range(2)))
@@ -289,10 +275,10 @@ async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
     b.subscribe("question", answer)
     a.subscribe("answer", lambda src, payload: answered.set())
     a.send(1, "question", None)
-    assert answered.wait(5)  # blocks the only loop of this thread
+    assert answered.wait(15)  # blocks the only loop of this thread
     answered.clear()
     a.send(1, "question", None)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 15
     while not answered.is_set():  # and so does Python code that never yields
         assert time.monotonic() < end
     assert names == ["aiodist-control"] * 2

@@ -1,4 +1,4 @@
-"""Which ranks are of one host: those whose memory can be mapped, whatever they are called."""
+"""Which ranks are of one host: those whose memory can be mapped, no matter what they are called."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from aiodist.control import HUB, Hub, HubOptions, connect, host
-from aiodist.control.handshake import Hello, Refused, dial
+from aiodist.control.handshake import Hello, dial
 from aiodist.control.link import Link, Pulse
+from aiodist.control.roster import Refused
 from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 
@@ -52,11 +53,11 @@ async def join(hub: Hub, size: int, **settings: Any) -> list[Any]:
 async def test_the_hub_knows_who_came_and_who_left() -> None:
     async with Hub(2) as hub:
         a, b = await join(hub, 2)
-        assert hub.joined == {0, 1}
+        assert hub.roster.joined == {0, 1}
         await a.aclose()
-        assert (hub.exits[0].rank, hub.exits[0].clean) == (0, True)
+        assert (hub.roster.exits[0].rank, hub.roster.exits[0].clean) == (0, True)
         await asyncio.to_thread(b.fail, "bad", "trace", 9)  # it waits for the hub, which is on this loop
-        assert (hub.exits[1].rank, hub.exits[1].clean, hub.exits[1].exitcode) == (1, False, 9)
+        assert (hub.roster.exits[1].rank, hub.roster.exits[1].clean, hub.roster.exits[1].exitcode) == (1, False, 9)
         await b.aclose()
 
 
@@ -73,7 +74,7 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     """A stranger that lets everybody in cannot prove that it knows the token."""
 
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 1", b"challenge"])))
+        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 2", b"challenge"])))
         writer.write(frame(Kind.WELCOME, body=pack([b"a guess", {"heartbeat": 30, "host_rank": None}])))
         await reader.read()
         writer.close()
@@ -183,7 +184,7 @@ async def test_a_starved_watcher_blames_nobody() -> None:
     pulse._timer.cancel()
     pulse._beat()
     assert "no heartbeat for 100 s (the limit is 0.6 s)" in ended[0]
-    pulse.stop()
+    pulse.cancel()
 
 
 @limited
@@ -269,7 +270,7 @@ async def test_a_rank_that_gives_up_before_all_have_come_may_come_again() -> Non
         for _ in range(3):
             with pytest.raises(OperationTimeout):
                 await connect(hub.address, rank=0, size=2, timeout=0.05)
-        assert "gave up after 0.05 s" in hub.missing()[0]
+        assert "gave up after 0.05 s" in hub.roster.missing()[0]
         a, b = await join(hub, 2)
-        assert not hub.missing()
+        assert not hub.roster.missing()
         await asyncio.gather(a.aclose(), b.aclose())

@@ -18,13 +18,11 @@ from aiodist.control.wire import MAX_FRAME, FrameReader, Kind, WireError, frame,
         1.5,
         math.inf,
         "",
-        "\0bytes",
         "äöü\ud800",
         b"",
         b"\x00\xff" * 100,
         [b"a", [b"b", {"c": b"d", "e": []}], b""],
         {"nested": {"deep": [1, {"x": None}]}, "": 0},
-        {"\0bytes": 0},
     ],
 )
 def test_what_is_packed_is_unpacked(payload: Any) -> None:
@@ -42,8 +40,9 @@ def test_other_types_are_refused_where_they_are_sent(payload: Any) -> None:
 
 
 def test_the_placeholder_cannot_be_forged() -> None:
-    with pytest.raises(ValueError, match="cannot hold the string"):
-        pack([b"real", {"\0bytes": 0}])
+    for forged in ([b"real", {"\0bytes": 0}], {"\0bytes": "AA=="}, "\0bytes"):
+        with pytest.raises(ValueError, match="cannot hold the string"):
+            pack(forged)
 
 
 def test_a_payload_that_contains_itself_is_refused() -> None:
@@ -64,7 +63,7 @@ def test_a_body_that_is_none_is_refused(body: bytes) -> None:
 def test_deep_nesting_is_refused_not_fatal() -> None:
     text = b"[" * 100_000
     with pytest.raises(WireError):
-        unpack(b"\0\0\0\0" + len(text).to_bytes(4, "big") + text)
+        unpack(text)
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])

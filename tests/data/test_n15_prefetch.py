@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from aiodist.communicator import Communicator
 from aiodist.data import Prefetched, prefetch
-from aiodist.data.sizes import nbytes_of
+from aiodist.data.nesting import nbytes_of
 from aiodist.handles import Scheduler
 
 pytestmark = pytest.mark.timeout(60)
@@ -413,7 +413,7 @@ def test_n15_bytes_of_nested_items() -> None:
         ([3, 2.5, "text", None, object(), Batch], 0),
     ):
         assert nbytes_of(value) == nbytes, value
-    assert nbytes_of([sparse, bytes(1)]) >= 1  # whatever it says itself, the others count
+    assert nbytes_of([sparse, bytes(1)]) >= 1  # its own word is not needed, the others count
 
 
 async def test_n15_nothing_keeps_an_item_that_was_taken(until: Until) -> None:

@@ -70,7 +70,7 @@ def test_n16_the_permutation_comes_from_seed_and_epoch() -> None:
     assert all(sorted(found) == list(range(100)) for found in orders.values())
     assert len({tuple(found) for found in orders.values()}) == 9  # (0, 1) and (1, 0) differ too
     assert order(1, 2) == orders[1, 2]
-    assert order(1, 2, size=3) == orders[1, 2]  # whatever the number of ranks
+    assert order(1, 2, size=3) == orders[1, 2]  # for any number of ranks
     sampler = ShardSampler(100, 0, 1, shuffle=True)
     assert list(sampler) == list(sampler) == orders[0, 0]
 

@@ -10,15 +10,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer.main
 
+import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
-from benchmarks import suite
+from aiodist.bench import cli as bench_cli
+from aiodist.bench.registry import BENCHMARKS
+from benchmarks import gpu, ps_convergence, scale, suite
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +30,7 @@ RUN_BLOCKS = Path(__file__).with_name("run_blocks.py")
 FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+INLINE = re.compile(r"`((?:aiodist|make|python\s+-m\s+benchmarks)\s[^`]+)`")
 EXTRAS = re.compile(r"aiodist\[([\w,]+)\]|\.\[([\w,]+)\]")
 
 
@@ -65,12 +70,21 @@ def test_python_blocks_run_in_silence(ran: subprocess.CompletedProcess[str]) -> 
 
 @EVERY_FILE
 def test_commands_exist(file: Path, markdown: ModuleType) -> None:
-    for line, block in markdown.blocks(file.read_text(), "console"):
+    for line, command in commands(file.read_text(), markdown):
+        words = shlex.split(command, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        assert check(words) is None, f"{file.name}:{line}: {command}: {check(words)}"
+
+
+def commands(text: str, markdown: ModuleType) -> Iterator[tuple[int, str]]:
+    """Yield each command with its line: those of console blocks, and of inline code, tables included."""
+    for line, block in markdown.blocks(text, "console"):
         for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
-            words = shlex.split(command, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]
-            assert check(words) is None, f"{file.name}:{line}: {command}: {check(words)}"
+            yield line, command
+    prose = markdown.FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in INLINE.finditer(prose):
+        yield prose.count("\n", 0, match.start()) + 1, " ".join(match[1].split())
 
 
 def check(words: list[str]) -> str | None:
@@ -78,8 +92,7 @@ def check(words: list[str]) -> str | None:
     if words[0] == "aiodist":
         return check_aiodist(words[1:])
     if words[:3] == ["python", "-m", "benchmarks"]:
-        known = [*suite.BENCHMARKS, "scale", "ps-convergence", "gpu"]
-        return None if words[3] in known else f"there is no benchmark {words[3]}"
+        return check_benchmark(words[3:])
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return None if all(word in targets or "=" in word for word in words[1:]) else "no such target"
@@ -87,18 +100,56 @@ def check(words: list[str]) -> str | None:
 
 
 def check_aiodist(words: list[str]) -> str | None:
-    commands = getattr(typer.main.get_command(cli.app), "commands", {})
-    if words[0] not in commands:
+    known = getattr(typer.main.get_command(cli.app), "commands", {})
+    if words[0] not in known:
         return f"there is no aiodist {words[0]}"
     if words[0] == "bench":  # it parses its own
-        return None
-    options = {name for parameter in commands[words[0]].params for name in (*parameter.opts, *parameter.secondary_opts)}
-    for word in words[1:]:
-        if word.endswith(".py"):
-            return None if (ROOT / word).exists() or "/" not in word else f"there is no {word}"
-        if word.startswith("-") and word.partition("=")[0] not in options:
-            return f"there is no option {word}"
-    return None
+        named, wrong = parsed(typer.main.get_command(bench_cli.app), words[1:])
+        unknown = set(named) - {*BENCHMARKS, "OP"}
+        return wrong or (f"there is no benchmark {', '.join(unknown)}" if unknown else None)
+    named, wrong = parsed(known[words[0]], words[1:])
+    scripts = [word for word in named[:1] if word.endswith(".py") and "/" in word]
+    return wrong or next((f"there is no {word}" for word in scripts if not (ROOT / word).exists()), None)
+
+
+def check_benchmark(words: list[str]) -> str | None:
+    own = {"scale": scale.app, "ps-convergence": ps_convergence.app, "gpu": gpu.app}
+    if words[0] not in {*suite.BENCHMARKS, *own}:
+        return f"there is no benchmark {words[0]}"
+    named, wrong = parsed(typer.main.get_command(own.get(words[0], benchmarks_main.app)), words[1:])
+    return wrong or (f"what is {named[0]}?" if named else None)
+
+
+def parsed(command: Any, words: list[str]) -> tuple[list[str], str | None]:
+    """Return the words that are no options, and what is wrong; a usage such as `[--servers S]` is read as well."""
+    options = {name: one for one in command.params for name in (*one.opts, *one.secondary_opts) if name[0] == "-"}
+    left = [word.strip("[]") for word in words if word != "/"]
+    named = []
+    while left:
+        word = left.pop(0)
+        name, given, _ = word.partition("=")
+        if not word.startswith("-"):
+            named.append(word)
+            if not command.context_settings.get("allow_interspersed_args", True):
+                return named + left, None
+        elif name not in options:
+            return named, f"there is no option {name}"
+        elif not getattr(options[name], "is_flag", False) and not given and left and not left[0].startswith("-"):
+            left.pop(0)
+    return named, None
+
+
+def test_commands_that_do_not_exist_are_found(markdown: ModuleType) -> None:
+    text = "`aiodist run -n 2 --fast t.py`\n\n| `python -m benchmarks gpo` |\n`aiodist bench await\n--impl x --no 3`\n"
+    found = [(line, check(shlex.split(command))) for line, command in commands(text, markdown)]
+    assert found == [
+        (1, "there is no option --fast"),
+        (3, "there is no benchmark gpo"),
+        (4, "there is no option --no"),
+    ]
+    assert check_aiodist(["bench", "allreduse"]) == "there is no benchmark allreduse"
+    assert check_aiodist(["run", "examples/no.py"]) == "there is no examples/no.py"
+    assert check_aiodist(["run", "-n", "N", "[--hosts", "a:2,b:2", "/", "--hostfile", "F]", "script", "--any"]) is None
 
 
 def check_extras(command: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def test_arrows_are_imports_that_no_longer_way_replaces(drawings: ModuleType, pa
     (package / "bottom.py").write_text('"""The bottom."""\nif TYPE_CHECKING:\n    from aiodist.top import x\n')
     assert drawings.drawing("aiodist").splitlines() == [
         *("```mermaid", "flowchart TD", '    m0["top"]', '    m1["middle"]', '    m2["bottom"]'),
-        *("    m0 --> m1", "    m1 --> m2", "```", "", "| | |", "|---|---|"),
+        *("    m0-->m1", "    m1-->m2", "```", "", "| | |", "|---|---|"),
         *("| `top` | The top. |", "| `middle` | The middle. |", "| `bottom` | The bottom. |"),
     ]
 
@@ -61,5 +62,34 @@ def test_what_leads_to_one_another_is_on_one_layer(drawings: ModuleType, package
     lines = drawings.drawing("aiodist").splitlines()
     assert lines[2:9] == [
         *('    m0["beside"]', '    m1["folder/"]', '    m2["below"]'),
-        *("    m0 --> m1", "    m1 --> m0", "    m1 --> m2", "```"),
+        *("    m0-->m1", "    m1-->m0 & m2", "```", ""),
     ]
+
+
+def test_a_group_is_one_box(drawings: ModuleType, package: Path) -> None:
+    (package / "call.py").write_text('"""A call."""\nfrom aiodist.check import x')
+    (package / "check.py").write_text('"""A check."""\nfrom aiodist.base import x')
+    (package / "base.py").write_text('"""The base."""')
+    page = "<!-- modules: aiodist\ncalls: check call\n-->\nold\n<!-- end -->\n"
+    drawn = drawings.rewritten(page)
+    assert drawn.splitlines()[:3] == page.splitlines()[:3]
+    assert drawn.splitlines()[6:9] == ['    m0["calls<br/>call, check"]', '    m1["base"]', "    m0-->m1"]
+    assert drawn.splitlines()[13:17] == [
+        *("| **calls** | |", "| `call` | A call. |", "| `check` | A check. |", "| `base` | The base. |"),
+    ]
+    assert drawings.rewritten(drawn) == drawn
+    alone = drawings.rewritten("<!-- drawing: aiodist -->\n<!-- end -->\n")
+    assert "m0" in alone
+    assert "| A call. |" not in alone
+    assert drawings.rewritten(page.replace("check call", "call gone check")) == drawn.replace(
+        "check call", "call check"
+    )
+    for groups, wrong in (("calls: call\nothers: call", "two groups: call"), ("base: call", "called as modules")):
+        with pytest.raises(ValueError, match=wrong):
+            drawings.rewritten(f"<!-- modules: aiodist\n{groups}\n-->\n<!-- end -->\n")
+
+
+def test_no_drawing_has_too_many_boxes(drawings: ModuleType) -> None:
+    for page in drawings.pages():
+        for drawn in re.findall(r"```mermaid\nflowchart TD\n(.*?)```", page.read_text(), re.DOTALL):
+            assert len(re.findall(r"^    \w+\[", drawn, re.MULTILINE)) <= drawings.MOST_BOXES, page

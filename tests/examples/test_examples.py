@@ -126,12 +126,12 @@ WAYS = [*SAME_STEPS, "train_uneven"]
 
 
 @pytest.fixture(scope="module")
-def sections(launched: Launch) -> tuple[dict[str, list[str]], Path]:
-    """What rank 0 of two printed in each example, and the folder where they ran: one job for all."""
-    done, folder = launched(2, ONE_AFTER_ANOTHER, *WAYS, mpi="openmpi")
+def sections(launched: Launch) -> dict[str, list[str]]:
+    """What rank 0 of two printed in each example: one job for all."""
+    done, _ = launched(2, ONE_AFTER_ANOTHER, *WAYS, mpi="openmpi")
     assert (done.code, done.errors) == (0, "")
     assert done.lines[1] == [f"--- {name}" for name in WAYS]
-    return by_example(done.lines[0]), folder
+    return by_example(done.lines[0])
 
 
 def by_example(lines: list[str]) -> dict[str, list[str]]:
@@ -177,35 +177,37 @@ def accuracy_in(line: str) -> float:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SAME_STEPS)
 def test_t3_two_ranks_end_where_one_process_does(
-    name: str, sections: tuple[dict[str, list[str]], Path], sequential: list[str]
+    name: str, sections: dict[str, list[str]], sequential: list[str]
 ) -> None:
-    same_weights(sections[0][name], sequential)
+    same_weights(sections[name], sequential)
 
 
 @pytest.mark.thorough
-def test_n11_uneven_data_is_used_up(sections: tuple[dict[str, list[str]], Path]) -> None:
-    lines = sections[0]["train_uneven"]
+def test_n11_uneven_data_is_used_up(sections: dict[str, list[str]]) -> None:
+    lines = sections["train_uneven"]
     assert lines[0] == "batches of each rank: [64, 128]"
     assert accuracy_in(lines[-1]) >= 0.9
 
 
 @pytest.mark.thorough
-def test_n15_prefetch_tells_what_it_hid(sections: tuple[dict[str, list[str]], Path]) -> None:
-    match = re.fullmatch(r"preparing took \d\.\d\d s, of which (\d+)% were hidden", sections[0]["train_prefetch"][0])
+def test_n15_prefetch_tells_what_it_hid(sections: dict[str, list[str]]) -> None:
+    match = re.fullmatch(r"preparing took \d\.\d\d s, of which (\d+)% were hidden", sections["train_prefetch"][0])
     assert match is not None
     assert 0 < int(match[1]) <= 100
 
 
-def test_t3_the_tasks_beside_training(sections: tuple[dict[str, list[str]], Path]) -> None:
-    printed, folder = sections
-    epochs = [re.fullmatch(r"epoch (\d+): (\d\.\d{4})", line) for line in printed["train_evaluate"][:-2]]
+def test_t3_the_tasks_beside_training(launched: Launch) -> None:
+    done, folder = launched(2, EXAMPLES / "train_evaluate.py", mpi="openmpi")
+    assert (done.code, done.errors, done.lines[1]) == (0, "", [])
+    lines = done.lines[0]
+    epochs = [re.fullmatch(r"epoch (\d+): (\d\.\d{4})", line) for line in lines[:-2]]
     assert [int(match[1]) for match in epochs if match] == [3, 6, 9, 12, 15]
     last = epochs[-1]
     assert last is not None
-    assert float(last[2]) == accuracy_in(printed["train_evaluate"][-1])
+    assert float(last[2]) == accuracy_in(lines[-1])
     saved = torch.load(folder / "digits.pt", weights_only=True)
     norm = sum(float(t.norm()) for t in saved["weights"].values())
-    assert (saved["epoch"], f"norm of the weights {norm:.9f}") == (15, printed["train_evaluate"][-2])
+    assert (saved["epoch"], f"norm of the weights {norm:.9f}") == (15, lines[-2])
     assert [file.name for file in folder.iterdir()] == ["digits.pt"]
 
 

@@ -1,4 +1,4 @@
-"""N3 on a CUDA device: training with `DataParallel` equals plain training, on whatever stream; the host runs ahead."""
+"""N3 on a CUDA device: training with `DataParallel` equals plain training, on any stream; the host runs ahead."""
 
 from __future__ import annotations
 

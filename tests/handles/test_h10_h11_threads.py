@@ -79,7 +79,7 @@ async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.Mo
                 if both.wait(0.2) == 0:  # the other thread makes one too, if it can, and this one comes last
                     time.sleep(0.1)
 
-    threads = [threading.Thread(target=lambda: seen.append(handle.wait(5))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: seen.append(handle.wait(50))) for _ in range(2)]
     monkeypatch.setattr("aiodist.handles.handle.threading.Event", SlowEvent)
     for thread in threads:
         thread.start()

@@ -207,7 +207,7 @@ async def test_h4_many_awaiters_and_callbacks(coll: Communicator, kind: Any) -> 
 
 
 @real
-async def test_h5_works_in_whatever_asyncio_has(coll: Communicator, kind: Any) -> None:
+async def test_h5_works_in_all_that_asyncio_has(coll: Communicator, kind: Any) -> None:
     async def ask(asking: Asking) -> None:
         def three() -> list[Any]:
             return [asking.issue() for _ in range(3)]

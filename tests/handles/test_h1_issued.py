@@ -1,4 +1,4 @@
-"""H1: what is issued makes progress, whatever the program does."""
+"""H1: what is issued makes progress, no matter what the program does."""
 
 from __future__ import annotations
 

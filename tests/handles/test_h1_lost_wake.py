@@ -1,4 +1,4 @@
-"""H1: an operation that is pending is driven, whoever began its last step, and however soundly the thread slept."""
+"""H1: a pending operation is driven, no matter which thread began its last step and how soundly the thread slept."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven() 
         operation = TwoSteps(lambda: _soon(lambda: module._thread.asleep, 0.05))
         progress = operation.progress
         assert _soon(lambda: not progress.large)  # noqa: B023  - called at once
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(25):
             assert await operation.handle == "both"
         operation.progress.remove_poller(operation)
 
@@ -83,8 +83,8 @@ async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None
     assert _soon(lambda: module._thread.asleep)
     with transport_lock:
         transport.requests.append(_Ended(handle))
-    async with asyncio.timeout(5):
-        await asyncio.to_thread(handle.wait, 5)
+    async with asyncio.timeout(25):
+        await asyncio.to_thread(handle.wait, 25)
 
 
 class _Ended:
@@ -97,7 +97,7 @@ class _Ended:
 
 
 async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
-    """Whoever rings looks which bell it is, and may be held up there while the thread goes to sleep at another."""
+    """A ringer looks which bell it is, and may be held up there while the thread goes to sleep at another."""
     thread = module._ProgressThread()
     before, after = LockBell(), LockBell()
     thread.sleep_at(before)

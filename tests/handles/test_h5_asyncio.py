@@ -1,4 +1,4 @@
-"""H5: handles work in whatever asyncio and anyio have."""
+"""H5: handles work in all that asyncio and anyio have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H7: errors reach whoever awaits; what nobody looks at is reported once, with the line that issued it."""
+"""H7: errors reach the task that awaits; what no code looks at is reported once, with the line that issued it."""
 
 from __future__ import annotations
 

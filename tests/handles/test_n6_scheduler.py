@@ -325,7 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert first.lane.waiting[0].nbytes > self.scheduler.limit - self.scheduler.in_flight
 
     def teardown(self) -> None:
-        """Whoever gives back in the end lets everybody through."""
+        """The last to give back lets all others through."""
         for _ in range(self.count + 1):
             for mine in self.lanes:
                 for permit, number in list(mine.held.values()):

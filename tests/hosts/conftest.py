@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with their own name, shared memory and network between them.
 
 Each host is what one process lives in (`unshare`): nothing of it has a name on the machine, and all of it is gone
-when that process and what was started there have ended, whatever became of the test. The remote shell is a script
+when that process and what was started there have ended, also when the test failed. The remote shell is a script
 that enters a host with an almost empty environment, as ssh does.
 """
 
@@ -23,9 +23,10 @@ import pytest
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, loads
+from aiodist.bench.records import Record
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
+from tests.support.records import loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -246,7 +247,7 @@ def _connect(a: Host, b: Host) -> None:
 
 @pytest.fixture(scope="session")
 def any_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    """Two hosts for all tests, whatever MPI; skip them where hosts cannot be made."""
+    """Two hosts for all tests, with each MPI; skip them where hosts cannot be made."""
     if sys.platform != "linux":
         pytest.skip("network namespaces are Linux's")
     with contextlib.ExitStack() as stack:

@@ -69,7 +69,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def started(self, *arguments: str, n: int = 2, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-        """A running launcher; whatever is left of it at the end is killed."""
+        """A running launcher; what is left of it at the end is killed."""
         process = subprocess.Popen(
             self.command(*arguments, n=n),
             **{

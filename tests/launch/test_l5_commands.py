@@ -11,7 +11,7 @@ import pytest
 
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands, discover
-from aiodist.launch.commands import Flavour, Job, MeetingPlace, Mpi
+from aiodist.launch.commands import Flavour, Job, Mpi
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", "/opt/ompi/lib/libmpi.so.40")
 MPICH = Mpi("/opt/mpich/bin/mpirun", Flavour.MPICH, "5.0.2", "/opt/mpich/lib/libmpi.so.12")
@@ -92,7 +92,7 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",
     }
-    common = commands.common_variables(environ, MeetingPlace("tcp://h:2", "new"))
+    common = commands.common_variables(environ, "tcp://h:2", "new")
     assert common == {
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",
@@ -103,9 +103,9 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
 
 
 def test_l5_the_number_of_servers_is_in_the_environment() -> None:
-    place = MeetingPlace("tcp://h:2", "new")
-    assert commands.common_variables({"AIODIST_SERVERS": "2"}, place, 1)["AIODIST_SERVERS"] == "1"
-    assert "AIODIST_SERVERS" not in commands.common_variables({"AIODIST_SERVERS": "2"}, place)
+    place = ("tcp://h:2", "new")
+    assert commands.common_variables({"AIODIST_SERVERS": "2"}, *place, 1)["AIODIST_SERVERS"] == "1"
+    assert "AIODIST_SERVERS" not in commands.common_variables({"AIODIST_SERVERS": "2"}, *place)
 
 
 def test_l5_without_mpi_the_place_is_in_the_environment() -> None:

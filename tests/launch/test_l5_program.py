@@ -62,7 +62,7 @@ def test_l5_what_the_words_mean(here: Path, words: list[str], expected: list[str
     assert ["PYTHON" if word == sys.executable else word for word in found] == expected
 
 
-def test_l5_a_module_is_one_whatever_its_name(here: Path) -> None:
+def test_l5_a_module_is_one_under_any_name(here: Path) -> None:
     assert command_of(["python", "a"], module=True, search="") == (sys.executable, "-m", "python", "a")
 
 

@@ -316,7 +316,7 @@ def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
 def test_l8_doctor_loads_no_mpi_and_no_torch(plain: Launcher) -> None:
     code = (
         "import os, sys\n"
-        "from aiodist.doctor import Answer, examine\n"
+        "from aiodist.doctor.here import Answer, examine\n"
         "examine(os.environ, ask=lambda code: Answer(None), ask_ranks=lambda mpi, code: Answer(None))\n"
         "print(sorted({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
     )

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aiodist.doctor import Finding, HostsReport, Question, State, examine_hosts, hosts, show_hosts
+from aiodist.doctor import hosts
+from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
+from aiodist.doctor.report import Finding, State
 from aiodist.launch.commands import Flavour, Mpi
 from aiodist.launch.hosts import Host
 

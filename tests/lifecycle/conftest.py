@@ -94,7 +94,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def started(self, command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-        """A running command; whatever it leaves is killed by the nursery and by the launcher."""
+        """A running command; what it leaves is killed by the nursery and by the launcher."""
         base = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "PYTEST_"))}
         process = subprocess.Popen(
             command,
@@ -157,7 +157,7 @@ class Run(Jobs):
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running nursery."""
     folder = tmp_path_factory.mktemp("nursery")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     with subprocess.Popen(
         [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,

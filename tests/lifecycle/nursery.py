@@ -9,6 +9,7 @@ input.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -133,6 +134,7 @@ def become(request: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a program would copy the pages of all that torch has made, to look through it for garbage
     nursery = Nursery(sys.argv[1])
     print("ready", flush=True)
     given = nursery.serve()

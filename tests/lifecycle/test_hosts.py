@@ -1,4 +1,4 @@
-"""What real processes take for their host: ranks with other kernels are on others, whatever name these have."""
+"""What real processes take for their host: ranks with other kernels are on others, no matter what names these have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def job(folder: Path, kernels: list[str], **environ: str) -> list[dict[str, Any]
             file.write_text(f"{uuid.uuid5(uuid.NAMESPACE_DNS, kernel)}\n")
             command = ["unshare", "--mount", "sh", "-c", f'mount --bind {file} {BOOT_ID} && exec "$@"', "sh", *command]
         place = {"AIODIST_RANK": str(rank), "AIODIST_SIZE": str(len(kernels)), "AIODIST_TOKEN": "it"}
-        where = {"AIODIST_RENDEZVOUS": (folder / "meet").as_uri(), "PYTHONPATH": str(ROOT)}
+        where = {
+            "AIODIST_RENDEZVOUS": (folder / "meet").as_uri(),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}",
+        }
         everything = {**os.environ, **place, **where, **environ}
         ranks.append(
             subprocess.Popen(command, env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -67,7 +67,7 @@ def test_l2_init_is_cancelled_and_names_who_never_came(run: Run) -> None:
     ended = run("opening.py", "late")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     assert ended.said(0) == [
-        "cancelled: True True",
+        "cancelled: True",
         "late: {1: 'never came'} True",
         "threads are as they were: True",
         "then: 2",

@@ -1,4 +1,4 @@
-"""N3: a backward that nobody reduces is told at once, whatever part of the module it runs through."""
+"""N3: a backward that nobody reduces is told at once, for any part of the module it runs through."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
 from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.cuda.streams import Event, Stream
+from aiodist.testing.cuda.device import Event, Stream
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -87,7 +87,7 @@ async def test_n3_cuda_no_memory_for_gradients(
 async def test_n3_cuda_a_device_that_is_lost(
     coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], where: str, steps: int
 ) -> None:
-    """Whatever rank 1 asks of its device fails from then on."""
+    """All that rank 1 asks of its device fails from then on."""
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))

@@ -15,7 +15,7 @@ from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
 from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.cuda.streams import Event
+from aiodist.testing.cuda.device import Event
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial

@@ -339,7 +339,7 @@ def by_hand(net: DataParallel, parts: list[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    net.reducer.close(reduction, raised[0] if raised else None)
+    net.reducer.end_backward(reduction, raised[0] if raised else None)
     net.compute.use(reduction)
 
 

@@ -83,7 +83,7 @@ async def test_n3_cuda_over_nccl(
         await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
     if pipelined:
         await opt.flush()
-    await coll.barrier()  # whoever looks at parameters holds up the loop of all
+    await coll.barrier()  # a rank that looks at parameters holds up the loop of all
     same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
@@ -215,9 +215,7 @@ async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda
 
 
 @pytest.mark.ranks(2)
-async def test_n3_cuda_whatever_the_delays(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
+async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
     """Layers are used and left out as chance has it, another set on each rank; streams are late in turn."""
     chance = random.Random(3)
     alone = nn.ModuleList([nn.Linear(6, 6).double() for _ in range(5)])

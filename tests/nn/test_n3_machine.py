@@ -146,7 +146,7 @@ class Rank:
             self.walk.status.send(self.number, self.packed(kind=how, other=self.odd and kind != "asked"), self.asked)
         else:
             joins = kind in ("join", "join for different") or (self.odd and kind == "some join")
-            self.make(Terms([1.0], header=self.packed(kind=StatusKind.JOIN) if joins else None, prompt=not joins))
+            self.make(Terms([1.0], header=joins, prompt=not joins))
 
     def packed(self, *, other: bool = False, steps: int = 5, **how: Any) -> torch.Tensor:
         return PassStatus.pack([float(not other)], len(self.walk.ranks), self.number, steps=steps, **how)
@@ -181,7 +181,9 @@ class Rank:
     def close(self, this: Pass, error: Exception | None) -> None:
         this.closed = True
         unsendable = error if isinstance(error, MemoryError) else None
-        self.do(this, this.machine.close(error, None if error is None else f"Traceback\n{error!r}\n", unsendable))
+        self.do(
+            this, this.machine.end_backward(error, None if error is None else f"Traceback\n{error!r}\n", unsendable)
+        )
 
     # --- what machines want ---------------------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ class Walk(RuleBasedStateMachine):
             assert this.state() == before
 
     def teardown(self) -> None:
-        """Bring all ranks to the end of the same pass, whatever was lost: nothing may be left."""
+        """Bring all ranks to the end of the same pass, also where something was lost: nothing may be left."""
         while self.go_on():
             pass
         for rank in self.ranks:

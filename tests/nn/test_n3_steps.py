@@ -159,7 +159,7 @@ async def test_n3_numbers_of_steps_beside_join(coll: Communicator, trial: type[T
 def test_n3_uneven_numbers_of_steps(
     trial: type[Trial], counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool
 ) -> None:
-    """Whoever ends early and whoever goes on get the same: ranks, numbers, the remedy, and the call that waited."""
+    """Ranks that end early and ranks that go on get the same: ranks, numbers, the remedy, and the call that waited."""
     texts: list[str] = []
     calls: list[tuple[int, str]] = []
 

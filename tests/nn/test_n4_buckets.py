@@ -1,4 +1,4 @@
-"""N4: buckets by bytes, in the order in which gradients come, the same on every rank whatever the order there."""
+"""N4: buckets by bytes, in the order in which gradients come, the same on every rank for any order there."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def bfloat16() -> Iterator[None]:
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("bfloat16")
 async def test_n4_a_default_dtype_of_the_user(coll: Communicator) -> None:
-    """What ranks tell each other beside the gradients is ours, whatever torch makes by default."""
+    """What ranks tell each other beside the gradients is ours, for any default dtype of torch."""
     names = [str(i) for i in range(300)]
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
     net = await DataParallel.create(module, coll, **SMALL)

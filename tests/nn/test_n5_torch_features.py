@@ -1,4 +1,4 @@
-"""N5: clipping, scaled losses, compiled modules, checkpointed activations, and whatever else torch users expect."""
+"""N5: clipping, scaled losses, compiled modules, checkpointed activations, and all else that torch users expect."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pipelined", [False, True])
-async def test_n6_nothing_stays_in_flight_whatever_went_wrong(coll: Communicator, pipelined: bool) -> None:
+async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, pipelined: bool) -> None:
     scheduler = Scheduler.current()
     scheduler.limit = 500
 

@@ -54,6 +54,13 @@ def modules(root: Path) -> list[Module]:
     return [Module(str(p.relative_to(root)), package_of(p.relative_to(root)), ast.parse(p.read_text())) for p in paths]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_tree_is_left() -> Iterator[None]:
+    """They are so many objects that each later look for garbage would take half a second more."""
+    yield
+    modules.cache_clear()
+
+
 def package_of(path: Path) -> str:
     """Return the name of the package right below `aiodist` that a file belongs to, or of the module there.
 

@@ -1,4 +1,6 @@
-"""What programs of others may call is written down in public.txt, so that a change of it is seen.
+"""What programs and scripts of others may call is written down in public.txt, so that a change of it is seen.
+
+These are the public names, the classes of what a communicator's calls return, and the options of the command line.
 
 `python tests/packaging/test_public.py` writes that file anew.
 """
@@ -9,23 +11,82 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import typer
+
+from aiodist import Communicator, cli
 
 MODULES = ("aiodist", *(f"aiodist.{name}" for name in ("codecs", "data", "handles", "nn", "ps", "streams", "testing")))
 LISTED = Path(__file__).with_name("public.txt")
 
 
 def public() -> Iterator[str]:
-    """Return a line for each public name, and one for each method and property of a class."""
+    """Return a line for each public name, each method and property of a class, and each option of a command."""
+    named = {f"{module}.{name}": value for module, name, value in _names()}
+    for called, value in named.items():
+        if not inspect.ismodule(value):
+            yield from _lines(called, value)
+    known = {id(value) for value in named.values()}
+    for value in sorted(_returned([Communicator]), key=_path):
+        if id(value) not in known:
+            yield from _lines(_path(value), value)
+    yield from _commands(typer.main.get_command(cli.app), "aiodist")
+
+
+def _names() -> Iterator[tuple[str, str, object]]:
     for module in MODULES:
         for name in sorted(importlib.import_module(module).__all__):
-            value = getattr(importlib.import_module(module), name)
-            if inspect.isclass(value):
-                yield f"{module}.{name}{_arguments(value)}"
-                yield from (f"{module}.{name}.{member}" for member in _members(value))
-            elif not inspect.ismodule(value):
-                yield f"{module}.{name}{_arguments(value)}"
+            yield module, name, getattr(importlib.import_module(module), name)
+
+
+def _lines(called: str, value: object) -> Iterator[str]:
+    yield f"{called}{_arguments(value)}"
+    if inspect.isclass(value):
+        yield from (f"{called}.{member}" for member in _members(value))
+
+
+def _path(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _returned(classes: Sequence[type]) -> set[type]:
+    """Return our classes whose objects public calls and properties of `classes` return, and those of theirs."""
+    found: set[type] = set()
+    waiting = list(classes)
+    while waiting:
+        for _, member in inspect.getmembers(waiting.pop()):
+            function = member.fget if isinstance(member, property) else member
+            if not inspect.isfunction(function) or function.__name__.startswith("_"):
+                continue
+            new = {of for of in _classes_in(_hint(function)) if of.__module__.startswith("aiodist")} - found
+            found |= new
+            waiting += new
+    return found
+
+
+def _hint(function: Callable[..., object]) -> object:
+    try:
+        return typing.get_type_hints(function).get("return")
+    except NameError:  # imported for type checkers alone
+        return None
+
+
+def _classes_in(hint: object) -> Iterator[type]:
+    if inspect.isclass(hint) and not typing.get_args(hint):
+        yield hint
+    for part in (typing.get_origin(hint), *typing.get_args(hint)):
+        if part is not None:
+            yield from _classes_in(part)
+
+
+def _commands(command: Any, called: str) -> Iterator[str]:
+    for option in command.params:
+        yield f"{called} {'|'.join(option.opts)}"
+    for name, sub in sorted(getattr(command, "commands", {}).items()):
+        yield from _commands(sub, f"{called} {name}")
 
 
 def _members(owner: type) -> Iterator[str]:

@@ -87,3 +87,15 @@ def test_summary_counts_tests_by_outcome_and_mpi(tool: ModuleType) -> None:
         "tests: 1 failed, 3 passed, 1 skipped",
         "       of those that ran: 2 under MPICH, 1 under Open MPI, 1 under no MPI",
     ]
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+@pytest.mark.parametrize("thorough", [False, True])
+def test_each_test_is_in_one_part(tool: ModuleType, thorough: bool) -> None:
+    parts = [part.command for part in tool.tests([], thorough=thorough)]
+    named = [{word for word in part if word.startswith("tests/")} for part in parts]
+    left = {word.removeprefix("--ignore=") for part in parts for word in part if word.startswith("--ignore=")}
+    assert left == set().union(*named), "what the first part leaves out is named in another"
+    assert sum(map(len, named)) == len(left), "and in one alone"
+    assert all((TOOLS.parent / folder).is_dir() for folder in left)
+    assert [any(word.endswith(" and processes") for word in part) for part in parts] == [False, False, True, False]

@@ -35,7 +35,11 @@ def draw(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def residual(ps: ParameterServer, name: str) -> Tensor:
     """Return what this rank has still to send of what it pushed."""
-    return ps._session.client.codes.residual(ps._names[name])
+    entry, feedback = ps._names[name], ps._session.client.codes.feedback
+    assert feedback is not None
+    found = [feedback.residual((entry.key, rank)) for rank, _, _ in entry.spans]
+    none = [torch.zeros(stop - start, dtype=entry.dtype) for _, start, stop in entry.spans]
+    return torch.cat([zeros if one is None else one for one, zeros in zip(found, none, strict=True)])
 
 
 def sent(codec: Codec, t: Tensor) -> Tensor:
@@ -194,7 +198,7 @@ def place_of(ps: ParameterServer, name: str) -> int:
     """Return the rank on which a small tensor of that name lies."""
     from aiodist.ps.sharding import place
 
-    return ps.servers[place(name, 1, 4, len(ps.servers), 1 << 30).leader]
+    return place(name, 1, 4, ps.servers, 1 << 30)[0].rank
 
 
 @pytest.mark.ranks(2)
@@ -359,7 +363,7 @@ async def test_p10_lossless_pulls_are_what_the_server_has(coll: Communicator, nu
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-async def test_p10_pulls_come_to_what_stands_still_into_whatever_tensor(coll: Communicator, numel: int) -> None:
+async def test_p10_pulls_come_to_what_stands_still_into_any_tensor(coll: Communicator, numel: int) -> None:
     first = draw(numel, 3, torch.float32)
     async with ParameterServer(coll, {"w": first.clone()}, servers=1, pull_codec=TopK(0.26)) as ps:
         if ps.is_worker:
@@ -434,11 +438,15 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
                 last = [ps.push("w", value), ps.pull("w")]
                 await ps.free("w", timeout=SECONDS)
                 await asyncio.wait_for(asyncio.gather(*last), SECONDS)
-            assert not ps._session.client.codes.kept
+            codes = ps._session.client.codes
+            assert codes.feedback is not None
+            assert codes._incoming is not None
+            assert (codes.feedback._residuals, codes._incoming._held, codes._lines) == ({}, {}, {})
         await coll.barrier()
         if ps.is_server:
-            assert ps._session.server._outgoing is not None
-            assert not ps._session.server._outgoing._held
+            outgoing = ps._session.server._serving._outgoing
+            assert outgoing is not None
+            assert not outgoing._held
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""P16: what travels is never unpickled, whatever carries it; what somebody crafts runs nothing either."""
+"""P16: what travels is never unpickled by any transport; forged bytes run nothing either."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HARMLESS = ("coded push", "done")  # about requests that nobody knows
 
 
 class Poison:
-    """Nothing can be unpickled while it is in force, by whatever name somebody knows how to."""
+    """Nothing can be unpickled while it is in force, by any name that pickle has."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.tried: list[str] = []

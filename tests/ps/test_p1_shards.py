@@ -160,7 +160,7 @@ async def test_p1_first_values_are_those_of_the_first_and_others_wait_for_them(c
 
 
 @pytest.mark.ranks(3)
-async def test_p1_whoever_comes_before_the_first_worker_waits_for_it(coll: Communicator) -> None:
+async def test_p1_a_rank_before_the_first_worker_waits_for_it(coll: Communicator) -> None:
     async with ParameterServer(coll) as ps:
         w = torch.full((7,), coll.rank + 1.0)
         if coll.rank != 0:

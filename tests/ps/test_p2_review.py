@@ -14,9 +14,10 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import TopK
 from aiodist.errors import AiodistError, PeerLost, RemoteError
-from aiodist.ps import SGD, ParameterServer, directory, pool
+from aiodist.ps import SGD, ParameterServer, pool
 from aiodist.ps.directory import Directory
 from aiodist.ps.pool import Pool
+from aiodist.ps.shards import Shards
 
 LARGE = 1_000_000
 
@@ -90,11 +91,7 @@ async def test_p2_many_names_are_freed_behind_their_pushes(coll: Communicator) -
 
 
 @pytest.mark.ranks(2)
-async def test_p2_nothing_is_kept_of_names_that_come_and_go(
-    coll: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their keys begin anew, and never meet one in use."""
-    monkeypatch.setattr(directory, "_KEYS", 4)
+async def test_p2_nothing_is_kept_of_names_that_come_and_go(coll: Communicator) -> None:
     async with ParameterServer(coll, {"stays": torch.zeros(2)}, servers=[0], workers=[0, 1]) as ps:
         await coll.barrier()
         await ps.push("stays", torch.ones(2))
@@ -107,10 +104,6 @@ async def test_p2_nothing_is_kept_of_names_that_come_and_go(
         assert (await ps.pull("stays")).tolist() == [2.0, 2.0]
         assert set(ps._names._places) == {"stays"}
         assert len(ps._session.server._shards) == (coll.rank == 0)
-        if coll.rank == 0:
-            await ps.init(["a", "b", "c"], [torch.zeros(1)] * 3)
-            with pytest.raises(aiodist.MismatchError, match="leads 4 names"):
-                await ps.init("d", torch.zeros(1))
 
 
 @pytest.mark.ranks(2)
@@ -138,10 +131,10 @@ def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest(monkeypatch: pyt
     monkeypatch.setattr(pool, "_KEPT_BYTES", 100)
     buffers = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     for nbytes in range(1, 60):
-        buffers.give(torch.empty(nbytes, dtype=torch.uint8))
+        buffers.release(torch.empty(nbytes, dtype=torch.uint8))
     last = torch.empty(60, dtype=torch.uint8)
-    buffers.give(last)
-    buffers.give(torch.empty(101, dtype=torch.uint8))
+    buffers.release(last)
+    buffers.release(torch.empty(101, dtype=torch.uint8))
     assert buffers.take(60) is last
     assert buffers._kept_bytes == sum(nbytes * len(free) for nbytes, free in buffers._free.items()) <= 100
 
@@ -159,7 +152,7 @@ class Answers:
         self.said[number] = error
 
 
-def test_p2_whoever_waits_for_first_values_hears_that_a_server_died() -> None:
+def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> None:
     gone: dict[int, AiodistError] = {}
     context = SimpleNamespace(
         rank=0,
@@ -170,7 +163,7 @@ def test_p2_whoever_waits_for_first_values_hears_that_a_server_died() -> None:
         lost=lambda rank: PeerLost(f"server {rank} is gone", lost=rank),
     )
     answers = Answers()
-    names = Directory(context, answers)  # type: ignore[arg-type]
+    names = Directory(context, answers, Shards(), lambda _: False)  # type: ignore[arg-type]
     call: dict[str, Any] = {"name": "w", "dtype": 8, "shape": [4], "rule": 0, "start": "root", "servers": [0, 1]}
     call |= {"codec": "None", "worker": True}
     names.open(2, call | {"n": 1})

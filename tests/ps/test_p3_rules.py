@@ -239,7 +239,7 @@ def test_p3_nothing_of_the_size_of_a_shard_is_made(name: str, alpha: float, grad
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_p3_no_history_and_no_mode_is_left(name: str, inference: bool) -> None:
-    """A worker may push a parameter itself, to a shard that is one: in the thread's mode, whatever that is."""
+    """A worker may push a parameter itself, to a shard that is one: in any mode of the thread."""
     rule = RULES[name]
     shard, value = torch.ones(4), torch.ones(4)
     both = torch.nn.Parameter(shard), torch.nn.Parameter(value)

@@ -70,8 +70,8 @@ class Served:
     def __init__(self, rule: OptimizerRule, t: Tensor, servers: int = 1) -> None:
         self.rule = rule
         self.tensor = t.clone()
-        blocks = place("w", t.numel(), t.element_size(), servers, 1).blocks
-        self.parts = [slice(block.start, block.stop) for block in blocks]
+        spans = place("w", t.numel(), t.element_size(), range(servers), 1)
+        self.parts = [slice(span.start, span.stop) for span in spans]
         self.shards = [self.tensor[part] for part in self.parts]
         self.states = [rule.state(shard) for shard in self.shards]
 
@@ -204,7 +204,7 @@ def test_p4_an_optimizer_of_the_users_own() -> None:
     served.configure(power=2)
     served.push(torch.ones(5))
     close(served.tensor, torch.tensor([-0.5, 0.5, -0.5, 0.0, 0.5]) - 0.25)
-    assert rule.settings == {"lr": 0.5, "power": 1}
+    assert rule._known == {"lr": 0.5, "power": 1}
 
 
 # --- lr and weight decay, each tensor for itself --------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_p5_a_push_behind_a_barrier_is_of_a_step_with_the_others_pushes() -> Non
 
 
 def test_p5_a_sync_of_some_waits_for_the_steps_of_all() -> None:
-    """Only where all wait are steps made of what there is: whoever computes is waited for."""
+    """Only where all wait are steps made of what there is: a worker that computes is waited for."""
 
     async def work(coll: Communicator, ps: ParameterServer) -> None:
         for step in range(1, 6):
@@ -258,7 +258,7 @@ def test_p5_a_sync_of_some_waits_for_the_steps_of_all() -> None:
         worked(LAYOUTS[layout], work, Synchronous("mean"))
 
 
-# --- whatever they do --------------------------------------------------------------------------------------------
+# --- in any order ------------------------------------------------------------------------------------------------
 
 
 async def wander(dice: random.Random, segments: int, stays: int, coll: Communicator, ps: ParameterServer) -> int:
@@ -285,7 +285,7 @@ async def wander(dice: random.Random, segments: int, stays: int, coll: Communica
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
-def test_p5_whatever_workers_push_they_come_to_the_end(policy: str, layout: str) -> None:
+def test_p5_any_pushes_of_workers_come_to_the_end(policy: str, layout: str) -> None:
     for seed in range(4):
         found: dict[int, tuple[int, list[float]]] = {}
 

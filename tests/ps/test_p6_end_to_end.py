@@ -62,7 +62,7 @@ async def test_p6_late_pushes_are_taken_as_the_policy_says(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("n", [1, 3])
 async def test_p6_with_backup_workers_each_step_is_the_mean_of_n(coll: Communicator, n: int) -> None:
-    """Whoever comes first: pushes of one, so each step adds one, whichever were dropped."""
+    """Any worker comes first: pushes of one, so each step adds one, whichever were dropped."""
     async with ParameterServer(coll, {"w": full(0)}, consistency=Quorum(n, "mean", stale="drop"), split_bytes=8) as ps:
         w, goal = full(0), 10
         while (await ps.pull("w", w))[0] < goal:

@@ -12,7 +12,7 @@ from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
 
 
 async def within(what: Awaitable[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         await what
 
 

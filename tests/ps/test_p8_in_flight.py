@@ -13,12 +13,12 @@ Make = Callable[..., Any]
 
 
 async def within(what: Awaitable[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         await what
 
 
 async def turns() -> None:
-    """Let whatever can go on do so."""
+    """Let all that can go on do so."""
     for _ in range(10):
         await asyncio.sleep(0)
 

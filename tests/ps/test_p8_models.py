@@ -15,7 +15,7 @@ Make = Callable[..., Any]
 
 
 async def within(what: Awaitable[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         await what
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aiodist.schedules import MAX_LANES, SCHEDULES, Blocks, Cost, Lane, Recv, Schedule, Send
+from aiodist.schedules import MAX_LANES, SCHEDULES, Blocks, Lane, Recv, Schedule, Send
+from benchmarks.schedule_costs import Cost
 
 Array = npt.NDArray[np.uint64]  # (2, elements)
 

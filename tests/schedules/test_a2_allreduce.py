@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from aiodist.schedules import MAX_LANES, SCHEDULES, Cost, Recv, Send, algorithm
+from aiodist.schedules import MAX_LANES, SCHEDULES, Recv, Send
+from benchmarks.schedule_costs import Cost, cost_of
 
 if TYPE_CHECKING:
     from tests.schedules.conftest import Simulation
@@ -30,32 +31,32 @@ def test_a2_any_number_of_ranks_and_elements(simulate: Simulation, name: str) ->
     """Sums are right, results equal to the bit everywhere, and `direct` reduces in rank order: see `simulate`."""
     for size in range(1, 38):
         for n in lengths(size):
-            assert simulate.elementwise("allreduce", name, size, n) == algorithm("allreduce", name).cost(size, n)
+            assert simulate.elementwise("allreduce", name, size, n) == cost_of("allreduce", name)(size, n)
 
 
 @names
 def test_a2_sends_that_are_over_at_once(buffered: Simulation, name: str) -> None:
     for size in (*range(1, 10), 16, 17, 37):
-        assert buffered.elementwise("allreduce", name, size, 11) == algorithm("allreduce", name).cost(size, 11)
+        assert buffered.elementwise("allreduce", name, size, 11) == cost_of("allreduce", name)(size, 11)
 
 
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_a2_chunks_for_any_number_of_ranks(simulate: Simulation, name: str) -> None:
     for size in range(1, 38):
         for n, chunks in ((size + 2, 2),) if size > 10 else ((0, 4), (size - 1, 2), (2 * size + 5, 3)):
-            cost = algorithm("allreduce", name).cost(size, n, chunks=chunks)
+            cost = cost_of("allreduce", name)(size, n, chunks=chunks)
             assert simulate.elementwise("allreduce", name, size, n, chunks=chunks) == cost
 
 
 @tried(max_examples=60, deadline=None)
 @given(name=st.sampled_from(["ring", "tree"]), size=st.integers(1, 9), n=st.integers(0, 99), chunks=st.integers(1, 32))
 def test_a2_any_number_of_chunks(simulate: Simulation, name: str, size: int, n: int, chunks: int) -> None:
-    cost = algorithm("allreduce", name).cost(size, n, chunks=chunks)
+    cost = cost_of("allreduce", name)(size, n, chunks=chunks)
     assert simulate.elementwise("allreduce", name, size, n, chunks=chunks) == cost
 
 
 def test_a2_a_ring_in_chunks_has_a_lane_for_each() -> None:
-    plan = algorithm("allreduce", "ring").plan
+    plan = SCHEDULES["allreduce"]["ring"].plan
     assert [len(plan(1, 4, n, chunks=5).lanes) for n in (0, 1, 4, 5, 100)] == [0, 1, 4, 5, 5]
     assert len(plan(1, 4, 100, chunks=MAX_LANES).lanes) == MAX_LANES
     with pytest.raises(ValueError, match="33 chunks at once: expected at most 32"):
@@ -66,7 +67,7 @@ def test_a2_a_ring_in_chunks_has_a_lane_for_each() -> None:
 
 def test_a2_what_allreduce_costs() -> None:
     """The figures that the docstrings state, for 8 and for 65,536 ranks, which no plan has to run for."""
-    costs = {name: algorithm("allreduce", name).cost for name in SCHEDULES["allreduce"]}
+    costs = {name: cost_of("allreduce", name) for name in SCHEDULES["allreduce"]}
     assert costs["ring"](8, 800) == Cost(2 * 7, 2 * 7 * 100)
     assert costs["ring"](8, 800, chunks=4) == Cost(4 * 2 * 7, 2 * 7 * 100)
     assert costs["halving"](8, 800) == Cost(2 * 3, 2 * 7 * 100)
@@ -78,5 +79,5 @@ def test_a2_what_allreduce_costs() -> None:
     many, n = 1 << 16, 1 << 20
     assert costs["ring"](many, n) == Cost(2 * (many - 1), 2 * n // many * (many - 1))
     assert costs["doubling"](many, n) == Cost(16, 16 * n)
-    steps = algorithm("allreduce", "ring").plan(40_000, many, n).lanes[0]()
+    steps = SCHEDULES["allreduce"]["ring"].plan(40_000, many, n).lanes[0]()
     assert next(steps) == (Send(40_001, 39_999 * 16, 40_000 * 16), Recv(39_999, 39_998 * 16, 39_999 * 16, True))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from aiodist.schedules import SCHEDULES, Cost, Recv, Send, algorithm
+from aiodist.schedules import SCHEDULES, Recv, Send
+from benchmarks.schedule_costs import Cost, cost_of
 
 if TYPE_CHECKING:
     from tests.schedules.conftest import Simulation
@@ -21,7 +22,7 @@ names = pytest.mark.parametrize("name", SCHEDULES["broadcast"])
 def test_a3_any_root(simulate: Simulation, name: str) -> None:
     for size in range(1, 38):
         for root in range(size):
-            assert simulate.elementwise("broadcast", name, size, 3, root) == algorithm("broadcast", name).cost(size, 3)
+            assert simulate.elementwise("broadcast", name, size, 3, root) == cost_of("broadcast", name)(size, 3)
 
 
 @names
@@ -29,9 +30,9 @@ def test_a3_any_length(simulate: Simulation, buffered: Simulation, name: str) ->
     for size in range(1, 38):
         for n in {0, 1, size - 1, size, size + 1, 2 * size + 3}:
             for root in {0, size // 3, size - 1}:
-                cost = algorithm("broadcast", name).cost(size, n)
+                cost = cost_of("broadcast", name)(size, n)
                 assert simulate.elementwise("broadcast", name, size, n, root) == cost
-        assert buffered.elementwise("broadcast", name, size, 5, size // 2) == algorithm("broadcast", name).cost(size, 5)
+        assert buffered.elementwise("broadcast", name, size, 5, size // 2) == cost_of("broadcast", name)(size, 5)
 
 
 @tried(max_examples=60, deadline=None)
@@ -43,12 +44,12 @@ def test_a3_any_length(simulate: Simulation, buffered: Simulation, name: str) ->
 )
 def test_a3_any_number_of_chunks(simulate: Simulation, name: str, ranks: tuple[int, int], n: int, chunks: int) -> None:
     size, root = ranks
-    cost = algorithm("broadcast", name).cost(size, n, chunks=chunks)
+    cost = cost_of("broadcast", name)(size, n, chunks=chunks)
     assert simulate.elementwise("broadcast", name, size, n, root, chunks=chunks) == cost
 
 
 def test_a3_what_broadcast_costs() -> None:
-    costs = {name: algorithm("broadcast", name).cost for name in SCHEDULES["broadcast"]}
+    costs = {name: cost_of("broadcast", name) for name in SCHEDULES["broadcast"]}
     assert costs["tree"](37, 100) == Cost(6, 600)
     assert costs["chain"](37, 100) == Cost(1, 100)
     assert costs["chain"](37, 100, chunks=50) == Cost(50, 100)
@@ -58,16 +59,16 @@ def test_a3_what_broadcast_costs() -> None:
 
 def test_a3_a_chain_sends_while_it_receives() -> None:
     """Chunks follow one another: with c of them, the last of p ranks has all after p - 1 + c - 1 steps."""
-    plan = algorithm("broadcast", "chain").plan(3, 8, 100, 0, chunks=4)
+    plan = SCHEDULES["broadcast"]["chain"].plan(3, 8, 100, 0, chunks=4)
     steps = list(plan.lanes[0]())
     assert [len(step) for step in steps] == [1, 2, 2, 2, 1]
 
 
 def test_a3_the_child_with_most_below_it_comes_first() -> None:
-    assert list(algorithm("broadcast", "tree").plan(2, 8, 5, 2).lanes[0]()) == [
+    assert list(SCHEDULES["broadcast"]["tree"].plan(2, 8, 5, 2).lanes[0]()) == [
         (Send(6, 0, 5), Send(4, 0, 5), Send(3, 0, 5))
     ]
-    assert list(algorithm("broadcast", "tree").plan(6, 8, 5, 2).lanes[0]()) == [
+    assert list(SCHEDULES["broadcast"]["tree"].plan(6, 8, 5, 2).lanes[0]()) == [
         (Recv(2, 0, 5),),
         (Send(0, 0, 5), Send(7, 0, 5)),
     ]

@@ -76,7 +76,7 @@ async def test_s2_copies_there_and_back(numel: int, pinned: bool) -> None:
 
 async def test_s2_copies_of_other_shapes_and_dtypes_are_errors() -> None:
     stream = CudaStream.of("to-device")
-    with pytest.raises(ValueError, match=r"copy of torch.float32 \[3\] into torch.float32 \[4\]: expected the same"):
+    with pytest.raises(ValueError, match=r"copy of float32 \[3\] into float32 \[4\]: expected the same"):
         stream.copy(torch.empty(4, device="cuda"), torch.ones(3))
     with pytest.raises(ValueError, match=r"into torch\.float64"):
         stream.copy(torch.empty(3, device="cuda", dtype=torch.float64), torch.ones(3))
@@ -282,7 +282,7 @@ async def test_s2_a_copy_that_fails_holds_nothing_up(monkeypatch: pytest.MonkeyP
     await stream.record()
 
 
-async def test_s2_whoever_raises_when_told_keeps_nobody_waiting(reports: list[dict[str, Any]]) -> None:
+async def test_s2_a_callback_that_raises_keeps_no_task_waiting(reports: list[dict[str, Any]]) -> None:
     stream = CudaStream.of("compute")
     progress = Progress.current()
 

@@ -44,12 +44,12 @@ def test_s2_nothing_is_pinned_before_it_is_needed_and_buffers_are_reused() -> No
     assert t.shape == (5000,)
     assert t.dtype is torch.uint8
     assert pool.pinned_bytes == 8192
-    pool.give(t[:17].view(torch.int8))  # whatever part of it
+    pool.release(t[:17].view(torch.int8))  # any part of it
     assert pool.lent == 0
     for _ in range(3):
         again = pool.take(8192)
         assert again.data_ptr() == t.data_ptr()
-        pool.give(again)
+        pool.release(again)
     assert pool.take(4097).data_ptr() == t.data_ptr()
     other = pool.take(4097)
     assert other.data_ptr() != t.data_ptr()
@@ -76,7 +76,7 @@ def test_s2_beyond_the_bound_there_is_pageable_memory_that_is_not_kept() -> None
     assert pool.pinned_bytes == 192 * KIB
     assert pool.lent == 3
     for t in taken:
-        pool.give(t)
+        pool.release(t)
     assert pool.lent == 0
     assert [memory.has(pool.take(64 * KIB)) for _ in range(4)] == [True, True, True, False]
     assert not memory.has(pool.take(1 << 20)), "longer than the pool"
@@ -88,7 +88,7 @@ def test_s2_free_buffers_of_other_sizes_make_room() -> None:
     small = [pool.take(4 * KIB) for _ in range(48)]
     assert pool.pinned_bytes == 192 * KIB
     for t in small[:20]:
-        pool.give(t)
+        pool.release(t)
     assert memory.has(pool.take(64 * KIB))
     assert pool.pinned_bytes <= 192 * KIB
     assert not memory.has(pool.take(64 * KIB)), "those that are lent stay"
@@ -108,12 +108,12 @@ def test_s2_pieces_are_waited_for_in_order_and_buffers_leave_them_alone() -> Non
     given: list[tuple[str, Tensor]] = []
     for name in ("a", "b"):
         assert pool.piece(lambda piece, name=name: given.append((name, piece))) is None  # type: ignore[misc]
-    pool.give_piece(second)
-    pool.give_piece(first)
+    pool.release_piece(second)
+    pool.release_piece(first)
     assert [(name, piece.data_ptr()) for name, piece in given] == [("a", second.data_ptr()), ("b", first.data_ptr())]
     lent = pool.lent
     for _, piece in given:
-        pool.give_piece(piece)
+        pool.release_piece(piece)
     assert pool.lent == lent - 2
     assert pool.piece(ignore) is not None
 
@@ -129,7 +129,7 @@ def test_s2_where_pinning_fails_there_is_one_warning_and_pageable_memory_for_goo
     assert pool.pinned_bytes == 64 * KIB
     memory.room = 1 << 40
     assert not memory.has(pool.take(4 * KIB)), "it is not tried again"
-    pool.give(kept)
+    pool.release(kept)
     assert pool.take(64 * KIB).data_ptr() == kept.data_ptr(), "what was pinned stays so"
 
 
@@ -140,7 +140,7 @@ def test_s2_pieces_that_were_pinned_before_it_failed_go_round() -> None:
     assert piece is not None
     given: list[Tensor] = []
     assert pool.piece(given.append) is None
-    pool.give_piece(piece)
+    pool.release_piece(piece)
     assert given[0].data_ptr() == piece.data_ptr()
 
 
@@ -156,7 +156,7 @@ def test_s2_real_pinning_fails_here_without_a_device() -> None:
 
 
 @pytest.mark.usefixtures("simulated_cuda")
-def test_s2_buffers_are_plain_host_tensors_whatever_the_modes_are() -> None:
+def test_s2_buffers_are_plain_host_tensors_in_any_mode() -> None:
     pool = PinnedPool()
     with torch.inference_mode(), torch.device("cuda"):
         buffer, pageable = pool.take(100), pool.take(1 << 30)
@@ -185,13 +185,13 @@ def test_s2_threads_share_a_pool() -> None:
                 t = mine.pop(draw.randrange(len(mine)))
                 if not bool((t == me).all()):
                     wrong.append(f"{t.numel()} bytes of {me} were lent twice")
-                pool.give(t)
+                pool.release(t)
             else:
                 mine.append(pool.take(draw.choice((1, 5000, 16384))).fill_(me))
             if pool.pinned_bytes > 256 * KIB:
                 wrong.append(f"{pool.pinned_bytes} bytes are pinned")
         for t in mine:
-            pool.give(t)
+            pool.release(t)
 
     threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
     for thread in threads:

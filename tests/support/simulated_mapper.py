@@ -7,31 +7,32 @@ import pickle
 import torch
 from torch import Tensor
 
-from aiodist.backends.cuda_ipc.mapping import Mapped, Own
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, Own
 from aiodist.testing.cuda.device import active
 from aiodist.testing.cuda.lanes import Lane
 
 __all__ = ["SimulatedMapper"]
 
 
-class SimulatedMapper:
+class SimulatedMapper(Mapper):
     """A `Mapper` among ranks of one process, for CPU tensors too; give it to `Mappings`.
 
     It demands what the real one does, and raises AssertionError otherwise: a description is opened or discarded once;
     memory is not closed on a device that failed, nor while a stream that was current where it was asked for has work
     queued. As there, `record_stream` does nothing for memory that was described. Unlike CUDA's, memory goes back when
-    the tensor dies, so that whoever uses it later reads poison.
+    the tensor dies, so that code that uses it later reads poison.
     """
 
     def __init__(self, place: str = "") -> None:
         """`place` names the device: ranks whose mappers say the same share one. Empty: as many as are simulated."""
+        super().__init__()
         self.exported = 0
         self.opened: set[bytes] = set()
         """Descriptions that are opened now."""
         self.leaked: set[bytes] = set()
         """Descriptions that stay open."""
         self._used: set[bytes] = set()
-        self._place = place
+        self._name = place
 
     def export(self, t: Tensor) -> bytes:
         """See `Mapper`."""
@@ -52,7 +53,7 @@ class SimulatedMapper:
 
     def place(self, device: torch.device) -> str:
         """See `Mapper`."""
-        return self._place or str(device)
+        return self._name or str(device)
 
     def _use(self, description: bytes) -> None:
         assert description not in self._used, "a description is opened or discarded once"

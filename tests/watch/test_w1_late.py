@@ -1,4 +1,4 @@
-"""W1: whatever ends a wait names the ranks that are late, and where each of them is."""
+"""W1: each way to end a wait names the ranks that are late, and where each of them is."""
 
 from __future__ import annotations
 

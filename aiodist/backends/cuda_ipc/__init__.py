@@ -1,7 +1,6 @@
 """Memory of CUDA devices that the ranks of a host lend one another: mapped once, kept until it is freed."""
 
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper
-from aiodist.backends.cuda_ipc.mappings import Loan, Mappings
-from aiodist.backends.cuda_ipc.release_notices import ReleaseNotices
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper
+from aiodist.backends.cuda_ipc.mappings import Loan, Mappings, ReleaseNotices
 
-__all__ = ["Loan", "Mapped", "Mapper", "Mappings", "ReleaseNotices", "TorchMapper"]
+__all__ = ["Loan", "Mapped", "Mapper", "Mappings", "ReleaseNotices"]

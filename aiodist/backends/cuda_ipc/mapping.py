@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,45 +30,31 @@ from aiodist.streams import OnStream
 from aiodist.streams.capture import Uncaptured
 from aiodist.streams.leak import leak
 
-__all__ = ["Mapped", "Mapper", "TorchMapper", "address_of", "living"]
+__all__ = ["Mapped", "Mapper", "address_of", "living"]
 
 _REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
 
-class Mapped(Protocol):
+class Mapped(ABC):
     """The memory of somebody else's storage."""
 
+    @abstractmethod
     def memory(self) -> Tensor:
         """Return all of it, flat, as bytes; raise BackendError where it is gone."""
 
     def lost(self) -> bool:
         """Return True where its device failed: it can only be leaked."""
+        return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  - there may be nothing to do
         """Let go of it, when nothing that was queued uses it any more."""
 
-    def leak(self) -> None:
+    def leak(self) -> None:  # noqa: B027
         """Keep it mapped for as long as the process lives."""
 
 
-class Mapper(Protocol):
-    """What describes and opens memory: the seam between what is shared and how."""
-
-    def export(self, t: Tensor) -> bytes:
-        """Return a description of the storage of `t`, for one rank, which opens it once; BackendError where none is."""
-
-    def open(self, description: bytes, device: torch.device) -> Mapped:
-        """Return what another rank's `export` describes, as memory of `device`; BackendError where that fails."""
-
-    def discard(self, description: bytes) -> None:
-        """Say that what another rank's `export` describes is never opened."""
-
-    def place(self, device: torch.device) -> str:
-        """Return a name of the physical device that no other one of the host has, the same in all processes."""
-
-
-class TorchMapper:
-    """See the module."""
+class Mapper:
+    """What describes and opens memory, by torch's sharing of storages: see the module."""
 
     def __init__(self) -> None:
         self._idle: dict[torch.device, torch.cuda.Stream] = {}
@@ -76,7 +63,10 @@ class TorchMapper:
         """Those of others in which something is mapped, by handle."""
 
     def export(self, t: Tensor) -> bytes:
-        """See `Mapper`; costs an event and 20 us."""
+        """Return a description of the storage of `t`, for one rank, which opens it once; BackendError where none is.
+
+        Costs an event and 20 us.
+        """
         storage = t.untyped_storage()
         try:
             device, *shared, _waits = storage._share_cuda_()
@@ -86,7 +76,10 @@ class TorchMapper:
         return pickle.dumps((_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
-        """See `Mapper`; costs up to a millisecond where it is the first in its allocation."""
+        """Return what another rank's `export` describes, as memory of `device`; BackendError where that fails.
+
+        Costs up to a millisecond where it is the first in its allocation.
+        """
         process, cdata, uuid, handle, nbytes, offset, counter, slot, event = pickle.loads(description)
         if process == _process():  # CUDA does not open what this process has already
             self.discard(description)
@@ -107,18 +100,18 @@ class TorchMapper:
         return _Foreign(flat(storage, device), self._idle[device], allocation)
 
     def discard(self, description: bytes) -> None:
-        """See `Mapper`."""
+        """Say that what another rank's `export` describes is never opened."""
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
 
     def place(self, device: torch.device) -> str:
-        """See `Mapper`."""
+        """Return a name of the physical device that no other one of the host has, the same in all processes."""
         if device not in self._places:
             self._places[device] = str(torch.cuda.get_device_properties(device.index).uuid)
         return self._places[device]
 
 
-class Own:
+class Own(Mapped):
     """A storage of this process, which another of its ranks lends: looked at, not kept alive."""
 
     def __init__(self, cdata: int, device: torch.device) -> None:
@@ -130,16 +123,6 @@ class Own:
         """See `Mapped`."""
         return flat(_lent(self._storage.cdata), self._device)
 
-    def lost(self) -> bool:
-        """See `Mapped`."""
-        return False
-
-    def close(self) -> None:
-        """See `Mapped`."""
-
-    def leak(self) -> None:
-        """See `Mapped`."""
-
 
 class _Allocation:
     """What storages of other processes lie in."""
@@ -148,7 +131,7 @@ class _Allocation:
         self.device = device
 
 
-class _Foreign:
+class _Foreign(Mapped):
     """Memory of another process.
 
     Torch checks what it calls when it ends, in a destructor: on a device that is lost that is the end of the process.

@@ -1,18 +1,17 @@
 """What one rank lends the others of its host, and what it has of theirs.
 
-A rank *lends* a storage under a number of its own. A description travels to each of the others until it is known to
-have come; from then on the number alone does. Numbers are never used again, and neither is an address trusted: a
-storage is known by torch's own object, to which a weak reference is kept, so that another one at the same address is
-another one. What died here is named in the next announcement to the ranks that had it, or by `ReleaseNotices` where
-none follows, and they let go of their mapping; until then torch keeps the memory (see [Note: kept memory]). So it is
-with the memory that a storage had before it was resized. What lives is never described again to whom it was: each
-description stays with it.
+A rank *lends* a storage under a number of its own, which it never uses again. It sends the other ranks a description of
+the storage until each of them has said that the description arrived; from then on it sends the number alone. The rank
+knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
+may have later. When a storage dies, or is resized, the next announcement names its number to the ranks that had it;
+where no operation follows, `ReleaseNotices` does. They then close their mapping, and until then torch keeps the memory:
+see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all
-to whom it was announced have said that they are through with it, and so have heard of it. A number is declared dead
-only when no loan uses it, so messages of several operations may come in any order, and nobody hears of a number that
-was declared dead before. A loan that failed is never over: what it used stays as it is, and stays mapped when all is
-closed, for kernels that use it may still be queued.
+[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all of
+these ranks have said that they have finished with it, so each of them has heard of the number by then. A rank declares
+a number dead only when no loan uses it. So messages of several operations may arrive in any order, and no rank hears of
+a number after it was declared dead. A loan that failed never ends: what it used stays mapped when all is closed, since
+kernels that use it may still be queued.
 
 Everything here runs with the transport lock held.
 """
@@ -22,19 +21,28 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.backends.base import dtype_name
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, TorchMapper, address_of, living
+from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
+from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["Loan", "Mappings"]
+if TYPE_CHECKING:
+    from aiodist.control import Channel
 
+__all__ = ["Loan", "Mappings", "ReleaseNotices"]
+
+_TOPIC = "cuda_ipc"
+_LOOK_SECONDS = 1.0
 _LOOKS = 8  # of how many storages a loan finds out, one after another, whether they have died: each costs 1 us
 
 
@@ -79,16 +87,16 @@ class _Lent:
         return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
 
 
+@dataclass(eq=False)
 class _Borrowed:
     """A storage of another rank, mapped by the first loan that looks into it."""
 
-    def __init__(self, mapper: Mapper, description: bytes) -> None:
-        self._mapper = mapper
-        self._description = description
-        self._mapped: Mapped | None = None
-        self._device = torch.device("cpu")
-        self.users = 0
-        self.dead = False
+    _mapper: Mapper
+    _description: bytes
+    _mapped: Mapped | None = None
+    _device: torch.device = torch.device("cpu")  # noqa: RUF009  - it never changes
+    users: int = 0
+    dead: bool = False
 
     def memory(self, device: torch.device) -> Tensor:
         if self._mapped is None:
@@ -115,8 +123,7 @@ class Mappings:
     """
 
     def __init__(self, mapper: Mapper | None = None) -> None:
-        """`mapper` is torch's unless it is given."""
-        self._mapper = mapper or TorchMapper()
+        self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
         self._looked: Iterator[int] = iter(())
         self._lent: dict[int, _Lent] = {}  # by torch's object
@@ -125,19 +132,9 @@ class Mappings:
         self._closed = False
 
     @property
-    def lent(self) -> int:
-        """The number of storages that others may have mapped."""
-        return len(self._lent)
-
-    @property
     def lends(self) -> bool:
         """Whether others may have something mapped, be it dead."""
         return bool(self._lent or self._dead)
-
-    @property
-    def borrowed(self) -> int:
-        """The number of others' storages that are mapped here."""
-        return len(self._borrowed)
 
     async def aclose(self) -> None:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""
@@ -152,7 +149,7 @@ class Mappings:
     # --- lending ----------------------------------------------------------------------------------------------
 
     def lend(self, t: Tensor) -> _Lent:
-        """Return what the storage of `t` is lent as, in use until `give_back`."""
+        """Return what the storage of `t` is lent as, in use until `release_loan`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
         key = address_of(t.untyped_storage())
@@ -169,7 +166,7 @@ class Mappings:
         lent.users += 1
         return lent
 
-    def give_back(self, lent: _Lent) -> None:
+    def release_loan(self, lent: _Lent) -> None:
         """Say that a loan of it is over."""
         lent.users -= 1
         if lent.forgotten and not lent.users:
@@ -258,16 +255,16 @@ class Mappings:
             borrowed.close()
 
 
+@dataclass(eq=False)
 class Loan:
     """What one operation lends and borrows; see [Note: loans]."""
 
-    def __init__(self, mappings: Mappings, t: Tensor) -> None:
-        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
-        self._mappings = mappings
-        self._t = t
-        self._lent: _Lent | None = None
-        self._told: list[int] = []
-        self._heard: dict[int, tuple[_Announcement, _Borrowed]] = {}
+    _mappings: Mappings
+    _t: Tensor
+    """What it lends, or a tensor of the kind and on the device that it borrows for."""
+    _lent: _Lent | None = None
+    _told: list[int] = field(default_factory=list)
+    _heard: dict[int, tuple[_Announcement, _Borrowed]] = field(default_factory=dict)
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytes:
         """Return what to tell `rank` of my tensor; where it cannot be mapped, or I failed, that says why."""
@@ -327,4 +324,38 @@ class Loan:
             self._mappings.return_to(rank, announced.number)
         if self._lent is not None:
             self._lent.known.update(self._told)
-            self._mappings.give_back(self._lent)
+            self._mappings.release_loan(self._lent)
+
+
+class ReleaseNotices:
+    """Looks once a second for what died of what one rank lends, and tells those who have heard of it.
+
+    So memory goes back also where no operation follows that would tell. It goes by the control channel: a number is
+    declared dead when all to whom it was announced have heard of it, so this comes behind all that was said of it.
+    """
+
+    def __init__(self, mappings: Mappings, progress: Progress, channel: Channel) -> None:
+        self._mappings = mappings
+        self._progress = progress
+        self._channel = channel
+        channel.subscribe(_TOPIC, self._told)
+        self._next = progress.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._next = self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        if self._mappings.lends:
+            self._progress.start(self._tell)
+
+    def _tell(self) -> None:
+        for rank, numbers in self._mappings.collect_dead().items():
+            self._channel.send(rank, _TOPIC, numbers)
+
+    def _told(self, rank: int, numbers: Sequence[int]) -> None:
+        """Let go of what `rank` has declared dead; called on the channel's thread."""
+        self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
+
+    def close(self) -> None:
+        """Look no more; on the loop."""
+        self._next.cancel()
+        with suppress(RuntimeError):  # it is closed already, where all was given up
+            self._channel.unsubscribe(_TOPIC)

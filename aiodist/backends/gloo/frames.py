@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from aiodist.backends.gloo.memory import empty
+from aiodist.backends.gloo.library import empty
 
-__all__ = ["CREDITS", "HEADER_BYTES", "MESSAGE", "OFFER", "ROUND", "TAKEN", "Frame"]
+__all__ = ["CREDITS", "HEADER_BYTES", "MESSAGE", "OFFER", "TAKEN", "Frame"]
 
-MESSAGE, OFFER, TAKEN, ROUND, CREDITS = range(5)
+MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
-_HEADER = struct.Struct("<B3xiQqqq24s")  # kind, tag, communicator, number, bytes of data, frames received, signature
+_HEADER = struct.Struct("<B3xiQqqq24x")  # kind, tag, communicator, number, bytes of data, frames received
 HEADER_BYTES: Final = _HEADER.size  # 64: what follows is aligned for every dtype
 
 
@@ -27,7 +27,6 @@ class Frame(NamedTuple):
     number: int
     nbytes: int
     acknowledged: int
-    signature: bytes
     data: Tensor
 
     def kept(self) -> Frame:
@@ -37,26 +36,19 @@ class Frame(NamedTuple):
     @staticmethod
     def read(buffer: Tensor, view: memoryview) -> Frame:
         """Return the frame in `buffer`, whose memory `view` is."""
-        kind, tag, comm, number, nbytes, acknowledged, signature = _HEADER.unpack_from(view)
-        data = buffer[HEADER_BYTES : HEADER_BYTES + (nbytes if kind in (MESSAGE, ROUND) else 0)]
-        return Frame(kind, tag, comm, number, nbytes, acknowledged, signature, data)
+        kind, tag, comm, number, nbytes, acknowledged = _HEADER.unpack_from(view)
+        data = buffer[HEADER_BYTES : HEADER_BYTES + (nbytes if kind == MESSAGE else 0)]
+        return Frame(kind, tag, comm, number, nbytes, acknowledged, data)
 
     @staticmethod
     def write(
-        kind: int,
-        tag: int,
-        comm: int,
-        number: int,
-        nbytes: int,
-        acknowledged: int,
-        signature: bytes,
-        data: Tensor | None,
+        kind: int, tag: int, comm: int, number: int, nbytes: int, acknowledged: int, data: Tensor | None
     ) -> Tensor:
         """Return a frame to be sent, with a copy of `data`."""
         inline = 0 if data is None else data.nbytes
         frame = empty(HEADER_BYTES + inline)
         address = frame.data_ptr()
-        memmove(address, _HEADER.pack(kind, tag, comm, number, nbytes, acknowledged, signature), HEADER_BYTES)
+        memmove(address, _HEADER.pack(kind, tag, comm, number, nbytes, acknowledged), HEADER_BYTES)
         if data is not None:
             memmove(address + HEADER_BYTES, data.data_ptr(), inline)
         return frame

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from copy import copy
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
+import torch
 from torch import Tensor
 
-from aiodist.backends.gloo.memory import empty
 from aiodist.errors import BackendError, BackendUnavailable
 
 try:
     from torch._C import _distributed_c10d as c10d
-    from torch._C._distributed_c10d import PrefixStore, Store, Work
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 except ImportError as error:
     raise BackendUnavailable(f"this torch was built without gloo: install one from pytorch.org ({error})") from error
 
@@ -42,40 +41,38 @@ __all__ = [
     "ProcessGroup",
     "Store",
     "Work",
-    "again",
+    "abort_group",
     "backend_error",
     "c10d",
-    "cut",
+    "empty",
+    "pieces",
 ]
 
 FOREVER: Final = timedelta(days=3000)
 """Deadlines are the handles' business."""
 CLOSE_SECONDS: Final = 5.0
 
+_PIECE_BYTES = 1 << 30
+
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
 
-class ProcessGroup(Protocol):
-    """What is used of `ProcessGroupGloo`."""
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work:
-        """Send one tensor."""
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work:
-        """Receive one tensor."""
-
-    def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions, /) -> Work:
-        """Reduce one tensor in place on every rank."""
-
-    def reduce(self, tensors: list[Tensor], options: c10d.ReduceOptions, /) -> Work:
-        """Reduce one tensor into root's."""
-
-
-def cut(group: ProcessGroup, others: Iterable[int]) -> None:
+def abort_group(group: ProcessGroup, others: Iterable[int]) -> None:
     """Close the connections of `group`: a wait that times out does that. It blocks for milliseconds."""
     for rank in others:
         with suppress(RuntimeError):
             group.recv([empty(1)], rank, _NEVER).wait(timedelta(milliseconds=1))
+
+
+def empty(nbytes: int) -> Tensor:
+    """Return new memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def pieces(flat: Tensor) -> list[Tensor]:
+    """Return `flat` in pieces whose counts every library can hold."""
+    most = _PIECE_BYTES // flat.element_size()
+    return [flat[start : start + most] for start in range(0, max(1, flat.numel()), most)]
 
 
 def backend_error(error: Exception, what: str = "") -> BackendError:
@@ -83,10 +80,3 @@ def backend_error(error: Exception, what: str = "") -> BackendError:
     wrapped = BackendError(f"gloo: {what}{str(error).partition(chr(10) + 'Exception raised from')[0]}")
     wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
     return wrapped
-
-
-def again(error: BackendError) -> BackendError:
-    """Return it anew: each operation writes its own place into its error."""
-    renewed = copy(error)
-    renewed.__cause__ = error.__cause__
-    return renewed

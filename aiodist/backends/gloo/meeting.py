@@ -89,7 +89,7 @@ class GlooRendezvous:
             raise backend_error(error) from error
 
     def _connect(self, store: Store, rank: int, size: int) -> ProcessGroup:
-        make: Any = c10d.ProcessGroupGloo  # its stub lacks most of it
+        make: Any = c10d.ProcessGroupGloo  # its stub lacks most of what `ProcessGroup` has
         options = make._Options()
         options._devices = self.devices
         options._threads = 2

@@ -1,176 +1,176 @@
-"""The collectives of one communicator."""
+"""gloo's own collectives, for one communicator."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
+from time import monotonic
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, tell
-from aiodist.backends.gloo.frames import ROUND, Frame
-from aiodist.backends.gloo.group import Call, GlooGroup, allreduce_calls, reduce_calls
-from aiodist.backends.gloo.library import again, backend_error
-from aiodist.backends.gloo.memory import empty
-from aiodist.backends.gloo.reductions import combine, gloo_reduces, reducible
-from aiodist.backends.gloo.signatures import CODES, read, sign
-from aiodist.backends.gloo.wire import Wire
-from aiodist.backends.inplace import bytes_of
-from aiodist.errors import BackendError, MismatchError
-from aiodist.handles import LARGE_BYTES
+from aiodist.backends.base import Begin, Done, Operation, Wanted, again
+from aiodist.backends.gloo.library import (
+    CLOSE_SECONDS,
+    FOREVER,
+    ProcessGroup,
+    Work,
+    abort_group,
+    backend_error,
+    c10d,
+    pieces,
+)
+from aiodist.backends.gloo.wire import GlooPeer
+from aiodist.backends.inplace import flat
+from aiodist.errors import BackendError
+from aiodist.handles import LARGE_BYTES, join
+from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
 __all__ = ["GlooNative"]
 
-_NOTHING = empty(0)
+_OPS: dict[ReduceOp | None, Any] = {
+    ReduceOp.SUM: c10d.ReduceOp.SUM,
+    ReduceOp.PROD: c10d.ReduceOp.PRODUCT,
+    ReduceOp.MIN: c10d.ReduceOp.MIN,
+    ReduceOp.MAX: c10d.ReduceOp.MAX,
+    ReduceOp.BAND: c10d.ReduceOp.BAND,
+    ReduceOp.BOR: c10d.ReduceOp.BOR,
+    ReduceOp.BXOR: c10d.ReduceOp.BXOR,
+}
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
+_TAKES = {
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int32, torch.int64), tuple(_OPS)),
+    **dict.fromkeys((torch.float32, torch.float64), _ARITHMETIC),
+    **dict.fromkeys((torch.complex64, torch.complex128), (ReduceOp.SUM,)),
+}
 
 
 @dataclass(eq=False)
-class _Round:
-    """One collective: what each rank brought to it so far."""
-
-    signature: bytes
-    finish: Callable[[list[Tensor]], None] | None
-    calls: Sequence[Call]
-    """What gloo is to do where frames do not suffice."""
-    done: Done
-    signatures: dict[int, bytes] = field(default_factory=dict)
-    parts: dict[int, Tensor] = field(default_factory=dict)
-
-
 class GlooNative:
-    """Collectives: short ones in one exchange of frames, long ones by gloo once the ranks have shown that they agree.
+    """`allreduce` and `reduce`, in a process group of their own.
 
-    p ranks, n bytes: a short one costs p-1 frames of n bytes in and out and one latency; its parts are combined in
-    rank order.
+    What moves tensors goes by direct sends: as many messages, and the ranks need not wait for one another. All ranks
+    begin the same operations in the same order, else gloo ends the process: they are compared before.
     """
 
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
 
-    def __init__(self, wire: Wire, comm: int, rank: int, world_ranks: Sequence[int], group: GlooGroup) -> None:
-        self.group = group
-        self._comm = comm
-        self._rank = rank
-        self._size = len(world_ranks)
-        self._limit = wire.capacity
-        self._others = [wire.peers[other] for other in world_ranks if other in wire.peers]
-        self._seq = 0
-        self._rounds: dict[int, _Round] = {}
-        self._early: dict[int, list[tuple[int, Frame]]] = {}
-
-    # What it offers.
+    _group: ProcessGroup | None
+    _rank: int
+    _peers: Collection[GlooPeer]
+    _tell: Callable[[Callable[[], None]], None]
+    """Calls what completes operations from a thread of gloo's: see `Wire`."""
+    _running: int = 0
+    _aborter: threading.Thread | None = None
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for reductions, long ones where gloo has the dtype and the operator.
-
-        What moves tensors goes by direct sends: as many messages, and the ranks need not wait for one another.
-        """
-        operation, kind, op = wanted.operation, wanted.kind, wanted.op
-        if operation not in CODES or not reducible(kind, op):
-            return False
-        if wanted.nbytes <= self._limit:
-            return operation != "reduce"  # the others send to the root and need not wait
-        return operation in ("allreduce", "reduce") and gloo_reduces(kind, op)
+        """Return True where gloo has the dtype and the operator."""
+        return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce, with all that can be known ahead worked out."""
-        signature = sign("allreduce", kind, numel, op)
-        return lambda t, _, done: self._begin(self._round(Operation("allreduce", t, op=op), signature, done), t)
+        """Return what begins an allreduce."""
+        return lambda t, key, done: self.start(Operation("allreduce", t, op=op), key, done)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
-        """Begin an operation; see `supports` for which."""
-        t = operation.t
-        # Of what is reduced to all alike it is the same as where it was planned.
-        where = _digest(operation.counts) if operation.counts else operation.root
-        round = self._round(operation, sign(operation.kind, t.dtype, t.numel(), operation.op, where), done)
-        self._begin(round, t if round.finish is not None else None)
-
-    def _round(self, o: Operation, signature: bytes, done: Done) -> _Round:
-        if o.kind == "reduce":  # gloo uses the others' as scratch, so they give it copies
-            given = o.t if self._rank == o.root else o.t.detach().clone()
-            return _Round(signature, None, reduce_calls(given, o.op, o.root), done)
-        if o.t.nbytes > self._limit:
-            return _Round(signature, None, allreduce_calls(o.t, o.op), done)
-        return _Round(signature, partial(self._finish, o), (), done)
-
-    def _finish(self, o: Operation, parts: list[Tensor]) -> None:
-        """Combine what the ranks brought."""
-        if o.kind == "reduce_scatter":
-            first = sum(o.counts[: self._rank]) * o.t.element_size()
-            parts = [part[first : first + o.out.nbytes] for part in parts]
-        elif o.kind == "scan":
-            parts = parts[: self._rank + 1]
-        combine(parts, o.out, o.op)
-
-    # The exchange.
-
-    def _begin(self, round: _Round, data: Tensor | None) -> None:
-        number = self._seq
-        self._seq += 1
-        nbytes = 0 if data is None else data.nbytes
-        error = next((peer.error for peer in self._others if peer.error is not None), None)
-        for peer in self._others:
-            error = error or peer.send(
-                ROUND, comm=self._comm, number=number, nbytes=nbytes, signature=round.signature, data=data
-            )
-        early = self._early.pop(number, ())
-        if error is not None:
-            round.done(again(error))
+        """Begin an operation; with the transport lock held."""
+        o = operation
+        error = next((peer.error for peer in self._peers if peer.error is not None), None)
+        if error is not None or not o.t.numel():
+            done(error and again(error))
             return
-        self._add(round, self._rank, round.signature, _NOTHING if data is None else bytes_of(data))
-        self._rounds[number] = round
-        for src, frame in early:
-            self._add(round, src, frame.signature, frame.data)
-        self._conclude(number, round)
+        # gloo uses the tensors of those that are not root as scratch: they give it copies.
+        t = o.t if o.kind == "allreduce" or self._rank == o.root else o.t.detach().clone()
+        numbers = flat(torch.view_as_real(t)) if t.is_complex() else flat(t)
+        parts = pieces(numbers)
+        over = join(len(parts), done)
+        for part in parts:
+            self._start(partial(_CALLS[o.kind], o, part), over)
 
-    def came(self, src: int, frame: Frame) -> None:
-        """A rank of this communicator came to round `frame.number`."""
-        round = self._rounds.get(frame.number)
-        if round is not None:
-            last = len(round.parts) == self._size - 1
-            self._add(round, src, frame.signature, frame.data if last else frame.data.clone())
-            self._conclude(frame.number, round)
-        elif frame.number >= self._seq:
-            self._early.setdefault(frame.number, []).append((src, frame.kept()))
-
-    def _add(self, round: _Round, src: int, signature: bytes, data: Tensor) -> None:
-        round.signatures[src] = signature
-        round.parts[src] = data
-
-    def _conclude(self, number: int, round: _Round) -> None:
-        """Go on with `round` when all have come.
-
-        All ranks come to this point in the same order, as gloo demands of its collectives: each peer's frames arrive
-        in the order of its calls, so an earlier round is complete before a later one.
-        """
-        if len(round.parts) < self._size:
+    def _start(self, call: Callable[[ProcessGroup], Work], over: Done) -> None:
+        if self._group is None:
+            over(BackendError("gloo: the transport is closed"))
             return
-        del self._rounds[number]
-        if any(signature != round.signature for signature in round.signatures.values()):
-            brought = "; ".join(f"rank {rank}: {read(text)}" for rank, text in sorted(round.signatures.items()))
-            round.done(MismatchError(f"the ranks disagree: {brought}"))
-            return
-        if round.finish is None:
-            self.group.run(round.calls, round.done)
-            return
-        error: BackendError | None = None
         try:
-            round.finish([round.parts[rank] for rank in range(self._size)])
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            error = backend_error(raised)
-        round.done(error)
+            future = call(self._group).get_future()
+        except Exception as error:  # noqa: BLE001  - torch chooses the class
+            over(backend_error(error))
+            return
+        starting: int | None = threading.get_ident()
 
-    def abort(self, error: BackendError) -> None:
-        """What is under way never ends."""
-        rounds, self._rounds = self._rounds, {}
-        self.group.cut()
-        tell((round.done, again(error)) for round in rounds.values())
+        def finish(error: BaseException | None) -> None:
+            self._running -= 1
+            over(error)
+
+        def ended(future: torch.futures.Future[Any]) -> None:
+            error = _future_error(future)
+            if starting == threading.get_ident():  # it was over before it could be watched: we hold the lock
+                finish(error)
+            else:
+                self._tell(partial(finish, error))
+
+        self._running += 1
+        future.add_done_callback(ended)
+        starting = None
+
+    def abort(self) -> None:
+        """Have what runs fail, soon; with the lock held."""
+        if self._running and self._group is not None and self._aborter is None:
+            self._aborter = threading.Thread(target=self._abort_group, args=(self._group,), daemon=True)
+            self._aborter.start()
+
+    def _abort_group(self, group: ProcessGroup) -> None:
+        abort_group(group, [rank for rank in range(len(self._peers) + 1) if rank != self._rank])
+
+    def close(self) -> None:
+        """Close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
+        group = self._group
+        if group is None:
+            return
+        if self._aborter is not None:
+            self._aborter.join()
+        elif self._running:
+            self._abort_group(group)
+        until = monotonic() + CLOSE_SECONDS
+        with transport_lock:
+            self._group = None
+        pause = threading.Event()
+        while self._running and monotonic() < until:
+            pause.wait(2e-3)
+        if self._running:  # destroying it would wait for what runs, for ever: a thread keeps it instead
+            threading.Thread(target=_keep, args=(group,), daemon=True).start()
 
 
-def _digest(counts: Sequence[int]) -> int:
-    return zlib.crc32(repr(tuple(counts)).encode()) >> 1
+def _keep(_group: ProcessGroup) -> None:
+    threading.Event().wait()
+
+
+def _future_error(future: torch.futures.Future[Any]) -> BackendError | None:
+    try:
+        future.value()
+    except Exception as error:  # noqa: BLE001  - torch chooses the class
+        return backend_error(error)
+    return None
+
+
+def _allreduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
+    options = c10d.AllreduceOptions()
+    options.reduceOp = _OPS[o.op]
+    options.timeout = FOREVER
+    return group.allreduce([t], options)
+
+
+def _reduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
+    options = c10d.ReduceOptions()
+    options.reduceOp = _OPS[o.op]
+    options.rootRank = o.root
+    options.timeout = FOREVER
+    return group.reduce([t], options)
+
+
+_CALLS = {"allreduce": _allreduce, "reduce": _reduce}

@@ -14,25 +14,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, guarded, tell
-from aiodist.backends.gloo.library import again
-from aiodist.backends.gloo.memory import empty
-from aiodist.backends.gloo.peer import Peer
+from aiodist.backends.base import Done, again, guarded, tell
+from aiodist.backends.gloo.library import empty
+from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import bytes_of
-from aiodist.backends.matching import Matching
+from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
 from aiodist.types import ANY
 
-__all__ = ["ArrivedMessage", "PostedReceive", "Receiving"]
-
-
-class PostedReceive(NamedTuple):
-    """A receive that waits for its message."""
-
-    src: int
-    tag: int
-    into: Tensor
-    done: Done
+__all__ = ["ArrivedMessage", "Receiving"]
 
 
 class ArrivedMessage(NamedTuple):
@@ -45,22 +35,18 @@ class ArrivedMessage(NamedTuple):
     offer: int
     """Its number where the data is still to be fetched, else 0."""
 
-    def kept(self) -> ArrivedMessage:
-        """Return the message with its data in memory of its own."""
-        return ArrivedMessage(self.src, self.tag, self.nbytes, self.data.clone(), self.offer)
-
 
 class Receiving:
     """Who waits for a message and what waits for a receive, in order; with the transport lock held."""
 
-    def __init__(self, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self._peers = peers
-        self._matching: Matching[PostedReceive, ArrivedMessage] = Matching()
+        self._matching: Matching[Receive, ArrivedMessage] = Matching()
         self._untold: BackendError | None = None
         """A loss that no receive from any source has been told of."""
         self._over: BackendError | None = None
 
-    def receive(self, wanted: PostedReceive) -> None:
+    def receive(self, wanted: Receive) -> None:
         """Deliver the message for `wanted`, now or when it comes; fail it where none will, see [Note: lost peers]."""
         message = self._matching.take(wanted.src, wanted.tag)
         if message is not None:
@@ -81,7 +67,7 @@ class Receiving:
         if wanted is not None:
             self._deliver(message, wanted)
         else:
-            self._matching.keep(message if message.offer else message.kept())
+            self._matching.keep(message if message.offer else message._replace(data=message.data.clone()))
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank`, see [Note: lost peers]."""
@@ -96,10 +82,10 @@ class Receiving:
         self._over = error
         tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())
 
-    def _deliver(self, message: ArrivedMessage, wanted: PostedReceive) -> None:
+    def _deliver(self, message: ArrivedMessage, wanted: Receive) -> None:
         guarded(partial(self._take, message, wanted), wanted.done)
 
-    def _take(self, message: ArrivedMessage, wanted: PostedReceive, done: Done) -> None:
+    def _take(self, message: ArrivedMessage, wanted: Receive, done: Done) -> None:
         nbytes = message.nbytes
         fits = nbytes == wanted.into.nbytes
         if not fits:

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native
-from aiodist.backends.gloo.frames import MESSAGE, OFFER, ROUND, Frame
-from aiodist.backends.gloo.group import GlooGroup
-from aiodist.backends.gloo.library import ProcessGroup, again
+from aiodist.backends.base import Capabilities, Done, Native, again
+from aiodist.backends.gloo.frames import MESSAGE, OFFER, Frame
+from aiodist.backends.gloo.library import ProcessGroup
 from aiodist.backends.gloo.meeting import GlooRendezvous
 from aiodist.backends.gloo.native import GlooNative
-from aiodist.backends.gloo.peer import Peer
-from aiodist.backends.gloo.receiving import ArrivedMessage, PostedReceive, Receiving
-from aiodist.backends.gloo.wire import Wire
+from aiodist.backends.gloo.receiving import ArrivedMessage, Receiving
+from aiodist.backends.gloo.wire import GlooPeer, Wire
 from aiodist.backends.inplace import bytes_of
+from aiodist.backends.matching import Receive
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
@@ -59,21 +58,19 @@ class GlooTransport:
         self.size = len(world_ranks)
         self._comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
         self._closed = False
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, GlooPeer] = {}
         if wire is not None:
             self._peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
         self._receiving = Receiving(self._peers)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            long = GlooGroup(group, [rank for rank in range(self.size) if rank != self.rank], wire.tell)
-            self._native = GlooNative(wire, self._comm, self.rank, world_ranks, long)
+            self._native = GlooNative(group, self.rank, self._peers.values(), wire.tell)
             with transport_lock:
-                wire.groups.add(long)
+                wire.at_close.add(self._native.close)
                 wire.join(self._comm, self)
         self.native: Native | None = self._native
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=False)
 
     # Messages.
@@ -93,19 +90,14 @@ class GlooTransport:
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
-        self._receiving.receive(PostedReceive(src, tag, t, done))
+        self._receiving.receive(Receive(src, tag, t, done))
 
     # What the wire tells.
 
     def came(self, src: int, frame: Frame) -> None:
         """A frame from rank `src` of the world."""
-        local = self._local[src]
-        if frame.kind == ROUND:
-            if self._native is not None:
-                self._native.came(local, frame)
-        else:
-            number = frame.number if frame.kind == OFFER else 0
-            self._receiving.arrived(ArrivedMessage(local, frame.tag, frame.nbytes, frame.data, number))
+        number = frame.number if frame.kind == OFFER else 0
+        self._receiving.arrived(ArrivedMessage(self._local[src], frame.tag, frame.nbytes, frame.data, number))
 
     def lost(self, world_rank: int, error: BackendError) -> None:
         """Rank `world_rank` of the world cannot be reached: what needs it fails."""
@@ -114,7 +106,7 @@ class GlooTransport:
             return
         self._receiving.lost(rank, error)
         if self._native is not None:
-            self._native.abort(error)
+            self._native.abort()
 
     # Its life.
 
@@ -145,7 +137,7 @@ class GlooTransport:
     def _abort(self, error: BackendError, owner: bool) -> None:
         self._receiving.abort(error)
         if self._native is not None:
-            self._native.abort(error)
+            self._native.abort()
         if self._wire is not None:
             self._wire.leave(self._comm)
             if owner:
@@ -153,8 +145,8 @@ class GlooTransport:
 
     def _close(self, owner: bool) -> None:
         if self._wire is not None and self._native is not None:
-            self._native.group.close()
-            self._wire.groups.discard(self._native.group)
+            self._native.close()
+            self._wire.at_close.discard(self._native.close)
             if owner:
                 self._wire.close()
                 self._meeting.devices.clear()

@@ -1,22 +1,43 @@
-"""Frames between the ranks of the world, for all communicators."""
+"""Frames between the ranks of the world, for all communicators: what goes to and comes from each of the others."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol, cast
 
-from aiodist.backends.gloo.frames import Frame
-from aiodist.backends.gloo.group import GlooGroup
-from aiodist.backends.gloo.library import CLOSE_SECONDS, ProcessGroup, cut
-from aiodist.backends.gloo.peer import Peer
+from torch import Tensor
+
+from aiodist.backends.base import Done, again, tell
+from aiodist.backends.gloo.frames import CREDITS, HEADER_BYTES, OFFER, TAKEN, Frame
+from aiodist.backends.gloo.library import (
+    CLOSE_SECONDS,
+    FOREVER,
+    FRAMES,
+    LAST_PAYLOAD,
+    PAYLOADS,
+    ProcessGroup,
+    Work,
+    abort_group,
+    backend_error,
+    empty,
+    pieces,
+)
+from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["Member", "Wire"]
+__all__ = ["GlooPeer", "Member", "Wire"]
+
+_POSTED = 4  # receives of frames that wait at each peer
+_CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
 
 
 class Member(Protocol):
@@ -42,10 +63,11 @@ class Wire:
         self._early: dict[int, list[tuple[int, Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
         self._closing = False
-        self.groups: set[GlooGroup] = set()
+        self.at_close: set[Callable[[], None]] = set()
+        """What closes gloo's own collectives."""
         self._pid = os.getpid()
         atexit.register(self._at_exit)
-        self.peers = {other: Peer(self, other) for other in range(size) if other != rank}
+        self.peers = {other: GlooPeer(self, other) for other in range(size) if other != rank}
 
     def join(self, comm: int, member: Member) -> None:
         """Deliver the frames of `comm` to `member`."""
@@ -101,9 +123,161 @@ class Wire:
     def close(self) -> None:
         """End the threads and close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
         atexit.unregister(self._at_exit)
-        for group in list(self.groups):
-            group.close()
-        cut(self.group, self.peers)
+        for close in list(self.at_close):
+            close()
+        abort_group(self.group, self.peers)
         until = monotonic() + CLOSE_SECONDS
         if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
             del self.group
+
+
+class GlooPeer:
+    """What goes to and comes from one other rank of the world; with the transport lock held, save where it says so."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire = wire
+        self.rank = rank
+        self.error: BackendError | None = None
+        """Why it can no longer be reached."""
+        self._sent: deque[Work] = deque()
+        """Frames that must stay alive until the peer says that they came."""
+        self._offers: dict[int, tuple[list[Work], Done]] = {}
+        self._next_payload = PAYLOADS
+        self._received = self._told = self._acknowledged = 0
+        self._payloads: SimpleQueue[tuple[list[Work], Done] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._hear, name=f"aiodist-gloo-{rank}", daemon=True)]
+        self._threads[0].start()
+
+    # Sending.
+
+    def send(
+        self,
+        kind: int,
+        *,
+        tag: int = 0,
+        comm: int = 0,
+        number: int = 0,
+        nbytes: int = 0,
+        data: Tensor | None = None,
+    ) -> BackendError | None:
+        """Send a frame with a copy of `data`; return why that cannot be done."""
+        if self.error is not None:
+            return self.error
+        self._told = self._received
+        frame = Frame.write(kind, tag, comm, number, nbytes, self._told, data)
+        try:
+            self._sent.append(self._wire.group.send([frame], self.rank, FRAMES))
+        except Exception as error:  # noqa: BLE001  - torch chooses the class
+            return backend_error(error)
+        return None
+
+    def offer(self, t: Tensor, tag: int, comm: int, done: Done) -> None:
+        """Announce `t` and send it; done when the peer says that it came."""
+        parts = pieces(bytes_of(t))
+        if self._next_payload + len(parts) > LAST_PAYLOAD:
+            self._next_payload = PAYLOADS
+        number = self._next_payload
+        self._next_payload += len(parts)
+        error = self.send(OFFER, tag=tag, comm=comm, number=number, nbytes=t.nbytes)
+        works: list[Work] = []
+        try:
+            if error is None:
+                send = self._wire.group.send
+                works = [send([part], self.rank, number + i) for i, part in enumerate(parts)]
+        except Exception as raised:  # noqa: BLE001  - as above
+            error = backend_error(raised)
+        if error is None:
+            self._offers[number] = works, done
+        else:
+            done(again(error))
+
+    def fetch(self, number: int, into: Tensor, done: Done) -> None:
+        """Receive what was offered as `number` into the bytes `into`."""
+        try:
+            receive = self._wire.group.recv
+            parts = pieces(into)
+            works = [receive([part], self.rank, number + i) for i, part in enumerate(parts)]
+        except Exception as error:  # noqa: BLE001  - as above
+            done(backend_error(error))
+            return
+
+        def over(error: BaseException | None) -> None:
+            if error is None:
+                self.send(TAKEN, number=number)
+            done(error)
+
+        self._collecting()
+        self._payloads.put((works, over))
+
+    def _collecting(self) -> None:
+        """Start the thread for data when the first is to come."""
+        if len(self._threads) == 1:
+            name = f"aiodist-gloo-{self.rank}-data"
+            self._threads.append(threading.Thread(target=self._collect, name=name, daemon=True))
+            self._threads[1].start()
+
+    # Receiving: on threads of its own, which take the lock to tell what came.
+
+    def _hear(self) -> None:
+        """Wait for frames until the connection is gone."""
+        try:
+            works = deque(self._post(empty(HEADER_BYTES + self._wire.capacity)) for _ in range(_POSTED))
+            while True:
+                work, buffer, view = works.popleft()
+                work.wait(FOREVER)
+                self._wire.tell(partial(self._came, buffer, view))
+                works.append(self._post(buffer, view))
+        except Exception as error:  # noqa: BLE001  - without this thread nothing of that rank is heard any more
+            self._wire.tell(partial(self._gone, backend_error(error, f"rank {self.rank} cannot be reached: ")))
+
+    def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
+        work = self._wire.group.recv([buffer], self.rank, FRAMES)
+        return work, buffer, memoryview(cast(Any, buffer.numpy())) if view is None else view
+
+    def _came(self, buffer: Tensor, view: memoryview) -> None:
+        frame = Frame.read(buffer, view)
+        self._received += 1
+        for _ in range(frame.acknowledged - self._acknowledged):
+            self._sent.popleft()
+        self._acknowledged = frame.acknowledged
+        if self._received - self._told >= _CREDIT:
+            self.send(CREDITS)
+        if frame.kind == TAKEN:
+            _, done = self._offers.pop(frame.number)
+            done(None)
+        elif frame.kind != CREDITS:
+            self._wire.came(self.rank, frame)
+
+    def _collect(self) -> None:
+        """Wait for data, in the order of its receives: the peer has sent all of it already."""
+        while (item := self._payloads.get()) is not None:
+            works, over = item
+            failure: BackendError | None = None
+            try:
+                for work in works:
+                    work.wait(FOREVER)
+            except Exception as error:  # noqa: BLE001  - as above
+                failure = backend_error(error)
+            self._wire.tell(partial(over, failure))
+            del works, over, item
+
+    def _gone(self, error: BackendError) -> None:
+        if self.error is None:
+            self.error = error
+            self.abort(error)
+            self._wire.lost(self.rank, error)
+
+    def abort(self, error: BackendError) -> None:
+        """What was not taken never will be."""
+        offers, self._offers = self._offers, {}
+        tell((done, again(error)) for _, done in offers.values())
+
+    def join(self, until: float) -> bool:
+        """Wait for its threads, without the lock, once the connection is closed; return whether they ended."""
+        self._payloads.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended:  # else frames may still come, and what was sent is in use until one says that it came
+            self._sent.clear()
+        return ended

@@ -1,7 +1,6 @@
 """MPI through mpi4py: native non-blocking collectives, Open MPI and MPICH.
 
 Importing this package imports `mpi4py.MPI` but does not initialise MPI; `open_world` does, with THREAD_MULTIPLE.
-From the bottom: `library`, `requests`, `native`, `transport`.
 """
 
 from aiodist.backends.mpi.library import library_version

@@ -59,7 +59,7 @@ OPS = {
 }
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 SATURATES = "Open MPI" in MPI.Get_library_version()
-"""Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value, where integers wrap."""
+"""Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value: others do it, and wrap."""
 
 
 def as_backend_error(error: MPI.Exception) -> BackendError:

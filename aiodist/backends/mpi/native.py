@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import REDUCTIONS, Begin, Done, Operation, Wanted, ours
-from aiodist.backends.inplace import bytes_of, copy, divide, flat
+from aiodist.backends.base import Begin, Done, Operation, Wanted, ours
+from aiodist.backends.inplace import bytes_of, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = ["Conveyor", "MpiNative"]
+__all__ = ["MpiNative", "Pipeline"]
 
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
-_CONVEYED_BYTES = 1 << 20
-_CONVEYED_AT_ONCE = 2
+_PIPELINED_BYTES = 1 << 20
+_PIPELINED_AT_ONCE = 2
 _SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
 
 
-class Conveyor:
+class Pipeline:
     """Large reductions in pieces, few of them in flight, on a communicator of their own.
 
     Two pieces of 1 MiB stay in the caches, where Open MPI reduces 64 MiB more than twice as fast as in one call, and
@@ -42,13 +42,13 @@ class Conveyor:
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
         """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
-        pieces = flat(t).split(_CONVEYED_BYTES // t.element_size())
+        pieces = flat(t).split(_PIPELINED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
         self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and self._moving < _CONVEYED_AT_ONCE:
+        while self._waiting and self._moving < _PIPELINED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
             call = partial(self._start, piece, op)
@@ -72,20 +72,20 @@ class MpiNative:
     inline_bytes = LARGE_BYTES
     in_order = True
 
-    def __init__(self, comm: MPI.Intracomm, requests: Requests, conveyor: Conveyor) -> None:
+    def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm
         self._requests = requests
-        self._conveyor = conveyor
+        self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for what MPI has a type and an operator for; large counts go piecewise elsewhere."""
+        """Return True for what MPI has a type and an operator for, and counts that every library can hold."""
         operation, kind, op = wanted.operation, wanted.kind, wanted.op
-        if operation not in _STARTS:
+        if operation not in _STARTS or (wanted.nbytes > PIECE_BYTES and operation != "allreduce"):  # it goes in pieces
             return False
-        if wanted.nbytes > PIECE_BYTES:
-            return operation in ("allreduce", "broadcast", "reduce")
         if op is ReduceOp.MEAN:
             return operation == "allreduce" and kind in DTYPES
+        if SATURATES and op is ReduceOp.SUM and kind in NARROW:
+            return False
         return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
@@ -94,10 +94,9 @@ class MpiNative:
 
     def _allreduce(self, o: Operation, done: Done) -> None:
         """Iallreduce, in pieces where the tensor is large."""
-        op = o.op
-        t, done = _widened(o.t, op, done, o.t)
+        t, op = o.t, o.op
         if t.nbytes >= LARGE_BYTES:
-            self._conveyor.allreduce(t, op, done)
+            self._pipeline.allreduce(t, op, done)
         else:
             if op is ReduceOp.MEAN:
                 done = _divided(t, self._comm.size, done)
@@ -108,7 +107,7 @@ class MpiNative:
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, track = MPI.IN_PLACE, self._requests.track
-        if nbytes >= LARGE_BYTES or _saturates(kind, op):
+        if nbytes >= LARGE_BYTES:
             return lambda t, _, done: self._allreduce(Operation("allreduce", t, op=op), done)
         specs: dict[int, list[Any]] = {}
 
@@ -132,19 +131,13 @@ class MpiNative:
         return begin
 
     def _broadcast(self, o: Operation, done: Done) -> None:
-        """Ibcast of bytes."""
-        self._piecewise(bytes_of(o.t), done, lambda piece: self._comm.Ibcast(piece, o.root))
+        self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)
 
     def _reduce(self, o: Operation, done: Done) -> None:
-        op, root = o.op, o.root
-        t, done = _widened(o.t, op, done, o.t if self._comm.rank == root else None)
-        if self._comm.rank == root:
-            self._piecewise(t, done, lambda piece: self._comm.Ireduce(MPI.IN_PLACE, piece, OPS[op], root))
-        else:
-            self._piecewise(t, done, lambda piece: self._comm.Ireduce(piece, None, OPS[op], root))
+        mine, into = (MPI.IN_PLACE, spec(o.t)) if self._comm.rank == o.root else (spec(o.t), None)
+        self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
     def _allgather(self, o: Operation, done: Done) -> None:
-        """Iallgather(v) of bytes."""
         t, out = o.t, o.out
         sizes = [count * out.element_size() for count in o.counts]
         mine: Any = MPI.IN_PLACE if _own_block(t, out, o.counts, self._comm.rank) else spec(bytes_of(t))
@@ -157,23 +150,11 @@ class MpiNative:
             self._start(lambda: self._comm.Iallgatherv(mine, vector), out.nbytes, done)
 
     def _reduce_scatter(self, o: Operation, done: Done) -> None:
-        t, done = _widened(o.t, o.op, done, None)
-        out, done = _widened(o.out, o.op, done, o.out)
-        op, counts = OPS[o.op], list(o.counts)
-        self._start(lambda: self._comm.Ireduce_scatter(spec(t), spec(out), counts, op), t.nbytes, done)
+        call = partial(self._comm.Ireduce_scatter, spec(o.t), spec(o.out), list(o.counts), OPS[o.op])
+        self._start(call, o.t.nbytes, done)
 
     def _scan(self, o: Operation, done: Done) -> None:
-        t, done = _widened(o.t, o.op, done, o.t)
-        self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(t), OPS[o.op]), t.nbytes, done)
-
-    def _piecewise(self, t: Tensor, done: Done, call: Callable[[Any], MPI.Request]) -> None:
-        if t.nbytes <= PIECE_BYTES:
-            self._start(lambda: call(spec(t)), t.nbytes, done)
-            return
-        pieces = flat(t).split(PIECE_BYTES // t.element_size())
-        joined = join(len(pieces), done)
-        for piece in pieces:
-            self._start(lambda piece=piece: call(spec(piece)), piece.nbytes, joined)  # type: ignore[misc]
+        self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(o.t), OPS[o.op]), o.t.nbytes, done)
 
     def _start(self, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
         start(self._requests, call, nbytes, done)
@@ -191,38 +172,16 @@ _STARTS = {
 
 def _divided(t: Tensor, ranks: int, done: Done) -> Done:
     """Return a `done` that first makes a mean of the sum."""
-    return _behind(partial(divide, t, ranks), done)
-
-
-def _behind(work: Callable[[], None], done: Done) -> Done:
-    """Return a `done` that first does `work`, unless there is an error, and whose error is what that raises."""
 
     def over(error: BaseException | None) -> None:
         if error is None:
             try:
-                work()
+                divide(t, ranks)
             except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
                 error = ours(raised)
         done(error)
 
     return over
-
-
-def _saturates(kind: torch.dtype, op: ReduceOp) -> bool:
-    return SATURATES and op is ReduceOp.SUM and kind in NARROW
-
-
-def _widened(t: Tensor, op: ReduceOp, done: Done, into: Tensor | None) -> tuple[Tensor, Done]:
-    """Return `t` as the library sums it right, and a `done` that first writes the result back to `into`."""
-    if not _saturates(t.dtype, op):
-        return t, done
-    wide = t.to(torch.int32)
-
-    def narrow() -> None:  # also what keeps `wide` until the library is done with it
-        if into is not None:
-            copy(into, wide)
-
-    return wide, _behind(narrow, done)
 
 
 def _own_block(t: Tensor, out: Tensor, counts: Sequence[int], rank: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error, cuda_aware
-from aiodist.backends.mpi.native import Conveyor, MpiNative
+from aiodist.backends.mpi.native import MpiNative, Pipeline
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.backends.threads import in_thread
 from aiodist.errors import BackendError
@@ -44,11 +44,10 @@ class MpiTransport:
         self._owns_requests = False
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self._conveyor = Conveyor(pieces, requests)
-        self.native: Native | None = MpiNative(comm, requests, self._conveyor)
+        self._pipeline = Pipeline(pieces, requests)
+        self.native: Native | None = MpiNative(comm, requests, self._pipeline)
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         # Open MPI 5 frees memory twice when a receive is too short for a message that did not come at once.
         devices = frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"})
         return Capabilities(short_receives=True, devices=devices, overruns=True)
@@ -106,7 +105,7 @@ class MpiTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator, if it is idle; else MPI is left to the end of the process."""
         if drained:
-            await in_thread(self._conveyor.comm.Free)
+            await in_thread(self._pipeline.comm.Free)
             await in_thread(self._comm.Free)
             if self._owns_requests and not len(
                 self._requests

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, again
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
-from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library, again
+from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
 from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
@@ -137,15 +137,8 @@ class NcclGroup:
         elif len(message) != ID_BYTES:
             self._fail(BackendError(f"rank 0 could not begin: {message.decode().rstrip()}"))
         else:
-            self._connect_in_thread(partial(self._connect, message))
-
-    def _connect(self, unique_id: bytes) -> Any:  # noqa: ANN401
-        return self.library.connect(self.size, self.rank, unique_id, self._give_up)
-
-    def _connect_in_thread(self, connect: Callable[[], Any]) -> None:
-        """Have `connect` make the communicator in a thread whose current device is the group's."""
-        self.opened = True
-        self._last = self._in_thread(connect, self._connected)
+            connect = partial(self.library.connect, self.size, self.rank, message, self._give_up)
+            self._last = self._in_thread(connect, self._connected)
 
     def _connected(self, work: _Work) -> None:
         error = work.exception()
@@ -335,11 +328,11 @@ class NcclGroup:
                     self._staging.order(launching.stream, self.stream)
         for call in calls:
             call.done(again(error))
-        self.launch_order.release()
+        self.launch_order.run_all()
 
     # --- its end ----------------------------------------------------------------------------------------
 
-    def destroy(self, done: Done, *, drained: bool) -> None:
+    def release(self, done: Done, *, drained: bool) -> None:
         """Release it and call `done(None)` when that is over, within some seconds in any case; not more than once.
 
         With `drained` every rank calls it and nothing is in flight, else it is just given up. What still waits is

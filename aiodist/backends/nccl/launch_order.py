@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 __all__ = ["LaunchOrder", "LaunchSlot"]
 
@@ -13,9 +14,8 @@ Call = Callable[[], None]
 class LaunchOrder:
     """The order of the operations of one group.
 
-    NCCL matches the calls of the ranks by their order alone. All ranks issue operations in the same order, but some
-    of these reach their native call only after a message has come, when others were issued behind them. So each
-    takes a slot when it is issued, and its calls wait for those of all slots before.
+    NCCL matches calls by their order alone. Some operations reach theirs only after a message has come, when others
+    were issued behind them. So each takes a slot when it is issued, and its calls wait for those of all slots before.
 
     All is called with the transport lock held, but `take`, on the thread that issues. A call may take, use and give
     back slots; what it adds is made after it, not within.
@@ -25,7 +25,7 @@ class LaunchOrder:
         self._line: deque[LaunchSlot] = deque()
         self._late: deque[Call] = deque()
         self._moving = False
-        self._released = False
+        self._unordered = False
 
     def __len__(self) -> int:
         return len(self._line)
@@ -36,14 +36,14 @@ class LaunchOrder:
         self._line.append(slot)
         return slot
 
-    def release(self) -> None:
+    def run_all(self) -> None:
         """Make every call that waits now, in order, and every later one at once: the order matters no more."""
-        self._released = True
+        self._unordered = True
         self.move()
 
     def add(self, slot: LaunchSlot, call: Call) -> None:
         """See `LaunchSlot.run`."""
-        (self._late if self._released else slot.calls).append(call)
+        (self._late if self._unordered else slot.calls).append(call)
         self.move()
 
     def move(self) -> None:
@@ -62,33 +62,31 @@ class LaunchOrder:
             slot = self._line[0]
             if slot.calls:
                 return slot.calls.popleft()
-            if not slot.given_back and not self._released:
+            if not slot.released and not self._unordered:
                 return None
             self._line.popleft()
         return self._late.popleft() if self._late else None
 
 
+@dataclass(eq=False, slots=True)
 class LaunchSlot:
     """One operation's place in the order."""
 
-    __slots__ = ("_order", "calls", "given_back")
-
-    def __init__(self, order: LaunchOrder) -> None:
-        self._order = order
-        self.calls: deque[Call] = deque()
-        """Those that wait."""
-        self.given_back = False
+    _order: LaunchOrder
+    calls: deque[Call] = field(default_factory=deque)
+    """Those that wait."""
+    released: bool = False
 
     def run(self, call: Call) -> None:
         """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.
 
         Raises `RuntimeError` once this slot was given back.
         """
-        if self.given_back:
+        if self.released:
             raise RuntimeError("this slot was given back: there is no place for the call in the order")
         self._order.add(self, call)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Say that no more calls follow; those that wait are still made. To say it again does nothing."""
-        self.given_back = True
+        self.released = True
         self._order.move()

@@ -26,13 +26,12 @@ import importlib.util
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import copy
 from time import monotonic
 from typing import Any, Final
 
 import torch
 
-from aiodist.errors import AiodistError, BackendError, BackendUnavailable
+from aiodist.errors import BackendError, BackendUnavailable
 
 __all__ = [
     "ID_BYTES",
@@ -41,7 +40,6 @@ __all__ = [
     "OLDEST_VERSION",
     "SUCCESS",
     "Library",
-    "again",
     "load",
     "missing",
     "refuses",
@@ -232,15 +230,6 @@ def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared:
         if not shared:
             return f"{where}: NCCL takes one rank on a device unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"
     return None
-
-
-def again(error: BaseException) -> BaseException:
-    """Return it anew: each operation writes its own place into its error."""
-    if not isinstance(error, AiodistError):
-        return error
-    renewed = copy(error)
-    renewed.__cause__ = error.__cause__
-    return renewed
 
 
 def _too_old(found: Sequence[int]) -> str | None:

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Exchange, Operation
-from aiodist.backends.inplace import bytes_of, divide
+from aiodist.backends.base import DTYPES, Done, Exchange, Operation
+from aiodist.backends.inplace import bytes_of, divide, flat, numbers_of
 from aiodist.backends.nccl.group import Launch, NcclGroup
-from aiodist.backends.nccl.kinds import as_numbers, native_op
 from aiodist.backends.nccl.launch_order import LaunchSlot
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = ["NcclNative"]
+__all__ = ["NcclNative", "supports"]
+
+_MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = frozenset({torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_TAKES = {
+    ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
+    ReduceOp.MEAN: _FLOATS | _COMPLEX,
+    ReduceOp.PROD: _INTEGERS | _FLOATS,
+    # Nothing is rounded here, so 16-bit floats may stay what they are.
+    ReduceOp.MIN: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
+    ReduceOp.MAX: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
+    # Of bytes that are 0 or 1: the smaller, the larger.
+    ReduceOp.BAND: frozenset({torch.bool}),
+    ReduceOp.BOR: frozenset({torch.bool}),
+}
+_NATIVE_OPS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.MEAN: "sum",
+    ReduceOp.PROD: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "min",
+    ReduceOp.BOR: "max",
+}
+"""What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
+
+
+def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
+    """Return True for what `NcclNative` does as the contract says; see [Note: nccl] for what it leaves out."""
+    if operation in _MOVES:
+        return kind in DTYPES
+    return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
 
 
 class _Part(NamedTuple):
@@ -28,34 +63,27 @@ class _Part(NamedTuple):
     """What is queued behind its calls."""
 
 
+@dataclass(eq=False, slots=True)
 class NcclNative:
     """What one operation does with NCCL, or all of them where they need no order.
 
-    Tensors are dense, flat and on the group's device. Calls take part in the order of the stream that is current when
-    the method is called, and `done(None)` says that they are *enqueued*: results are there when that stream has come
-    so far, and until then the tensors are in use. They run on the group's own stream, where nothing is allocated. All
-    ranks must make the same calls in the same order; see `LaunchOrder`. Those that have no part in an exchange make
-    no call for it.
+    Tensors are dense, flat and on the group's device. `done(None)` says that calls are *enqueued*, see
+    `NcclGroup.call`: results are there when the stream that was current has come so far. All ranks make the same calls
+    in the same order (`LaunchOrder`); those that have no part in an exchange make none for it.
     """
 
-    def __init__(
-        self, group: NcclGroup, slot: LaunchSlot | None = None, behind: torch.cuda.Event | None = None
-    ) -> None:
-        """With `behind`, the calls come behind that event, and no stream is ordered behind them."""
-        self._group = group
-        self._slot = slot
-        self._behind = behind
+    _group: NcclGroup
+    _slot: LaunchSlot | None = None
+    _behind: torch.cuda.Event | None = None
+    """The calls come behind it, and no stream is ordered behind them."""
 
     def start(self, o: Operation, done: Done) -> None:
-        """Enqueue an operation; see `kinds.supports` for which."""
-        self._call([] if _is_empty(o) else [_PARTS[o.kind](self, o)], o.kind, done)
+        """Enqueue an operation; see `supports` for which."""
+        self.start_all([o], done)
 
     def start_all(self, operations: Sequence[Operation], done: Done) -> None:
         """Enqueue several, launched together."""
         parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
-        self._call(parts, ", ".join(dict.fromkeys(o.kind for o in operations)), done)
-
-    def _call(self, parts: Sequence[_Part], what: str, done: Done) -> None:
         if not parts:
             done(None)
             return
@@ -63,6 +91,7 @@ class NcclNative:
         if len(parts) > 1:
             launch = partial(self._together, [part.launch for part in parts])
             after = partial(_in_turn, [part.after for part in parts if part.after is not None])
+        what = ", ".join(dict.fromkeys(o.kind for o in operations))
         self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
 
     def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -71,8 +100,7 @@ class NcclNative:
                 launch(comm, stream)
 
     def _allreduce(self, o: Operation) -> _Part:
-        """NcclAllReduce."""
-        numbers, native = as_numbers(o.t), self._op(o.op)
+        numbers, native = _as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.allreduce(numbers, numbers, native, stream=stream)
@@ -80,7 +108,6 @@ class NcclNative:
         return _Part(launch, self._division(o))
 
     def _broadcast(self, o: Operation) -> _Part:
-        """NcclBroadcast."""
         data = bytes_of(o.t)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
@@ -89,8 +116,7 @@ class NcclNative:
         return _Part(launch)
 
     def _reduce(self, o: Operation) -> _Part:
-        """NcclReduce."""
-        numbers, native = as_numbers(o.t), self._op(o.op)
+        numbers, native = _as_numbers(o.t), self._op(o.op)
 
         def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
             comm.reduce(numbers, numbers, native, o.root, stream=stream)
@@ -115,7 +141,7 @@ class NcclNative:
 
     def _reduce_scatter(self, o: Operation) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
-        numbers, mine, native, counts = as_numbers(o.t), as_numbers(o.out), self._op(o.op), o.counts
+        numbers, mine, native, counts = _as_numbers(o.t), _as_numbers(o.out), self._op(o.op), o.counts
         parts = 2 if o.t.is_complex() else 1
         blocks = _blocks(numbers, [count * parts for count in counts])
 
@@ -136,7 +162,6 @@ class NcclNative:
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
     def _exchange(self, o: Operation) -> _Part:
-        """NcclSend and ncclRecv, launched together."""
         assert isinstance(o, Exchange)
         sends = [(bytes_of(t), rank) for rank, t in o.sends]
         receives = [(bytes_of(t), rank) for rank, t in o.receives]
@@ -151,7 +176,7 @@ class NcclNative:
         return _Part(launch)
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
-        return self._group.library.ops[native_op(op)]
+        return self._group.library.ops[_NATIVE_OPS[op]]
 
     def _division(self, o: Operation) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:
@@ -168,6 +193,12 @@ _PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
     "alltoall": NcclNative._alltoall,
     "exchange": NcclNative._exchange,
 }
+
+
+def _as_numbers(t: Tensor) -> Tensor:
+    """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
+    numbers = numbers_of(t)
+    return flat(torch.view_as_real(numbers)) if numbers.is_complex() else numbers
 
 
 def _is_empty(o: Operation) -> bool:

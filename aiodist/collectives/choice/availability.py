@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, OPERATIONS
+from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, check_known
 from aiodist.collectives.columns import columns
-from aiodist.types import Impl
+from aiodist.types import OPERATIONS, Impl
 
 __all__ = ["EVERY_OPERATION", "EXCHANGES", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
 
@@ -61,9 +61,6 @@ class Availability(Sequence[Offer]):
     def __len__(self) -> int:
         return len(self._offers)
 
-    def __iter__(self) -> Iterator[Offer]:
-        return iter(self._offers)
-
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
         """Return that offer; raise ValueError, with the names there are, for an unknown one."""
         for what, seen, known in (
@@ -71,8 +68,7 @@ class Availability(Sequence[Offer]):
             ("implementation", impl, IMPLEMENTATIONS),
             ("device", device, DEVICES),
         ):
-            if seen not in known:
-                raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
+            check_known(what, seen, known)
         wanted = (operation, impl, device)
         return next(offer for offer in self._offers if (offer.operation, offer.impl, offer.device) == wanted)
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from aiodist.collectives.choice.table import (
-    DEVICES,
-    HOSTS,
-    LIMITS,
-    OPERATIONS,
-    Edit,
-    LimitEdit,
-    RangeEdit,
-)
+import torch
+
+from aiodist.backends.base import Operation
+from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, LimitEdit, RangeEdit, check_known
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
-from aiodist.errors import BackendUnavailable
+from aiodist.collectives.metadata import as_bytes, as_tensor
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program
+from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
+from aiodist.types import OPERATIONS
 
-__all__ = ["Selector"]
+__all__ = ["Selector", "compared"]
+
+_FRAME_BYTES = 192  # of an edit as text
 
 
 class Selector:
@@ -32,10 +33,12 @@ class Selector:
     from every later operation. That handle may be left alone. Cost: p-1 messages of 192 bytes.
     """
 
-    def __init__(self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: int) -> None:
-        """`publish` makes an edit here and below; `large_bytes` is what the communicator uses now."""
+    def __init__(
+        self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: Callable[[], int]
+    ) -> None:
+        """`publish` makes an edit here and below; `large_bytes` returns what the communicator uses now."""
         self.repertoire = repertoire
-        self.large_bytes = large_bytes
+        self._large_bytes = large_bytes
         self._publish = publish
 
     # --- looking at it --------------------------------------------------------------------------------------
@@ -45,14 +48,14 @@ class Selector:
 
         Raises ValueError for "cuda" where there is no CUDA device.
         """
-        _check("operation", operation, OPERATIONS)
-        _check("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
+        check_known("operation", operation, OPERATIONS)
+        check_known("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
         return self.repertoire.choice(operation, nbytes, device)
 
     @property
     def limits(self) -> Mapping[str, int]:
         """Every threshold and count beside the table, by name."""
-        return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self.large_bytes})
+        return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self._large_bytes()})
 
     def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
         """Return the table as text: of one operation, for "cpu" or "cuda", for ranks on "one" or "several" hosts.
@@ -62,9 +65,9 @@ class Selector:
         """
         for what, seen, known in (("operation", operation, OPERATIONS), ("device", device, DEVICES)):
             if seen is not None:
-                _check(what, seen, known)
+                check_known(what, seen, known)
         if hosts is not None:
-            _check("hosts", hosts, HOSTS)
+            check_known("hosts", hosts, HOSTS)
         ranges = self.repertoire.table.ranges(operation=operation, device=device, hosts=hosts)
         text = columns(
             ("device", "hosts", "operation", "from", "below", "implementation", ""),
@@ -124,6 +127,17 @@ class Selector:
         return f"<Selector of {', '.join(names)} for {self.repertoire.hosts} host(s)>"
 
 
-def _check(what: str, seen: str, known: tuple[str, ...]) -> None:
-    if seen not in known:
-        raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
+def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> Program[None]:
+    """Return once all ranks have made the same edit; else call `differ` with what shows two sides, and raise it."""
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    packed = as_tensor(str(edit).encode())
+    frame[: packed.numel()] = packed
+    everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8)
+    yield from p.run(Operation("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
+    texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
+    if other:
+        sides = "; ".join(f"rank {rank}: {texts[rank]}" for rank in (0, other))
+        error = MismatchError(f"ranks edit the selector differently: {sides}")
+        differ(error)
+        raise error

@@ -14,6 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
@@ -21,7 +22,7 @@ from aiodist.collectives.traffic import ROOM_BYTES
 from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.schedules.plan import MAX_LANES
-from aiodist.types import Impl
+from aiodist.types import OPERATIONS, Impl
 
 __all__ = [
     "COMPARED_BYTES",
@@ -31,7 +32,6 @@ __all__ = [
     "LIMITS",
     "NAMES",
     "ON_CUDA",
-    "OPERATIONS",
     "USUAL_LIMITS",
     "Edit",
     "Limit",
@@ -39,6 +39,7 @@ __all__ = [
     "RangeEdit",
     "Table",
     "bytes_text",
+    "check_known",
     "last_resorts",
     "parse_bytes",
     "parse_edit",
@@ -46,8 +47,6 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 HOSTS = ("one", "several")
-OPERATIONS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "scan")
-"""What has more than one implementation; everything else is made of these, or is messages."""
 
 _IN_LEVELS = ("allreduce", "broadcast", "reduce")
 _LIBRARIES = ("mpi", "gloo")
@@ -117,10 +116,10 @@ class RangeEdit:
     impl: str
 
     def __post_init__(self) -> None:
-        _check_known("device", self.device, DEVICES)
-        _check_known("hosts", self.hosts, HOSTS)
-        _check_known("operation", self.operation, OPERATIONS)
-        _check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
+        check_known("device", self.device, DEVICES)
+        check_known("hosts", self.hosts, HOSTS)
+        check_known("operation", self.operation, OPERATIONS)
+        check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
         if self.above < 0 or (self.below is not None and self.below <= self.above):
             to = "" if self.below is None else f" to {self.below}"
             raise ValueError(f"sizes {self.above}{to}: expected bytes, at least 0, and an end above the beginning")
@@ -148,7 +147,7 @@ class LimitEdit:
     value: int
 
     def __post_init__(self) -> None:
-        _check_known("limit", self.name, LIMITS)
+        check_known("limit", self.name, LIMITS)
         limit = LIMITS[self.name]
         if not limit.least <= self.value <= limit.most:
             raise ValueError(f"limit {self.name} {self.value}: expected {limit.least} to {limit.most}")
@@ -200,7 +199,8 @@ def bytes_text(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _check_known(what: str, seen: str, known: Iterable[str]) -> None:
+def check_known(what: str, seen: str, known: Iterable[str]) -> None:
+    """Raise ValueError, with the names there are, for another one."""
     if seen not in known:
         raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
 
@@ -219,18 +219,17 @@ class Table:
     limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
 
     @classmethod
-    def usual(cls, library: str | None, *, on_cuda: bool = False, shares: bool = True) -> Table:
+    def usual(cls, library: str | None, *, shares: bool = True) -> Table:
         """Return the table of a communicator that `library` carries; None: its transport has no collectives.
 
-        With `on_cuda` its ranks have CUDA devices; `shares`: those of a host share memory.
+        `shares`: the ranks of a host share memory.
         """
         rows = {
             ("cpu", hosts, operation): _usual(library, hosts, operation, shares=shares)
             for hosts in HOSTS
             for operation in OPERATIONS
         }
-        table = cls(MappingProxyType(rows))
-        return table.on_cuda() if on_cuda else table
+        return cls(MappingProxyType(rows))
 
     def on_cuda(self) -> Table:
         """Return the table with rows for CUDA devices: the usual ones where it has none."""
@@ -242,7 +241,7 @@ class Table:
     def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
         """Return the name of what runs `operation` on `nbytes`."""
         steps = self.rows[device, hosts, operation]
-        return steps[bisect_right(steps, nbytes, key=_start_of) - 1][1]
+        return steps[bisect_right(steps, nbytes, key=itemgetter(0)) - 1][1]
 
     def edited(self, edit: Edit) -> Table:
         """Return the table after `edit`."""
@@ -267,10 +266,6 @@ class Table:
                 for (start, impl), end in zip(steps, ends, strict=True):
                     found.append(RangeEdit(of_device, of_hosts, of_operation, start, end, impl))
         return found
-
-
-def _start_of(step: tuple[int, str]) -> int:
-    return step[0]
 
 
 def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:

@@ -8,21 +8,57 @@ made for something else is a `ConfigError` that names the file, the line and the
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aiodist.collectives.choice.table import Edit, LimitEdit, RangeEdit, parse_edit
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
 from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.topology import Topology
 
-__all__ = ["cache_folder", "conditions", "read_edits", "render", "tuned_path", "write"]
+if TYPE_CHECKING:
+    from aiodist.control import Channel
+
+__all__ = ["cache_folder", "conditions", "edits_at_start", "read_edits", "render", "tuned_path", "write"]
 
 _MADE_FOR = "made-for"
+_KEY = "selector/table"  # where rank 0 leaves its own for the others
 _SHOWN = 120
+
+
+async def edits_at_start(
+    asked: str | os.PathLike[str] | None, channel: Channel, world: Repertoire, topology: Topology, *, seconds: float
+) -> list[Edit]:
+    """Return, on every rank, what rank 0's file says: the one `asked` for, with None what was measured if there is one.
+
+    "none" is neither. Rank 0 raises what `read_edits` does, and so do the others, which wait for it for `seconds`.
+    """
+    if channel.rank == 0:
+        told: dict[str, Any] = {}
+        try:
+            told["edits"] = [str(edit) for edit in _edits_here(asked, world, topology)]
+        except (ConfigError, BackendUnavailable) as error:
+            told = {"error": str(error), "config": isinstance(error, ConfigError)}
+        await channel.set(_KEY, json.dumps(told).encode())
+    else:
+        told = json.loads(await channel.get(_KEY, timeout=seconds))
+    if "error" in told:
+        raise (ConfigError if told["config"] else BackendUnavailable)(told["error"])
+    return [parse_edit(text) for text in told["edits"]]
+
+
+def _edits_here(asked: str | os.PathLike[str] | None, world: Repertoire, topology: Topology) -> Sequence[Edit]:
+    if asked == "none" or (asked is None and (len(topology.host_of) == 1 or not cache_folder().is_dir())):
+        return []
+    here = conditions(world, topology)
+    path = tuned_path(here) if asked is None else Path(asked)
+    return [] if asked is None and not path.exists() else read_edits(path, here, world)
 
 
 def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
@@ -100,8 +136,14 @@ def write(path: Path, text: str) -> None:
 # --- what was measured -----------------------------------------------------------------------------------------
 
 
-def conditions(repertoire: Repertoire, ranks_per_host: Sequence[int], library: str) -> dict[str, str]:
+def conditions(repertoire: Repertoire, topology: Topology) -> dict[str, str]:
     """Return what the speeds depend on: topology, versions, and what there is to choose from; cores are this host's."""
+    ranks_per_host = [len(topology.ranks_on(host)) for host in topology.hosts]
+    library = repertoire.carrier
+    if library == "mpi":  # the others are torch's or ours
+        from aiodist.backends.mpi import library_version
+
+        library = library_version().partition(",")[0]
     return {
         "aiodist": _version("aiodist"),
         "torch": _version("torch"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import DeviceMessages, Endpoint, Implementation
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 from aiodist.streams import Events, Fence, Staging
 from aiodist.topology import Means, Topology
 from aiodist.types import ReduceOp
@@ -111,24 +111,24 @@ class Accelerator:
         """
         stream = self._take_stream(device)
         slots = None if tag is None else self._slots.get(name)
-        give_back = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
-        if give_back is None:
-            return DeviceWork(self._progress, stream.stream, stream.give_back)
+        release = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
+        if release is None:
+            return DeviceWork(self._progress, stream.stream, stream.users.pop)
         self._keep_looking()
 
         def queued() -> None:
-            stream.give_back()
-            give_back()
+            stream.users.pop()
+            release()
 
         return DeviceWork(self._progress, stream.stream, queued)
 
     def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
         streams = self._streams.setdefault(device, [])
-        least = min(streams, key=_Stream.__len__, default=None)
-        if least is None or (len(least) and len(streams) < _MOST_STREAMS):
-            streams.append(least := _Stream(torch.cuda.Stream(device=device)))
-        least.take()
+        least = min(streams, key=lambda one: len(one.users), default=None)
+        if least is None or (least.users and len(streams) < _MOST_STREAMS):
+            streams.append(least := _Stream(torch.cuda.Stream(device=device), []))
+        least.users.append(None)
         return least
 
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
@@ -161,37 +161,34 @@ class Accelerator:
         no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         limits = repertoire.table.limits
-        one_piece = {**limits, "staged.pieces": 1, "hierarchical.pieces": 1}
-        missing: dict[str, str] = {}
-        kits: list[list[Implementation]] = []
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
-        for of, together in ((limits, False), (one_piece, True)):
-            host = partial(_on_host, repertoire)
-            made: list[Implementation] = []
-            if not self._direct:
-                made.append(Staged(self._staging, host, of, together=together))
+
+        def host(ep: Endpoint, together: bool) -> Primitives:  # chosen as for tensors on the CPU
+            return Primitives(ep, repertoire, together=together, later=True)
+
+        def implementations(of: Mapping[str, int], together: bool) -> list[Implementation]:
             within = None if no_ipc else CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
-            if len(hosts) == 1:
-                made += [] if within is None else [within]
-            else:
+            made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, of, together)]
+            if len(hosts) > 1:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)
-            if exchanger is not None:
-                made.append(exchanger)
-            kits.append(made)
+            elif within is not None:
+                made.append(within)
+            return made if exchanger is None else [*made, exchanger]
+
+        missing: dict[str, str] = {}
         if self._direct:
             missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
-        if no_ipc:
-            missing["cuda_ipc"] = no_ipc
-        if len(hosts) > 1:
-            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts"
+        if no_ipc or len(hosts) > 1:
+            missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else no_ipc
         if isinstance(slots, str):
             missing["nccl"] = slots
-        return Kit(kits[0], kits[1], missing, exchanger)
+        in_one = implementations({**limits, "hierarchical.pieces": 1}, True)
+        return Kit(implementations(limits, False), in_one, missing, exchanger)
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 
     def queue_alone(self, device: torch.device) -> Queue:
-        """Return how the only rank of a communicator reduces tensors on `device`, in place."""
+        """Return how the only rank of a communicator does it."""
         return alone(self._progress, device)
 
     def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
@@ -243,10 +240,7 @@ class Accelerator:
         self._slots.pop(name, None)
         for group in self._of(name):
             assert self._groups is not None
-            ended: Handle[None] = Handle(self._progress, "release")
-            told = partial(_resolve, ended)
-            self._progress.start(partial(self._groups.destroy, group, told, drained=drained))
-            await ended
+            await self._groups.release(group, drained=drained)
 
     async def aclose(self) -> None:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
@@ -256,33 +250,11 @@ class Accelerator:
         await self._mappings.aclose()
 
 
-class _Stream:
-    """A stream, and how many operations have it; taken on the loop's thread, given back on any."""
+class _Stream(NamedTuple):
+    """A stream and its users, one entry each: taken on the loop's thread, given back on any, as a list's end can be."""
 
-    __slots__ = ("_users", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        self._users: list[None] = []  # its ends are atomic, as a sum is not
-
-    def __len__(self) -> int:
-        return len(self._users)
-
-    def take(self) -> None:
-        self._users.append(None)
-
-    def give_back(self) -> None:
-        self._users.pop()
-
-
-def _on_host(repertoire: Repertoire, ep: Endpoint, together: bool) -> Primitives:
-    """Return the host's collectives for what is staged, chosen as those of tensors on the CPU are."""
-    return Primitives(ep, repertoire, "auto", together=together, later=True)
-
-
-def _resolve(handle: Handle[None], error: BaseException | None) -> None:
-    """NCCL's communicator is gone, with or without an error: nobody uses it any more."""
-    handle.resolve(None)
+    stream: torch.cuda.Stream
+    users: list[None]
 
 
 def _no_nccl(topology: Topology) -> str | None:

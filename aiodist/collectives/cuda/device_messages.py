@@ -1,9 +1,8 @@
-"""Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces (S5).
+"""Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces.
 
-A piece is copied to the host and sent while the one before it travels. What is to come behind other work of the device
-is copied on the stream that was the current one. Once the host knows that work to be over, pieces go to the streams
-that are for copies alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later
-operations wait for.
+A piece is copied to the host and sent while the one before it travels. The first pieces are copied on the operation's
+stream, behind its earlier work. Once the host knows that work to be over, pieces go to the streams that are for copies
+alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
 """
 
 from __future__ import annotations
@@ -14,41 +13,46 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
+from aiodist.backends.base import Done, Transport, ignore
 from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 
-__all__ = ["DirectMessages", "StagedMessages", "staged_irecv", "staged_isend"]
+__all__ = ["DirectMessages", "StagedMessages"]
 
 _ON_THEIR_WAY = 3  # pieces of one message: one is copied while another travels
 
 
 class StagedMessages:
-    """See `DeviceMessages`."""
+    """See `DeviceMessages`; with the transport lock held.
+
+    A contiguous tensor goes in pieces of `staging.piece_bytes`; `done` is called with the same stream the current one.
+    """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
-        staged_isend(self._staging, transport, t, dst, tag, done)
+        _Sending(self._staging, transport, t, dst, tag, done).advance()
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
-        staged_irecv(self._staging, transport, t, src, tag, done)
+        _Receiving(self._staging, transport, t, src, tag, done).advance()
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
-        """See `DeviceMessages`."""
         host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
         def finish(error: BaseException | None) -> None:
             then(host if error is None else None, error)
 
-        self._staging.copy(host, t, torch.cuda.current_stream(t.device), _ignore, finish)
+        self._staging.copy(host, t, torch.cuda.current_stream(t.device), ignore, finish)
+
+    def put(self, host: Tensor, t: Tensor, done: Done) -> None:
+        if t.numel():
+            self._staging.copies([(t, host)], torch.cuda.current_stream(t.device), ignore, done)
+        else:
+            done(None)
 
     def cut(self, t: Tensor) -> list[Tensor]:
-        """See `DeviceMessages`."""
         return list(t.split(self._staging.piece_bytes)) or [t]
 
 
@@ -56,15 +60,12 @@ class DirectMessages(StagedMessages):
     """The same over a transport that takes memory of devices itself: in one piece, once the stream has come there."""
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         self._when_settled(t, partial(transport.isend, t, dst, tag), done)
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
         self._when_settled(t, partial(transport.irecv, t, src, tag), done)
 
     def cut(self, t: Tensor) -> list[Tensor]:
-        """See `DeviceMessages`."""
         return [t]
 
     def _when_settled(self, t: Tensor, begin: Callable[[Done], None], done: Done) -> None:
@@ -86,19 +87,6 @@ class DirectMessages(StagedMessages):
             self._staging.events.watch(stream, settled)
         except RuntimeError as error:  # the device is lost
             done(BackendError(f"the CUDA device failed: {error}"))
-
-
-def staged_isend(staging: Staging, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-    """Send `t`, contiguous, to rank `dst`, in pieces of `staging.piece_bytes`, behind what the current stream queued.
-
-    With the transport lock held, as is `done`, which is called with the same stream the current one.
-    """
-    _Sending(staging, transport, t, dst, tag, done).advance()
-
-
-def staged_irecv(staging: Staging, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-    """Receive such a message into `t`; `done` when what the current stream queues from then on finds it there."""
-    _Receiving(staging, transport, t, src, tag, done).advance()
 
 
 class _Message:
@@ -135,13 +123,13 @@ class _Message:
         raise NotImplementedError
 
     def _over(self, buffer: Tensor, error: BaseException | None) -> None:
-        self._staging.pool.give(buffer)
+        self._staging.pool.release(buffer)
         self._error = self._error or error
         self._out -= 1
         self.advance()
 
     def _end(self, error: BaseException | None) -> None:
-        done, self._done = self._done, _ignore
+        done, self._done = self._done, ignore
         # Lanes of an operation go on from here, and queue their work on the current stream.
         with OnStream(self._current):
             done(error)
@@ -157,7 +145,7 @@ class _Sending(_Message):
 
     def _send_on(self, i: int, piece: Tensor, buffer: Tensor) -> None:
         stream = self._current if self._behind else self._staging.to_host(piece.device)
-        self._staging.copies([(buffer, piece)], stream, _ignore, partial(self._arrived, i, buffer))
+        self._staging.copies([(buffer, piece)], stream, ignore, partial(self._arrived, i, buffer))
 
     def _arrived(self, i: int, buffer: Tensor, error: BaseException | None) -> None:
         self._error = self._error or error
@@ -203,7 +191,3 @@ class _Receiving(_Message):
                 self._error = error
             else:
                 self._end(None)
-
-
-def _ignore(_: object) -> None:
-    pass

@@ -5,19 +5,14 @@ the work, in its own memory and in that of the others, waits until the device ha
 said so it is over. All waiting is on the host. A kernel that spins would keep the GPU from the very process that it
 waits for, since those that share a GPU take turns on it; and an event of a process that was killed would never come.
 
-Ranks that share a device take turns on it, which the driver gives them: one of them keeps it as busy as all would, and
-where several have work each turn costs a switch between their contexts. So the first rank of each device does what is
-to be reduced elementwise for all on it. It is cut into one share for each device; the rank that has a share reads it of
-every rank, and writes the result wherever it belongs. So no two ranks touch the same bytes, nothing is copied on the
-way, and all ranks have the same bits. n bytes per rank, p ranks, all of them together:
+Ranks that share a device take turns on it, and each turn costs a switch between their contexts. So the first rank of
+each device does what is to be reduced elementwise for all on it: it has one share of the tensors, reads it of every
+rank, and writes the result wherever it belongs. No two ranks touch the same bytes, nothing is copied on the way, and
+all have the same bits. n bytes per rank, p ranks:
 
-    allreduce       reads and writes pn, as if each rank copied its tensor once; pieces stay in the device's
-                    cache between their reduction and its last copy
-    reduce          reads pn, writes n
-    scan            reads 2n(p-1), writes n(p-1)
-
-The others do their own part of each operation:
-
+    allreduce       all together read and write pn, as if each rank copied its tensor once
+    reduce          all together read pn, write n
+    scan            all together read 2n(p-1), write n(p-1)
     reduce_scatter  each rank reads n, writes n/p
     allgather       each rank reads and writes what all bring
     broadcast       each rank reads and writes n, root nothing
@@ -25,9 +20,9 @@ The others do their own part of each operation:
 16-bit floats are added up in float32 and rounded once. On a stream that has nothing queued no event is waited for:
 it would be over only at the next turn.
 
-A rank that hears that another one died touches nobody's memory any more. A rank that has not heard of it yet may
-still be writing its share into the tensors of all: after such a failure they hold anything. Memory that was freed
-meanwhile is not reused before its last mapping is gone (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
+A rank that hears that another one died touches nobody's memory any more. One that has not heard of it yet may still be
+writing into the tensors of all: after such a failure they hold anything. Memory that was freed meanwhile is not reused
+before its last mapping is gone (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
 """
 
 from __future__ import annotations
@@ -44,14 +39,13 @@ from aiodist.backends.base import Done, Operation, Wanted
 from aiodist.backends.cuda_ipc import Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
-from aiodist.collectives.choice.table import OPERATIONS
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.program import Call, Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError
 from aiodist.streams import Events
 from aiodist.streams.events import idle
-from aiodist.types import ReduceOp
+from aiodist.types import OPERATIONS, ReduceOp
 
 __all__ = ["CudaIpc"]
 
@@ -85,7 +79,6 @@ class CudaIpc(Implementation):
         self._well = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device="cpu")
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that; on CUDA devices it takes every dtype."""
         if wanted.operation not in OPERATIONS:
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"

@@ -48,19 +48,19 @@ class Slots:
         group = self._group_of(self._used.index(device) if self._used else 0, device)
         slot = group.launch_order.take()
         self.taken.setdefault(tag, {})[device] = (group, slot)
-        return partial(self._give_back, tag, device, slot)
+        return partial(self._release, tag, device, slot)
 
     def _use(self, device: torch.device) -> None:
         if device not in self._used:
             self._used.append(device)
 
-    def _give_back(self, tag: int, device: torch.device, slot: LaunchSlot) -> None:
+    def _release(self, tag: int, device: torch.device, slot: LaunchSlot) -> None:
         slots = self.taken.get(tag, {})
         if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has its tag by now
             del slots[device]
             if not slots:
                 del self.taken[tag]
-        slot.give_back()
+        slot.release()
 
     def of(self, tag: int, device: torch.device) -> tuple[NcclGroup, LaunchSlot]:
         """Return the group of an operation on `device`, and its slot there."""
@@ -74,10 +74,10 @@ class Slots:
             self._progress.post(partial(self._use, device))
         return True
 
-    def forgo(self, tag: int) -> None:
+    def release(self, tag: int) -> None:
         """Give back what an operation has taken."""
         for _, slot in self.taken.get(tag % LANE_TAGS, {}).values():
-            slot.give_back()
+            slot.release()
 
     def places(self, ts: Sequence[Tensor]) -> str:
         """See `Accelerator`."""
@@ -101,7 +101,6 @@ class Nccl(Exchanger):
         self._repertoire = repertoire
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can."""
         if supports(wanted.operation, wanted.kind, wanted.op):
             return None
         return f"NCCL has no {wanted}"
@@ -119,9 +118,8 @@ class Nccl(Exchanger):
         tensors = (exchange.t, *(t for _, t in (*exchange.sends, *exchange.receives)))
         return len({t.device for t in tensors}) == 1 and self._slots.is_first(ep.tag, exchange.t.device)
 
-    def forgo(self, ep: Endpoint) -> None:
-        """See `Exchanger`."""
-        self._slots.forgo(ep.tag)
+    def release(self, ep: Endpoint) -> None:
+        self._slots.release(ep.tag)
 
     def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
         group, slot = self._slots.of(ep.tag, t.device)

@@ -57,7 +57,7 @@ class DeviceWork:
         """Go on only behind what the caller had queued."""
         if self._behind is not None:
             self.stream.wait_event(self._behind)
-            self._events.give_back(self.stream.device_index, self._behind)
+            self._events.release(self.stream.device_index, self._behind)
             self._behind = None
 
     def end(self, done: Done) -> None:
@@ -88,7 +88,7 @@ class DeviceWork:
     def cancel(self) -> None:
         """Nothing of it will be done; from any thread."""
         if self._behind is not None:
-            self._events.give_back(self.stream.device_index, self._behind)
+            self._events.release(self.stream.device_index, self._behind)
             self._behind = None
         self.fence.reached(None)
         # By way of the loop: the thread that drops it may hold the transport lock.
@@ -112,7 +112,7 @@ class InOrder:
     def __init__(self, device_messages: DeviceMessages) -> None:
         self._device_messages = device_messages
         self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
-        self.fetch, self.cut = device_messages.fetch, device_messages.cut
+        self.fetch, self.put, self.cut = device_messages.fetch, device_messages.put, device_messages.cut
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """See `DeviceMessages`."""
@@ -218,7 +218,7 @@ def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) ->
     """
     for work in works:
         work.keep = tensors
-    if not handle.done():
+    if works and not handle.done():
         handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
 
 

@@ -58,8 +58,8 @@ def by_nccl(progress: Progress, group: NcclGroup, op: ReduceOp) -> Queue:
             done(failed or error)
 
         def queued(failed: BaseException | None) -> None:
-            events.give_back(index, behind)
-            slot.give_back()
+            events.release(index, behind)
+            slot.release()
             # Where the call failed too: what it has launched uses the tensor until it is over.
             stream = group.stream
             if stream is None:

@@ -1,14 +1,13 @@
-"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks (S5).
+"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks.
 
-A chunk is copied to the host, reduced there and copied back, while those before it and behind it are one stage further
-or less far: what takes longest is all that is waited for. The first of them are copied on the operation's own stream,
-behind what it comes behind. Once they are there that is over, and the others go to the streams that are for copies
-alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
+A chunk is copied to the host, reduced there and copied back, while those before and behind it are at other stages: what
+takes longest is all that is waited for. For the streams of the copies see `device_messages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,10 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Operation, Wanted
+from aiodist.backends.base import Done, Operation, Wanted, ignore, once
 from aiodist.backends.inplace import copy
-from aiodist.collectives.choice.table import OPERATIONS
-from aiodist.collectives.cuda.device_messages import StagedMessages, staged_irecv, staged_isend
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
@@ -27,12 +24,9 @@ from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
+from aiodist.types import OPERATIONS
 
-__all__ = ["Staged", "StagedMessages", "chunks_of", "cut", "staged_irecv", "staged_isend"]
-
-
-def _ignore(_: object) -> None:
-    pass
+__all__ = ["Staged", "chunks_of", "cut"]
 
 
 def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
@@ -65,48 +59,33 @@ class _Chunk(NamedTuple):
     """The collective on the buffer."""
 
 
+@dataclass(eq=False)
 class Staged(Implementation):
-    """The host's collectives on pinned chunks; an `Implementation` for tensors of CUDA devices.
+    """See the module, and `Implementation`. A few chunks are on their way at once, each on a lane of its own.
 
-    Each chunk is copied to the host, reduced there and copied back. A few of them are on their way at once, each on a
-    lane of its own. 16-bit floats cross the bus as they are.
+    16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
     """
 
     name = "staged"
     finishes = True
     compares = True  # the device is not held up
 
-    def __init__(
-        self,
-        staging: Staging,
-        host: Callable[[Endpoint, bool], Primitives],
-        limits: Mapping[str, int],
-        *,
-        together: bool = False,
-    ) -> None:
-        """`host(ep, together)` gives the host's primitives for any step but an operation's first.
-
-        When a chunk is on the host differs from rank to rank, so it may not begin what is matched by order. With
-        `together` other tensors of the same operation share the endpoint: then there is one chunk.
-        """
-        self._staging = staging
-        self._host = host
-        self._limits = limits
-        self._together = together
+    _staging: Staging
+    _host: Callable[[Endpoint, bool], Primitives]
+    """(ep, together): the host's primitives for any step but an operation's first, since ranks reach it at any time."""
+    _limits: Mapping[str, int]
+    together: bool = False
+    """Other tensors of the same operation share the endpoint: then there is one chunk."""
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that."""
         if wanted.operation not in OPERATIONS:
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        """Run an operation; of an allgather my elements do not leave the device on their way to their place."""
         o = operation
-        if o.kind == "allgather":
-            return self._allgather(ep, o)
-        if o.kind == "reduce_scatter":
-            return self._reduce_scatter(ep, o)
+        if o.kind in ("allgather", "reduce_scatter"):
+            return self._by_blocks(ep, o)
         reads = o.kind != "broadcast" or ep.rank == o.root
         writes = {"broadcast": ep.rank != o.root, "reduce": ep.rank == o.root}.get(o.kind, True)
         chunks = self._chunks(o.t.nbytes)
@@ -119,56 +98,42 @@ class Staged(Implementation):
 
         return self._run(ep, o.t, chunks, chunk)
 
-    def _allgather(self, ep: Endpoint, o: Operation) -> Program[None]:
-        blocks = o.out.split(list(o.counts))
-        own = blocks[ep.rank]
-        if own.data_ptr() != o.t.data_ptr():
-            copy(own, o.t)
-        chunks = self._chunks(o.out.nbytes)
+    def _by_blocks(self, ep: Endpoint, o: Operation) -> Program[None]:
+        """Run an allgather or a reduce_scatter: of each rank's block a part goes through each chunk."""
+        gathers = o.kind == "allgather"
+        whole = o.out if gathers else o.t
+        blocks = whole.split(list(o.counts))
+        if gathers and blocks[ep.rank].data_ptr() != o.t.data_ptr():
+            copy(blocks[ep.rank], o.t)
+        chunks = self._chunks(whole.nbytes)
 
         def chunk(i: int) -> _Chunk:
             cuts = [cut(count, chunks, i) for count in o.counts]
-            parts, starts = _parts(cuts)
-            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
-            return _Chunk(
-                sum(parts),
-                [(mine.start, o.t[slice(*cuts[ep.rank])])],
-                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size) if r != ep.rank],
-                lambda host: Operation("allgather", host[mine], host, counts=parts),
-            )
+            parts = [last - first for first, last in cuts]
+            starts = [0, *accumulate(parts)]
+            mine = slice(starts[ep.rank], starts[ep.rank + 1])
+            of_all = [(start, block[slice(*ends)]) for start, block, ends in zip(starts, blocks, cuts, strict=False)]
+            own = [(mine.start, (o.t if gathers else o.out)[slice(*cuts[ep.rank])])]
+            if gathers:
+                del of_all[ep.rank]
+                return _Chunk(starts[-1], own, of_all, lambda host: Operation(o.kind, host[mine], host, counts=parts))
+            operation = partial(Operation, o.kind, op=o.op, counts=parts)
+            return _Chunk(starts[-1], of_all, own, lambda host: operation(host, host[mine]))
 
-        yield from self._run(ep, o.out, chunks, chunk)
-
-    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
-        blocks = o.t.split(list(o.counts))
-        chunks = self._chunks(o.t.nbytes)
-
-        def chunk(i: int) -> _Chunk:
-            cuts = [cut(count, chunks, i) for count in o.counts]
-            parts, starts = _parts(cuts)
-            mine = slice(starts[ep.rank], starts[ep.rank] + parts[ep.rank])
-            return _Chunk(
-                sum(parts),
-                [(starts[r], blocks[r][slice(*cuts[r])]) for r in range(ep.size)],
-                [(mine.start, o.out[slice(*cuts[ep.rank])])],
-                lambda host: Operation("reduce_scatter", host, host[mine], op=o.op, counts=parts),
-            )
-
-        yield from self._run(ep, o.t, chunks, chunk)
+        yield from self._run(ep, whole, chunks, chunk)
 
     # --- the pipeline -----------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
-        return 1 if self._together else chunks_of(nbytes, self._limits)
+        return 1 if self.together else chunks_of(nbytes, self._limits)
 
     def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> Program[None]:
         """Run all chunks, those of each lane one after another."""
         if not like.numel():
             return
         lanes = min(chunks, self._limits["staged.pieces"])
-        reading = all(any(t.numel() for _, t in chunk(lane).reads) for lane in range(lanes))
-        work = _Work(self._staging, like.device, watched=not reading)
-        shared = self._together or lanes > 1
+        work = _Work(self._staging, like.device)
+        shared = self.together or lanes > 1
         programs = [
             self._lane(self._host(on_lane(ep, lane), shared), like.dtype, work, map(chunk, range(lane, chunks, lanes)))
             for lane in range(lanes)
@@ -202,55 +167,38 @@ class Staged(Implementation):
                     yield [work.begun]
                     behind = False
             except Exception:  # not where it is dropped: then a transfer may still use the buffer
-                pool.give(buffer)
+                pool.release(buffer)
                 raise
             if writes:
                 yield [partial(work.write, writes, buffer)]
             else:
-                pool.give(buffer)
+                pool.release(buffer)
 
 
 class _Work:
     """The copies of one operation."""
 
-    def __init__(self, staging: Staging, device: torch.device, *, watched: bool) -> None:
-        """With the operation's stream the current one, on which all that it comes behind is queued.
-
-        `watched`: `begun` will be asked for.
-        """
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        """With the operation's stream the current one, on which all that it comes behind is queued."""
         self._staging = staging
         self._current = torch.cuda.current_stream(device)
         self._to_host = staging.to_host(device)
         self._to_device = staging.to_device(device)
-        self._begun = not watched
-        self._error: BaseException | None = None
-        self._waiting: list[Done] = []
-        if watched:
-            staging.events.watch(self._current, self._begin)
-
-    def _begin(self, error: BaseException | None) -> None:
-        self._begun = True
-        self._error = error
-        for done in self._waiting:
-            done(error)
 
     def begun(self, done: Done) -> None:
         """Call `done` when all that the operation comes behind is over."""
-        if self._begun:
-            done(self._error)
-        else:
-            self._waiting.append(done)
+        self._staging.events.watch(self._current, done)
 
     def read(self, pairs: Copies, behind: bool, done: Done) -> None:
         """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
-        self._staging.copies(pairs, self._current if behind else self._to_host, _ignore, done)
+        self._staging.copies(pairs, self._current if behind else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, buffer: Tensor, done: Done) -> None:
         """Queue the copies to the device; `buffer` is free when they are over."""
-        told = _once(done)
+        told = once(done)
 
         def over(error: BaseException | None) -> None:
-            self._staging.pool.give(buffer)
+            self._staging.pool.release(buffer)
             told(error)
 
         self._staging.copies(pairs, self._to_device, lambda _: told(None), over)
@@ -258,20 +206,3 @@ class _Work:
     def end(self) -> None:
         """Let the operation's stream go on behind all copies."""
         self._staging.order(self._current, self._to_device)
-
-
-def _parts(cuts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Return how long each part is, and where it begins when they lie one behind the other."""
-    parts = [last - first for first, last in cuts]
-    return parts, [0, *accumulate(parts)][:-1]
-
-
-def _once(done: Done) -> Done:
-    """Return what calls `done` the first time it is called."""
-    left = [done]
-
-    def told(error: BaseException | None) -> None:
-        if left:
-            left.pop()(error)
-
-    return told

@@ -1,4 +1,4 @@
-"""What goes into a machine, what comes out, and what policies and machines are.
+"""What goes into a machine, and what comes out.
 
 One server leads a tensor and runs the tensor's machine: pushes, pulls and leavers in, in the order in which they came;
 orders out, which all shards follow one after another. So every shard makes the same versions of the same parts, and
@@ -8,9 +8,8 @@ what lies between two `Apply` is a consistent cut: a read that all shards serve 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 __all__ = [
     "EXACT_STALENESS",
@@ -18,9 +17,7 @@ __all__ = [
     "Apply",
     "Counts",
     "Drop",
-    "Machine",
     "Part",
-    "Policy",
     "Pull",
     "Push",
     "Serve",
@@ -105,84 +102,7 @@ class Counts:
 
 
 class Waiting(NamedTuple):
-    """What a machine holds, and for whom."""
+    """What a machine holds."""
 
     pushes: tuple[Push, ...]
     pulls: tuple[Pull, ...]
-    late: tuple[int, ...]
-    """The workers that it waits for; none where nothing is held."""
-
-
-class Machine(Protocol):
-    """Decides for one tensor. Nothing is lost: a push leaves once, in an `Apply` or a `Drop`, a pull in a `Serve`.
-
-    A read sees its client's own earlier pushes: it waits until each of them that has a smaller number was applied or
-    dropped, and until the version is at least what it wants. It is served right after the `Apply` that it waited for.
-    A client's events come in the order of their numbers; an event that raises changes nothing. (Save where a user's
-    `scale` fails for a push that was held, or gives no finite weight: that error ends the machine.)
-    """
-
-    @property
-    def version(self) -> int:
-        """How many steps were made."""
-
-    @property
-    def counts(self) -> Counts:
-        """What became of the pushes."""
-
-    def push(self, event: Push) -> list[Action]:
-        """Return what follows. A number that is not above the last of that worker is a repetition: ignored, counted.
-
-        A push that comes after its worker has left, as when its death was noticed first, is dropped.
-        Raises ValueError for a client that is no worker, and for a base that was never a version.
-        """
-
-    def pull(self, event: Pull) -> list[Action]:
-        """Return its `Serve`, or nothing: then it is held. One that is held already is ignored; any other is served.
-
-        Raises ValueError when it wants less than version 0.
-        """
-
-    def leave(self, worker: int) -> list[Action]:
-        """Take a worker that has finished or is dead off the clock, and return what no longer waits for it.
-
-        What it pushed still counts, and what it pulled is served: who sends it knows whether anybody is there. When the
-        last one leaves, all that is held comes out; reads that want more than will ever be get what there is.
-        Again: nothing happens. Raises ValueError for a client that is no worker.
-        """
-
-    def rest(self, worker: int) -> list[Action]:
-        """Take a worker off the clock for a while, as at a barrier, and return what no longer waits for it.
-
-        What it pushed still counts. When nobody is present all pushes that are held come out; reads of versions to come
-        stay, since workers come back. Who rests or has left: nothing happens. Raises ValueError for a client that is no
-        worker.
-        """
-
-    def resume(self, workers: Iterable[int]) -> None:
-        """Have those of `workers` that rest back on the clock, at the current step: nothing that they missed is due.
-
-        Who pushes while it rests is back by that.
-        """
-
-    def waiting(self) -> Waiting:
-        """Return what is held: for messages and statistics."""
-
-
-class Policy(Protocol):
-    """What the user chooses: immutable, the same on all ranks. Its `repr` is equal where it does the same."""
-
-    @property
-    def accepts(self) -> bool:
-        """Whether a push is done, for its worker, when the server has it; else when it is applied or dropped."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether a push may wait for another worker's."""
-
-    @property
-    def scales(self) -> bool:
-        """Whether weights other than 1 happen."""
-
-    def machine(self, workers: Sequence[int]) -> Machine:
-        """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import inf
 
-__all__ = ["KEEP", "Described", "Stale", "at_least", "checked_scale", "inverse_age", "one_of"]
+__all__ = ["Described", "Stale", "at_least", "checked_scale", "inverse_age", "one_of"]
 
 Scale = Callable[[int], float]
 """The staleness, in versions, to the weight."""
@@ -46,15 +46,16 @@ class Stale:
         return weight
 
 
-KEEP = Stale()
-"""Stale pushes are as good as any."""
-
-
 class Described:
-    """A frozen dataclass whose `repr` is equal on all ranks, where it does the same.
+    """A policy, as a frozen dataclass: its `repr` is equal on all ranks, where it does the same.
 
     A function's own `repr` shows its address. Here it is its name and its values at a few points.
     """
+
+    @property
+    def scales(self) -> bool:
+        """Whether weights other than 1 happen."""
+        return getattr(self, "stale", None) == "scale" or getattr(self, "reduction", None) == "mean"
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
-from aiodist.ps.consistency.base import BaseMachine
 from aiodist.ps.consistency.events import Action, Push
-from aiodist.ps.consistency.stale import KEEP, Described, Scale, Stale, at_least, checked_scale, one_of
+from aiodist.ps.consistency.machine import Machine
+from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 
 __all__ = ["Quorum", "Stepwise", "Synchronous"]
 
@@ -31,17 +31,12 @@ class Synchronous(Described):
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, ("mean", "sum"))
 
-    @property
-    def scales(self) -> bool:
-        """Whether weights other than 1 happen."""
-        return self.reduction == "mean"
-
     def machine(self, workers: Sequence[int]) -> Stepwise:
         """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
-        return Stepwise(workers, KEEP, mean=self.reduction == "mean")
+        return Stepwise(workers, Stale(), mean=self.reduction == "mean")
 
 
-class Stepwise(BaseMachine):
+class Stepwise(Machine):
     """Holds pushes until each worker that is present has one."""
 
     __slots__ = ("_missing",)
@@ -72,9 +67,6 @@ class Stepwise(BaseMachine):
                 return  # nobody is present, nothing is held
             self._missing = sum(not self._held[worker] for worker in self._present)
             self._apply(pushes, actions)
-
-    def _late(self) -> tuple[int, ...]:
-        return tuple(worker for worker, line in self._held.items() if not line and worker in self._present)
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,11 +99,6 @@ class Quorum(Described):
         one_of("stale", self.stale, ("accept", "drop", "scale"))
         checked_scale(self.stale, self.scale)
 
-    @property
-    def scales(self) -> bool:
-        """Whether weights other than 1 happen."""
-        return self.reduction == "mean" or self.stale == "scale"
-
     def machine(self, workers: Sequence[int]) -> FirstOf:
         """Return a machine at version 0. Raises ValueError for fewer than n workers, and for one there twice."""
         if len(workers) < self.n:
@@ -120,7 +107,7 @@ class Quorum(Described):
         return FirstOf(self.n, workers, Stale(drop_above, checked_scale(self.stale, self.scale)), self.reduction)
 
 
-class FirstOf(BaseMachine):
+class FirstOf(Machine):
     """Holds pushes until there are enough."""
 
     __slots__ = ("_count", "_n", "sees_own")
@@ -150,6 +137,3 @@ class FirstOf(BaseMachine):
                 line.clear()
             self._count = 0
             self._apply(pushes, actions)
-
-    def _late(self) -> tuple[int, ...]:
-        return tuple(worker for worker, line in self._held.items() if not line and worker in self._present)

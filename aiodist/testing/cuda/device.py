@@ -1,24 +1,23 @@
-"""The state of the simulated devices, and what a test may do with it."""
+"""The simulated devices and what a test may do with them; and what stands in for torch's streams and events there."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, cast
+from typing import Any, Final, cast
 
 import torch
 
-from aiodist.testing.cuda.lanes import Lane, Marker
+from aiodist.testing.cuda.lanes import Lane, Marker, World
 from aiodist.testing.cuda.memory import Memory
 
-if TYPE_CHECKING:
-    from aiodist.testing.cuda.streams import Event, Stream
-
-__all__ = ["SimulatedCuda", "active", "is_open", "opened"]
+__all__ = ["Event", "SimulatedCuda", "Stream", "active", "device_context", "is_open", "opened", "stream_context"]
 
 _STREAMS_PER_DEVICE: Final = 32  # as torch's pool: later streams share them
+_handles: Final = itertools.count(1)
 _open: Final[list[SimulatedCuda]] = []  # at most one
 
 
@@ -59,7 +58,7 @@ class _ThreadState(threading.local):
         self.backward: dict[int, Lane] = {}  # not empty while it runs
 
 
-class SimulatedCuda:
+class SimulatedCuda(World):
     """What `simulated_cuda()` gives: the devices, seen by a test.
 
     `delay` is the longest time in seconds that a job waits before it runs; it may be set at any time.
@@ -73,21 +72,12 @@ class SimulatedCuda:
     """
 
     def __init__(self, devices: int, seed: int, delay: float) -> None:
+        super().__init__(seed, delay)
         self.count: Final = devices
-        self.seed: Final = seed
-        self.delay = delay
-        self.patience = 30.0  # seconds that the host waits for a stream before it gives up
         self.launches: Final[collections.Counter[str]] = collections.Counter()
-        self.synchronisations: Final[collections.Counter[str]] = collections.Counter()
         self.fallbacks: Final[collections.Counter[str]] = collections.Counter()
-        self.hazards: Final[list[str]] = []
-        self.pinning_fails = False
-        self.condition: Final = threading.Condition(threading.RLock())
-        self.held = 0  # under the condition
-        self.errors: Final[dict[int, BaseException]] = {}  # by device: it stays, as CUDA's
         self.events: Final[dict[bytes, Event]] = {}  # those with a handle
         self.autograd_lanes: Final[set[Lane]] = set()  # on which something ran that backward may read
-        self.closed = False
         self.memory: Final = Memory(self)
         self._lanes: Final = [[Lane(self, i, n) for n in range(_STREAMS_PER_DEVICE + 1)] for i in range(devices)]
         self._made = [0] * devices
@@ -109,15 +99,6 @@ class SimulatedCuda:
         finally:
             self.hold(lanes, -1)
 
-    def hold(self, lanes: list[Lane], by: int) -> None:
-        """Hold these lanes so many times more, or less; all of them where none is given."""
-        with self.condition:
-            if not lanes:
-                self.held += by
-            for lane in lanes:
-                lane.held += by
-            self.condition.notify_all()
-
     @contextlib.contextmanager
     def capturing(self, stream: Stream | torch.cuda.Stream | None = None) -> Iterator[None]:
         """Let `torch.cuda.is_current_stream_capturing()` say yes where this stream (default: current) is current."""
@@ -128,20 +109,11 @@ class SimulatedCuda:
         finally:
             self._capturing.discard(lane)
 
-    def fail(self, index: int, error: BaseException | str) -> None:
-        """Let device `index` fail: what is queued is skipped, and every call that asks it raises, from now on."""
-        self.errors.setdefault(index, RuntimeError(error) if isinstance(error, str) else error)
-
     # --- for what is patched
 
     def capturing_now(self) -> bool:
         """Whether the calling thread's current stream is captured."""
         return self.current_stream().lane in self._capturing
-
-    def check(self, index: int) -> None:
-        """Raise what the device failed with."""
-        if (error := self.errors.get(index)) is not None:
-            raise torch.AcceleratorError(f"CUDA error: {error}") from error
 
     def index(self, device: object = None, *, optional: bool = True) -> int:
         """Return the index of a device given in any way that torch takes; None is the thread's current one."""
@@ -182,8 +154,6 @@ class SimulatedCuda:
         """Return the calling thread's current stream of a device."""
         index = self.index(device)
         if (stream := self._threads.streams.get(index)) is None:
-            from aiodist.testing.cuda.streams import Stream
-
             stream = self._threads.streams[index] = Stream.on(self.default_lane(index))
         return stream
 
@@ -191,13 +161,6 @@ class SimulatedCuda:
         """Make a stream the calling thread's current one, and its device as well."""
         self._threads.streams[stream.lane.index] = stream
         self._threads.index = stream.lane.index
-
-    def wait(self, marker: Marker, index: int, kind: str) -> None:
-        """Let the host wait for a marker; RuntimeError after `patience` seconds, and what the device failed with."""
-        self._count(kind)
-        if not marker.wait(self.patience):
-            raise RuntimeError(f"cuda:{index} did not get that far within {self.patience} s: is a stream held?")
-        self.check(index)
 
     def backward_lane(self, index: int) -> Lane | None:
         """Return the lane on which the calling thread's backward runs, None outside of one."""
@@ -218,10 +181,6 @@ class SimulatedCuda:
             yield
         finally:
             self._threads.backward = before
-
-    def _count(self, kind: str) -> None:
-        with self.condition:
-            self.synchronisations[kind] += 1
 
     def synchronise(self, device: object = None) -> None:
         """Let the host wait for all streams of a device."""
@@ -253,4 +212,214 @@ class SimulatedCuda:
 
 def _lane(stream: Stream | torch.cuda.Stream) -> Lane:
     """Return the lane of what a type checker takes for a real stream."""
-    return cast("Stream", stream).lane
+    return cast(Stream, stream).lane
+
+
+# --- what stands in for torch.cuda.Stream, torch.cuda.Event and the contexts around them
+
+
+class Stream:
+    """A queue of work on one device: two streams wait for each other only where an event says so."""
+
+    lane: Lane
+    device_type = 1  # CUDA's number among the kinds of device
+
+    def __init__(
+        self,
+        device: object = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int = 0,
+        device_type: int = 1,
+    ) -> None:
+        """Take the next stream of the device's pool, or with `stream_id` the one that has it."""
+        world = active()
+        if stream_id is None:
+            self.lane = world.new_lane(world.index(device))
+        else:
+            self.lane = world.lanes(world.index(device_index))[stream_id]
+        self.priority = priority
+
+    @classmethod
+    def on(cls, lane: Lane) -> Stream:
+        """Return the stream of a lane."""
+        self = cls.__new__(cls)
+        self.lane, self.priority = lane, 0
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.lane is self.lane
+
+    def __hash__(self) -> int:
+        return hash(self.lane)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x} (simulated)>"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.lane.index)
+
+    @property
+    def device_index(self) -> int:
+        return self.lane.index
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number which no other stream of the device has; 0 is the default stream."""
+        return self.lane.number
+
+    stream_id = cuda_stream
+
+    def wait_event(self, event: Event) -> None:
+        if event.marker is not None:
+            self.lane.wait_for(event.marker)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        self.lane.world.check(self.lane.index)
+        return self.lane.idle
+
+    def synchronize(self) -> None:
+        self.lane.world.wait(self.lane.mark(), self.lane.index, "stream")
+
+    def hold(self) -> None:
+        """Let nothing on this stream end until `release` (a test's tool: a GPU has none)."""
+        self.lane.world.hold([self.lane], 1)
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self.lane.world.hold([self.lane], -1)
+
+    def __enter__(self) -> Stream:
+        self._context = stream_context(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+        self._context.__exit__(*raised)
+
+
+class _Recorded:
+    """What an event and those opened from its handle share."""
+
+    __slots__ = ("lane", "marker")
+
+    def __init__(self) -> None:
+        self.marker: Marker | None = None
+        self.lane: Lane | None = None
+
+
+class Event:
+    """A place in a stream, over when all that the stream had queued before it is done."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        if interprocess and enable_timing:
+            raise RuntimeError("CUDA error: invalid argument: an interprocess event has no timing")
+        active()
+        self.enable_timing, self.blocking, self.interprocess = enable_timing, blocking, interprocess
+        self._recorded = _Recorded()
+        self._handle: bytes | None = None
+
+    def __repr__(self) -> str:
+        state = "never recorded" if self.marker is None else "over" if self.marker.reached else "pending"
+        return f"<torch.cuda.Event {state} (simulated)>"
+
+    @classmethod
+    def from_ipc_handle(cls, device: object, handle: bytes) -> Event:
+        """Return an event that is over when the one with this handle is."""
+        active().index(device)
+        original = active().events.get(handle)
+        if original is None:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        event = cls(interprocess=True)
+        event._recorded = original._recorded
+        return event
+
+    def ipc_handle(self) -> bytes:
+        """Return 64 bytes that name the event within this process."""
+        if not self.interprocess:
+            raise RuntimeError("CUDA error: invalid resource handle: the event is not interprocess")
+        if self._handle is None:
+            self._handle = next(_handles).to_bytes(64, "little")
+            active().events[self._handle] = self
+        return self._handle
+
+    @property
+    def marker(self) -> Marker | None:
+        """What was recorded last, None before that."""
+        return self._recorded.marker
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self._recorded.lane is None else torch.device("cuda", self._recorded.lane.index)
+
+    def record(self, stream: Stream | None = None) -> None:
+        lane = (active().current_stream() if stream is None else stream).lane
+        recorded = self._recorded
+        if recorded.lane is not None and recorded.lane.index != lane.index:
+            raise RuntimeError(f"Event device {recorded.lane.index} does not match recording stream's {lane.index}")
+        recorded.lane = lane
+        recorded.marker = lane.mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (active().current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        recorded = self._recorded
+        if recorded.lane is None or recorded.marker is None:
+            return True
+        recorded.lane.world.check(recorded.lane.index)
+        return recorded.marker.reached
+
+    def synchronize(self) -> None:
+        recorded = self._recorded
+        if recorded.lane is not None and recorded.marker is not None:
+            recorded.lane.world.wait(recorded.marker, recorded.lane.index, "event")
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.enable_timing and end.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self.marker is None or end.marker is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self.marker.at is None or end.marker.at is None:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end.marker.at - self.marker.at) * 1e3
+
+
+@contextlib.contextmanager
+def stream_context(stream: Stream | None) -> Iterator[None]:
+    """Make a stream current, and its device, until the context ends; None does nothing."""
+    if stream is None:
+        yield
+        return
+    world = active()
+    on_current, on_its = world.current_stream(), world.current_stream(stream.device)
+    world.set_stream(stream)
+    try:
+        yield
+    finally:
+        world.set_stream(on_its)
+        world.set_stream(on_current)
+
+
+@contextlib.contextmanager
+def device_context(device: object) -> Iterator[None]:
+    """Make a device current until the context ends; None and negative numbers do nothing."""
+    world = active()
+    before = world.index()
+    world.set_index(-1 if device is None else device)
+    try:
+        yield
+    finally:
+        world.set_index(before)

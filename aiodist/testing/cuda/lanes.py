@@ -8,14 +8,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from aiodist.testing.cuda.device import SimulatedCuda
-
-__all__ = ["Lane", "Marker"]
+__all__ = ["Lane", "Marker", "World"]
 
 
 class Marker:
@@ -48,6 +45,51 @@ class _Job(NamedTuple):
     works: bool  # no marker: it is delayed, and an error of the device skips it
 
 
+class World:
+    """What lanes and memory see of the simulation that they belong to."""
+
+    def __init__(self, seed: int, delay: float) -> None:
+        self.seed: Final = seed
+        self.delay = delay
+        self.patience = 30.0  # seconds that the host waits for a stream before it gives up
+        self.synchronisations: Final[collections.Counter[str]] = collections.Counter()
+        self.hazards: Final[list[str]] = []
+        self.pinning_fails = False
+        self.condition: Final = threading.Condition(threading.RLock())
+        self.held = 0  # under the condition
+        self.errors: Final[dict[int, BaseException]] = {}  # by device: it stays, as CUDA's
+        self.closed = False
+
+    def hold(self, lanes: list[Lane], by: int) -> None:
+        """Hold these lanes so many times more, or less; all of them where none is given."""
+        with self.condition:
+            if not lanes:
+                self.held += by
+            for lane in lanes:
+                lane.held += by
+            self.condition.notify_all()
+
+    def fail(self, index: int, error: BaseException | str) -> None:
+        """Let device `index` fail: what is queued is skipped, and every call that asks it raises, from now on."""
+        self.errors.setdefault(index, RuntimeError(error) if isinstance(error, str) else error)
+
+    def check(self, index: int) -> None:
+        """Raise what the device failed with."""
+        if (error := self.errors.get(index)) is not None:
+            raise torch.AcceleratorError(f"CUDA error: {error}") from error
+
+    def wait(self, marker: Marker, index: int, kind: str) -> None:
+        """Let the host wait for a marker; RuntimeError after `patience` seconds, and what the device failed with."""
+        self._count(kind)
+        if not marker.wait(self.patience):
+            raise RuntimeError(f"cuda:{index} did not get that far within {self.patience} s: is a stream held?")
+        self.check(index)
+
+    def _count(self, kind: str) -> None:
+        with self.condition:
+            self.synchronisations[kind] += 1
+
+
 class Lane:
     """What one stream has queued, and the daemon thread that does it, started with the first job.
 
@@ -55,7 +97,7 @@ class Lane:
     another `put`: it takes no lock that the same thread cannot take again.
     """
 
-    def __init__(self, world: SimulatedCuda, index: int, number: int) -> None:
+    def __init__(self, world: World, index: int, number: int) -> None:
         self.world: Final = world
         self.index: Final = index
         self.number: Final = number

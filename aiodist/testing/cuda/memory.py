@@ -7,16 +7,13 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import _conj as conjugated
 from torch import _neg_view as negated
 
-from aiodist.testing.cuda.lanes import Lane
-
-if TYPE_CHECKING:
-    from aiodist.testing.cuda.device import SimulatedCuda
+from aiodist.testing.cuda.lanes import Lane, World
 
 __all__ = ["Allocation", "Memory", "poison", "seen_as"]
 
@@ -30,19 +27,20 @@ def _poison_byte(dtype: torch.dtype) -> int:
 
 def poison(t: torch.Tensor) -> None:
     """Fill a plain CPU tensor with what is seen as wrong."""
-    if t.is_floating_point() or t.is_complex():
-        t.fill_(float("nan"))
-    elif t.dtype is torch.bool:
-        t.fill_(True)
-    else:
-        t.fill_(torch.iinfo(t.dtype).max if t.dtype is torch.uint8 else torch.iinfo(t.dtype).min)
+    t.copy_(torch.full((t.itemsize,), _poison_byte(t.dtype), dtype=torch.uint8, device="cpu").view(t.dtype)[0])
 
 
-def _lent(base: torch.UntypedStorage) -> tuple[ctypes.Array[ctypes.c_char], torch.UntypedStorage]:
-    """Return an object that lives as long as the storage does that is returned with it, over the memory of `base`."""
-    lease = (ctypes.c_char * base.nbytes()).from_address(base.data_ptr())
+def _poisoned(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.UntypedStorage, object]:
+    """Return a tensor in new memory, the storage of that, and an object that lives as long as tensors over it do."""
+    span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    nbytes = span * dtype.itemsize
+    base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8, device="cpu").untyped_storage()
+    lease = (ctypes.c_char * nbytes).from_address(base.data_ptr())
     lease.base = base  # type: ignore[attr-defined]
-    return lease, torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+    lent = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+    return _over(lent, dtype, 0, size, stride), base, lease
 
 
 class Allocation:
@@ -79,7 +77,7 @@ class Allocation:
 class Memory:
     """All blocks of one simulation, and the pinned storages."""
 
-    def __init__(self, world: SimulatedCuda) -> None:
+    def __init__(self, world: World) -> None:
         self._world: Final = world
         self._blocks: Final[dict[int, Allocation]] = {}  # by address
         self._pinned: Final[dict[int, weakref.ref[object]]] = {}
@@ -101,13 +99,10 @@ class Memory:
 
     def allocate(self, lane: Lane, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a plain CPU tensor over a new block, poisoned."""
-        nbytes = _span(size, stride) * dtype.itemsize
-        if nbytes == 0:
+        if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-        byte = _poison_byte(dtype)
-        base = torch.full((nbytes,), byte, dtype=torch.uint8, device="cpu").untyped_storage()
-        lease, storage = _lent(base)
-        block = Allocation(base, lane, byte)
+        made, base, lease = _poisoned(size, stride, dtype)
+        block = Allocation(base, lane, _poison_byte(dtype))
         address = base.data_ptr()
 
         def dead(_: object) -> None:
@@ -119,7 +114,7 @@ class Memory:
 
         block.lease = weakref.ref(lease, dead)
         self._blocks[address] = block
-        return _over(storage, dtype, 0, size, stride)
+        return made
 
     def record(self, t: torch.Tensor, lane: Lane) -> None:
         """Keep the block from being poisoned before what the stream has queued when it is freed."""
@@ -140,11 +135,9 @@ class Memory:
         """Return a plain CPU tensor in pinned memory, poisoned."""
         if self._world.pinning_fails:
             raise torch.AcceleratorError("CUDA error: out of memory: page-locked memory cannot be allocated")
-        nbytes = _span(size, stride) * dtype.itemsize
-        if nbytes == 0:
+        if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-        base = torch.full((nbytes,), _poison_byte(dtype), dtype=torch.uint8, device="cpu").untyped_storage()
-        lease, storage = _lent(base)
+        made, base, lease = _poisoned(size, stride, dtype)
         address = base.data_ptr()
 
         def dead(_: object) -> None:
@@ -153,7 +146,7 @@ class Memory:
                 self._freed(index, "pinned memory that a copy had used without waiting for it")
 
         self._pinned[address] = weakref.ref(lease, dead)
-        return _over(storage, dtype, 0, size, stride)
+        return made
 
     def _freed(self, index: int, what: str) -> None:
         """Note what ends the process with torch, whose destructors record an event then, and raise."""
@@ -167,13 +160,6 @@ class Memory:
     def is_pinned(self, t: torch.Tensor) -> bool:
         """Whether a host tensor lies in pinned memory."""
         return t.untyped_storage().data_ptr() in self._pinned
-
-
-def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last."""
-    if 0 in size:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def seen_as(t: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # torch does so when the shape of a result is first asked for; it must see no patched names
@@ -16,9 +17,8 @@ from torch._C._nn import _parse_to
 from torch.autograd.graph import _engine_run_backward
 
 from aiodist.backends import nccl
-from aiodist.testing.cuda.device import SimulatedCuda, active
+from aiodist.testing.cuda.device import Event, SimulatedCuda, Stream, active, device_context, stream_context
 from aiodist.testing.cuda.operators import SimulatedTensor
-from aiodist.testing.cuda.streams import DeviceContext, Event, Stream, StreamContext
 from aiodist.testing.cuda.transfers import index_of, made, moved, pinned
 
 __all__ = ["patched"]
@@ -71,19 +71,12 @@ def patched(world: SimulatedCuda) -> Iterator[None]:
             (nccl.library, {"missing": _no_nccl}),
         ):
             for name, value in names.items():
-                undo.callback(_restorer(owner, name))
-                setattr(owner, name, value)
+                undo.enter_context(patch.object(owner, name, value, create=True))
         yield
 
 
 def _no_nccl() -> str:
     return "NCCL needs a CUDA device, and this one is simulated"
-
-
-def _restorer(owner: Any, name: str) -> Callable[[], None]:  # noqa: ANN401
-    if name in vars(owner):
-        return functools.partial(setattr, owner, name, vars(owner)[name])
-    return functools.partial(delattr, owner, name)  # the base class has it
 
 
 # --- torch.cuda --------------------------------------------------------------------------------------------------
@@ -107,9 +100,6 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
             is_integrated=False,
         )
 
-    def stream(stream: Stream | None) -> StreamContext:
-        return StreamContext(stream)
-
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -122,7 +112,7 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
         "device_count": lambda: world.count,
         "current_device": lambda: world.index(),
         "set_device": world.set_index,
-        "device": DeviceContext,
+        "device": device_context,
         "get_allocator_backend": lambda: "native",
         "get_device_name": name,
         "get_device_capability": lambda device=None: (0, 0),
@@ -132,11 +122,11 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
         "current_stream": world.current_stream,
         "default_stream": lambda device=None: Stream.on(world.default_lane(world.index(device))),
         "set_stream": lambda stream: None if stream is None else world.set_stream(stream),
-        "stream": stream,
+        "stream": stream_context,
         "synchronize": world.synchronise,
         "is_current_stream_capturing": world.capturing_now,
         "Stream": Stream,
-        "StreamContext": StreamContext,
+        "StreamContext": stream_context,
         "Event": Event,
     }
 

@@ -28,17 +28,14 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The simulated one."""
         return torch.device("cuda", self.cuda_index)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """True."""
         return True
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        """False."""
         return False
 
     def on_host(self) -> torch.Tensor:
@@ -49,11 +46,9 @@ class DeviceTensor(torch.Tensor):
             return torch.empty_like(torch.empty(self.shape, dtype=self.dtype)).copy_(self.detach())
 
     def get_device(self) -> int:
-        """Return the device's index."""
         return self.cuda_index
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **more: Any) -> Any:  # noqa: ANN401
-        """Return the type's name, or a tensor of the type `dtype`."""
         if dtype is not None:
             return super().type(dtype, non_blocking, **more)
         return super().type().replace("torch.", "torch.cuda.", 1)
@@ -63,19 +58,15 @@ class DeviceTensor(torch.Tensor):
         active().memory.record(self, stream.lane)
 
     def share_memory_(self) -> Self:
-        """Return the tensor: memory of a device is shared as it is."""
         return self
 
     def is_shared(self) -> bool:
-        """True, as for all memory of a device."""
         return True
 
     def tolist(self) -> Any:  # noqa: ANN401
-        """Wait, and return the numbers."""
         return self.on_host().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401
-        """Raise TypeError, as torch; `force` copies."""
         if not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "

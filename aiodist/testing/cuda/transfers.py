@@ -76,9 +76,10 @@ def moved(
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
     """Return a copy of a tensor on another device (None: the host), through which gradients go back."""
+    how = (index, dtype, non_blocking, memory_format)
     if t.requires_grad and torch.is_grad_enabled():
-        return cast(torch.Tensor, _Move.apply(t, index, dtype, non_blocking, memory_format))  # type: ignore[no-untyped-call]
-    return _moved(t, index, dtype, non_blocking, memory_format)
+        return cast(torch.Tensor, _Move.apply(t, *how))  # type: ignore[no-untyped-call]
+    return _moved(t, *how)
 
 
 class _Move(torch.autograd.Function):
@@ -96,8 +97,8 @@ def _moved(
     t: torch.Tensor,
     index: int | None,
     dtype: torch.dtype | None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
+    non_blocking: bool,
+    memory_format: torch.memory_format,
 ) -> torch.Tensor:
     world = active()
     shape = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")

@@ -53,8 +53,8 @@ async def check(w: World, name: str = "world") -> None:
     assert all(t.cpu().eq(sum(range(1, w.size + 1))).all() for t in ts)
 
 
-async def ended(w: World, group: NcclGroup, *, drained: bool) -> Failure:
-    return await asyncio.wait_for(w.start(lambda done: w.owned[group.rank].destroy(group, done, drained=drained)), 20)
+async def ended(w: World, group: NcclGroup, *, drained: bool) -> None:
+    await asyncio.wait_for(w.owned[group.rank].release(group, drained=drained), 20)
 
 
 # --- opening -----------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ async def test_s3_a_released_group_is_made_again(world: Make) -> None:
     for round in range(3):
         await check(w)
         old = [w.group(rank) for rank in range(2)]
-        assert await asyncio.gather(*(ended(w, group, drained=True) for group in old)) == [None, None]
+        await asyncio.gather(*(ended(w, group, drained=True) for group in old))
         assert all(w.group(rank) is not old[rank] for rank in range(2))
         assert w.nccl.calls.count("destroy") == 2 * (round + 1)
         error = (await w.done([w.call(0, summed(full(w, 0)), group=old[0])]))[0]
@@ -307,14 +307,14 @@ async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     w = world(2)
     await check(w)
-    assert await ended(w, w.group(0), drained=True) is None
+    await ended(w, w.group(0), drained=True)
     assert w.nccl.calls[-2:] == ["finalize", "abort"]
     # One whose abort does not come back either.
     let_go = threading.Event()
     comm = w.comm(1)
     abort = comm.abort
     monkeypatch.setattr(comm, "abort", lambda: (let_go.wait(10), abort()))
-    assert await ended(w, w.group(1), drained=False) is None
+    await ended(w, w.group(1), drained=False)
     let_go.set()
 
 

@@ -1,4 +1,4 @@
-"""Whatever order messages come in, native calls keep the order of issue (S3)."""
+"""Native calls keep, for any order of messages, the order of issue (S3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_s3_a_call_waits_for_the_slots_before() -> None:
     first.run(lambda: made.append("first"))
     first.run(lambda: made.append("first again"))
     assert made == ["first", "first again"]
-    first.give_back()
+    first.release()
     assert made == ["first", "first again", "second"]
     second.run(lambda: made.append("second again"))
     assert made[-1] == "second again"
@@ -31,15 +31,15 @@ def test_s3_a_slot_is_given_back_once_and_gives_no_more_calls() -> None:
     made: list[str] = []
     first, second, third = order.take(), order.take(), order.take()
     second.run(lambda: made.append("second"))
-    second.give_back()
-    second.give_back()
+    second.release()
+    second.release()
     with pytest.raises(RuntimeError, match="given back"):
         second.run(lambda: None)
     third.run(lambda: made.append("third"))
     assert made == []
-    first.give_back()
+    first.release()
     assert made == ["second", "third"]
-    third.give_back()
+    third.release()
     assert len(order) == 0
 
 
@@ -48,11 +48,11 @@ def test_s3_when_the_order_matters_no_more_everything_is_called_at_once() -> Non
     made: list[str] = []
     first, second = order.take(), order.take()
     second.run(lambda: made.append("second"))
-    order.release()
+    order.run_all()
     assert made == ["second"]
     first.run(lambda: made.append("first"))
     assert made == ["second", "first"]
-    first.give_back()
+    first.release()
     late = order.take()
     late.run(lambda: made.append("late"))
     assert made[-1] == "late"
@@ -66,13 +66,13 @@ def test_s3_what_a_call_adds_comes_after_it() -> None:
     def call() -> None:
         second.run(lambda: made.append("second"))
         first.run(lambda: made.append("added"))
-        first.give_back()
+        first.release()
         order.take().run(lambda: made.append("third"))
         made.append("call")
 
     first.run(call)
     assert made == ["call", "added", "second"]
-    second.give_back()
+    second.release()
     assert made == ["call", "added", "second", "third"]
 
 
@@ -93,10 +93,10 @@ def test_s3_any_interleaving_keeps_the_order_and_loses_nothing(seed: int) -> Non
         if calls:
             slot.run(partial(made.append, calls.pop(0)))
         else:
-            slot.give_back()
+            slot.release()
             steps.remove((slot, calls))
         if released and rng.random() < 0.1:
-            order.release()
+            order.run_all()
     assert sorted(made) == sorted(expected)
     if not released:
         assert made == expected

@@ -140,7 +140,7 @@ async def test_s3_broadcast_and_allgather_move_every_kind(world: Make, size: int
 
 
 async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make) -> None:
-    """Each operation has a stream of its own; whoever lets the queue go on has another one current."""
+    """Each operation has a stream of its own; the thread that lets the queue go on has another one current."""
     size, count = 2, 12
     w = world(size, dawdle=5, seed=3)
     rng = random.Random(7)
@@ -164,7 +164,7 @@ async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make
             ) -> None:
                 with torch.cuda.stream(stream):
                     NcclNative(w.open(rank), slot).start(Operation("allreduce", t, op=ReduceOp.MEAN), done)
-                slot.give_back()
+                slot.release()
 
             futures.append(w.start(enqueue))
             checks.append((number, t, stream))

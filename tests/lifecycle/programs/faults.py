@@ -1,4 +1,4 @@
-"""Ranks that disagree: `faults.py`, on three ranks. Each rank says what it was told, and how soon."""
+"""Ranks that disagree: `faults.py`, on three ranks. Each rank says what it was told, and how soon at best."""
 
 from __future__ import annotations
 
@@ -74,23 +74,22 @@ def odd(coll: aiodist.Communicator) -> bool:
     return coll.rank == coll.size - 1
 
 
-async def one(coll: aiodist.Communicator, issue: Issue, name: str) -> None:
-    """Issue it, and say what this rank was told."""
+async def one(coll: aiodist.Communicator, issue: Issue) -> tuple[str, float]:
+    """Issue it; return what this rank was told, and after how many seconds."""
     began = time.monotonic()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await issue(coll)
     except aiodist.MismatchError as error:
         text = str(error)
         others = "rank 0: " if coll.size == 2 else "ranks 0, 1: "
         told = others in text and f"rank {coll.size - 1}: " in text and text.count("faults.py:") >= 2
         kind = "both sides" if told else text
-    except BaseException as error:  # noqa: BLE001  - whatever else it is goes into the report
+    except BaseException as error:  # noqa: BLE001  - any other error goes into the report
         kind = f"{type(error).__name__}: {error}"
     else:
         kind = "nothing"
-    soon = time.monotonic() - began
-    say(f"{name} {issue.__name__}:", kind, "within a second" if soon < 1.0 else f"after {soon:.2f} s")
+    return kind, time.monotonic() - began
 
 
 async def main() -> None:
@@ -99,12 +98,17 @@ async def main() -> None:
         for comm in (coll, pair):
             if comm.rank >= 0:
                 for issue in KINDS:
-                    await one(comm, issue, str(comm.size))
-                    if issue is other_order:  # of the two, the second was still to come
-                        await comm.barrier()
-                    assert await comm.allreduce(1) == comm.size
-                    held = await comm.allgather(torch.full((40_000,), comm.rank))
-                    assert [t.unique().tolist() for t in held] == [[rank] for rank in range(comm.size)]
+                    told = []
+                    for _ in range(3):  # the machine may stand still for a while, once
+                        told.append(await one(comm, issue))
+                        if issue is other_order:  # of the two, the second was still to come
+                            await comm.barrier()
+                        assert await comm.allreduce(1) == comm.size
+                        held = await comm.allgather(torch.full((40_000,), comm.rank))
+                        assert [t.unique().tolist() for t in held] == [[rank] for rank in range(comm.size)]
+                    kinds, soonest = sorted({kind for kind, _ in told}), min(seconds for _, seconds in told)
+                    soon = "within a second" if soonest < 1.0 else f"after {soonest:.2f} s"
+                    say(f"{comm.size} {issue.__name__}:", *kinds, soon)
         await coll.barrier()
     say("went on: yes")
 

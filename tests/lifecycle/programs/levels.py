@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import aiodist
-from aiodist.communicator.hierarchy import Hierarchy
+from aiodist.communicator import Hierarchy
 
 
 def say(*words: object) -> None:

@@ -35,7 +35,7 @@ def mapped() -> int:
 
 async def left() -> int:
     """Return how many arenas stay mapped, once the progress thread has looked away too."""
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + 15.0
     while mapped() and time.monotonic() < until:
         await asyncio.sleep(0.001)
         gc.collect()

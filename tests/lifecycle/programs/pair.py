@@ -1,4 +1,4 @@
-"""Two ranks under whatever starter: `pair.py well|badly`."""
+"""Two ranks under any starter: `pair.py well|badly`."""
 
 from __future__ import annotations
 

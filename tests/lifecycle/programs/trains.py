@@ -1,4 +1,4 @@
-"""A training job under whatever starter; says where it ran and how it ended."""
+"""A training job under any starter; says where it ran and how it ended."""
 
 from __future__ import annotations
 

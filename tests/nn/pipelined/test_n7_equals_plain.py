@@ -1,4 +1,4 @@
-"""N7: whatever the model and the optimizer, the results of pipelined steps are those of a plain loop."""
+"""N7: for any model and optimizer, the results of pipelined steps are those of a plain loop."""
 
 from __future__ import annotations
 

@@ -4,17 +4,46 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from aiodist.ps.consistency.events import EXACT_STALENESS, Action, Apply, Counts, Drop, Part, Pull, Push, Serve, Waiting
-from aiodist.ps.consistency.reads import WaitingReads
 from aiodist.ps.consistency.stale import Stale
 
-__all__ = ["BaseMachine"]
+__all__ = ["Machine", "Policy"]
+
+_NONE = -1  # below the numbers of all pushes
 
 
-class BaseMachine(ABC):
-    """A machine that lacks when to make a step, and of which pushes."""
+class Policy(Protocol):
+    """What the user chooses: immutable, the same on all ranks. Its `repr` is equal where it does the same."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a push is done, for its worker, when the server has it; else when it is applied or dropped."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a push may wait for another worker's."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether weights other than 1 happen."""
+
+    def machine(self, workers: Sequence[int]) -> Machine:
+        """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
+
+
+class Machine(ABC):
+    """Decides for one tensor. Nothing is lost: a push leaves once, in an `Apply` or a `Drop`, a pull in a `Serve`.
+
+    A read sees its client's own earlier pushes: it waits until each of them that has a smaller number was applied or
+    dropped, and until the version is at least what it wants. It is served right after the `Apply` that it waited for.
+    A client's events come in the order of their numbers; an event that raises changes nothing. (Save where a user's
+    `scale` fails for a push that was held, or gives no finite weight: that error ends the machine.)
+
+    Each policy says when to make a step, and of which pushes: `_take` and `_without`.
+    """
 
     sees_own = True
     """A read waits for its client's own pushes that are held."""
@@ -26,18 +55,24 @@ class BaseMachine(ABC):
         if not workers or len(set(workers)) != len(workers):
             raise ValueError(f"workers {list(workers)}: expected at least one, each of them once")
         self.version = 0
+        """How many steps were made."""
         self.counts = Counts()
         self._stale = stale
         self._mean = mean
         self._full = full
         self._present = set(workers)
         self._resting: set[int] = set()
-        self._last = dict.fromkeys(workers, -1)  # the number of the last push of each
+        self._last = dict.fromkeys(workers, _NONE)  # the number of the last push of each
         self._held: dict[int, deque[Push]] = {worker: deque() for worker in sorted(workers)}
-        self._reads = WaitingReads()
+        self._reads: dict[tuple[int, int], tuple[Pull, int]] = {}
+        """Those that wait, by client and number, each with the number of the push of its client that it waits for."""
 
     def push(self, event: Push) -> list[Action]:
-        """Return what follows a push: see `Machine`."""
+        """Return what follows. A number that is not above the last of that worker is a repetition: ignored, counted.
+
+        A push that comes after its worker has left, as when its death was noticed first, is dropped.
+        Raises ValueError for a client that is no worker, and for a base that was never a version.
+        """
         worker, number, base = event
         if number <= self._last_of(worker):
             self.counts.repeated += 1
@@ -58,32 +93,46 @@ class BaseMachine(ABC):
         return actions
 
     def pull(self, event: Pull) -> list[Action]:
-        """Return the `Serve` of a read, or nothing: see `Machine`."""
+        """Return its `Serve`, or nothing: then it is held. One that is held already is ignored; any other is served.
+
+        Raises ValueError when it wants less than version 0.
+        """
         client, number, wants = event
         if wants < 0:
             raise ValueError(f"pull {number} of client {client} wants version {wants}: expected 0 or more")
-        if event in self._reads:
+        if (client, number) in self._reads:
             return []
         held = self._held.get(client, ()) if self.sees_own else ()
-        after = next((push.number for push in reversed(held) if push.number < number), None)
-        if after is None and (wants <= self.version or self._over):
+        after = next((push.number for push in reversed(held) if push.number < number), _NONE)
+        if after == _NONE and (wants <= self.version or self._over):
             return [Serve(client, number, self.version)]
-        self._reads.hold(event, after)
+        self._reads[client, number] = (event, after)
         return []
 
     def leave(self, worker: int) -> list[Action]:
-        """Return what follows when a worker leaves: see `Machine`."""
+        """Take a worker that has finished or is dead off the clock, and return what no longer waits for it.
+
+        What it pushed still counts, and what it pulled is served: who sends it knows whether anybody is there. When the
+        last one leaves, all that is held comes out; reads that want more than will ever be get what there is.
+        Again: nothing happens. Raises ValueError for a client that is no worker.
+        """
         self._last_of(worker)
         actions: list[Action] = []
         if worker in self._present or worker in self._resting:
             self._resting.discard(worker)
             self._off_the_clock(worker, actions)
             if self._over:
-                self._reads.end(self.version, actions)
+                actions += [Serve(client, number, self.version) for client, number in self._reads]
+                self._reads.clear()
         return actions
 
     def rest(self, worker: int) -> list[Action]:
-        """Return what follows when a worker rests: see `Machine`."""
+        """Take a worker off the clock for a while, as at a barrier, and return what no longer waits for it.
+
+        What it pushed still counts. When nobody is present all pushes that are held come out; reads of versions to come
+        stay, since workers come back. Who rests or has left: nothing happens. Raises ValueError for a client that is no
+        worker.
+        """
         self._last_of(worker)
         actions: list[Action] = []
         if worker in self._present:
@@ -92,11 +141,19 @@ class BaseMachine(ABC):
         return actions
 
     def resume(self, workers: Iterable[int]) -> None:
-        """Have those of `workers` that rest back: see `Machine`."""
+        """Have those of `workers` that rest back on the clock, at the current step: nothing that they missed is due.
+
+        Who pushes while it rests is back by that.
+        """
         back = self._resting.intersection(workers)
         if back:
             self._resting -= back
             self._back_on_the_clock(back)
+
+    def waiting(self) -> Waiting:
+        """Return what is held."""
+        pushes = tuple(push for line in self._held.values() for push in line)
+        return Waiting(pushes, tuple(event for event, _ in self._reads.values()))
 
     @property
     def _over(self) -> bool:
@@ -111,12 +168,6 @@ class BaseMachine(ABC):
     def _back_on_the_clock(self, workers: set[int]) -> None:
         """Wait for these too, from the current step on."""
         self._present |= workers
-
-    def waiting(self) -> Waiting:
-        """Return what is held."""
-        pushes = tuple(push for line in self._held.values() for push in line)
-        pulls = self._reads.held()
-        return Waiting(pushes, pulls, (self._late() or tuple(sorted(self._resting))) if pushes or pulls else ())
 
     def _last_of(self, worker: int) -> int:
         try:
@@ -133,7 +184,18 @@ class BaseMachine(ABC):
         self.counts.incomplete += len(parts) < self._full
         actions.append(Apply(self.version, parts))
         if self._reads:
-            self._reads.applied(parts, self.version, actions)
+            self._serve({part.worker: part.number for part in parts}, actions)
+
+    def _serve(self, applied: Mapping[int, int], actions: list[Action]) -> None:
+        """Serve the reads that waited for this step; `applied` is the last push of each worker in it."""
+        for key, (event, after) in list(self._reads.items()):
+            if applied.get(event.client, _NONE) < after:
+                continue
+            if event.wants <= self.version:
+                del self._reads[key]
+                actions.append(Serve(event.client, event.number, self.version))
+            else:
+                self._reads[key] = (event, _NONE)
 
     def _weight(self, base: int) -> float:
         """Count a push that is applied, and return what multiplies it."""
@@ -152,7 +214,3 @@ class BaseMachine(ABC):
     @abstractmethod
     def _without(self, worker: int, actions: list[Action]) -> None:
         """Make the steps that waited for one who is no longer present; all of them, if nobody is."""
-
-    @abstractmethod
-    def _late(self) -> tuple[int, ...]:
-        """Return the workers that what is held waits for."""

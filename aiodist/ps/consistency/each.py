@@ -1,4 +1,4 @@
-"""Bounded staleness: nobody is more than so many pushes ahead of the slowest."""
+"""Each push is a step of its own: at once, or when its worker is no more than so many ahead of the slowest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,56 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import ClassVar, Literal
 
-from aiodist.ps.consistency.base import BaseMachine
-from aiodist.ps.consistency.events import Action, Machine, Push
+from aiodist.ps.consistency.events import Action, Push
+from aiodist.ps.consistency.machine import Machine
 from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 from aiodist.ps.consistency.steps import Stepwise
 
-__all__ = ["Bounded"]
+__all__ = ["Asynchronous", "Bounded"]
+
+
+@dataclass(frozen=True, repr=False)
+class Asynchronous(Described):
+    """Each push makes a version as soon as it comes; nobody waits for anybody.
+
+    What is more than `max_staleness` versions old is dropped, or multiplied by `scale(staleness)`, 1 / (1 + staleness)
+    where none is given. With None nothing is dropped, and "scale" scales them all. A worker's own pushes make versions
+    too: it grows stale when it pushes without reading. Raises ValueError for anything else.
+    """
+
+    accepts: ClassVar[bool] = False
+    holds: ClassVar[bool] = False
+
+    max_staleness: int | None = None
+    stale: Literal["drop", "scale"] = "drop"
+    scale: Scale | None = None
+
+    def __post_init__(self) -> None:
+        one_of("stale", self.stale, ("drop", "scale"))
+        if self.max_staleness is not None:
+            at_least("max_staleness", self.max_staleness, 0)
+        checked_scale(self.stale, self.scale)
+
+    def machine(self, workers: Sequence[int]) -> Asynchronously:
+        """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
+        limit = self.max_staleness
+        if self.stale == "scale":
+            stale = Stale(scale=checked_scale(self.stale, self.scale), scale_above=-1 if limit is None else limit)
+        else:
+            stale = Stale(drop_above=inf if limit is None else limit)
+        return Asynchronously(workers, stale)
+
+
+class Asynchronously(Machine):
+    """Holds nothing but reads of versions to come."""
+
+    __slots__ = ()
+
+    def _take(self, event: Push, actions: list[Action]) -> None:
+        self._apply((event,), actions)
+
+    def _without(self, worker: int, actions: list[Action]) -> None:
+        pass
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,11 +86,6 @@ class Bounded(Described):
         one_of("stale", self.stale, ("accept", "scale"))
         checked_scale(self.stale, self.scale)
 
-    @property
-    def scales(self) -> bool:
-        """Whether weights other than 1 happen."""
-        return self.stale == "scale"
-
     def machine(self, workers: Sequence[int]) -> Machine:
         """Return a machine at version 0. Raises ValueError for no workers, and for one that is there twice."""
         stale = Stale(scale=checked_scale(self.stale, self.scale))
@@ -55,7 +94,7 @@ class Bounded(Described):
         return Boundedly(self.staleness, workers, stale)
 
 
-class Boundedly(BaseMachine):
+class Boundedly(Machine):
     """Holds the pushes of those who are too far ahead; a staleness of at least 1 never holds the slowest."""
 
     __slots__ = ("_ahead", "_arrivals", "_at", "_clocks", "_count", "_slowest")
@@ -133,8 +172,3 @@ class Boundedly(BaseMachine):
         ready = [(line[0], worker) for worker, line in self._arrivals.items() if line and self._allowed(worker)]
         heapify(ready)
         return ready
-
-    def _late(self) -> tuple[int, ...]:
-        return tuple(
-            worker for worker in self._held if worker in self._present and self._clocks[worker] == self._slowest
-        )

@@ -1,0 +1,44 @@
+"""Has Python import torch without looking for garbage: it leaves so many objects that each later look takes 0.1 s.
+
+Every process that a quick run of the tests starts has this folder on its PYTHONPATH, so that it imports this module
+first. An import of torch and the end of the process take 0.5 s less, of 1.6 s. Garbage of all that comes later is
+collected as ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class _Torch(PathFinder):
+    """Finds torch once, and has it loaded without collections."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def without_collections(module: ModuleType) -> None:
+            gc.disable()
+            try:
+                load(module)
+            finally:
+                gc.freeze()
+                gc.enable()
+
+        spec.loader.exec_module = without_collections  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Torch)
