@@ -175,7 +175,7 @@ async def test_h2_h3_done_means_data_and_it_completes_once(coll: Communicator, k
         await asking.finish()
         await asking.over(handle)
         assert asking.right[0](handle.result())
-        for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.withdraw):
+        for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.set_cancelled):
             with pytest.raises(asyncio.InvalidStateError, match="done already"):
                 settle()
         assert not handle.cancel()

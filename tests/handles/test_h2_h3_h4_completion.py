@@ -91,7 +91,7 @@ async def test_h2_a_stream_lets_go_of_arguments_and_results() -> None:
 
 async def test_h3_completes_once(bench: Any) -> None:
     handle = await bench.ended(1)
-    for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.withdraw):
+    for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.set_cancelled):
         with pytest.raises(asyncio.InvalidStateError, match="done already"):
             settle()
     assert not handle.cancel()

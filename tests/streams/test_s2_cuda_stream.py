@@ -78,7 +78,7 @@ async def test_s2_copies_of_other_shapes_and_dtypes_are_errors() -> None:
     stream = CudaStream.of("to-device")
     with pytest.raises(ValueError, match=r"copy of float32 \[3\] into float32 \[4\]: expected the same"):
         stream.copy(torch.empty(4, device="cuda"), torch.ones(3))
-    with pytest.raises(ValueError, match=r"into torch\.float64"):
+    with pytest.raises(ValueError, match=r"into float64"):
         stream.copy(torch.empty(3, device="cuda", dtype=torch.float64), torch.ones(3))
 
 
