@@ -17,6 +17,7 @@ import aiodist
 from aiodist.control import HUB, Hub, HubOptions, connect
 from aiodist.control.client import SocketChannel
 from aiodist.errors import PeerLost
+from tests.support.environ import python_path
 
 ROOT = Path(aiodist.__file__).parents[1]
 
@@ -58,7 +59,7 @@ async def child(body: str, *args: object) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-W", "error", "-c", PRELUDE + body, *map(str, args),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )  # fmt: skip
     try:
         yield Child(process)

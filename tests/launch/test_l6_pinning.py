@@ -23,6 +23,7 @@ from aiodist.errors import ConfigError
 from aiodist.topology import Topology
 from aiodist.world import pinning
 from aiodist.world.pinning import pinned, share, warn_of_one_core
+from tests.support.environ import python_path
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,7 +68,7 @@ def ranks(folder: Path, *options: str, n: int = 2) -> dict[int, tuple[list[objec
     done = subprocess.run(
         [*command, *options, "script.py"],
         cwd=folder,
-        env={**environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=50,
@@ -94,7 +95,7 @@ def test_l6_what_the_user_chose_stays(tmp_path: Path) -> None:
         "async def", f"os.sched_setaffinity(0, [{ALLOWED}[int(os.environ['AIODIST_RANK'])]])\nasync def"
     )
     (tmp_path / "bound.py").write_text(bound)
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "2"}
+    environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "2"}
     command = [
         sys.executable,
         "-m",
@@ -221,7 +222,7 @@ def test_l6_a_program_with_workers_is_warned_once_where_it_has_one_core(tmp_path
     done = subprocess.run(
         [sys.executable, "-c", held],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=50,

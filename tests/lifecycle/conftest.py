@@ -23,6 +23,7 @@ import pytest
 import aiodist
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
+from tests.support.environ import python_path
 
 HERE = Path(__file__).parent
 ROOT = Path(aiodist.__file__).parents[1]
@@ -157,7 +158,7 @@ class Run(Jobs):
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running nursery."""
     folder = tmp_path_factory.mktemp("nursery")
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(
         [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import aiodist
+from tests.support.environ import python_path
 
 ROOT = Path(aiodist.__file__).parents[1]
 RANK = """
@@ -50,7 +51,7 @@ def job(folder: Path, kernels: list[str], **environ: str) -> list[dict[str, Any]
         place = {"AIODIST_RANK": str(rank), "AIODIST_SIZE": str(len(kernels)), "AIODIST_TOKEN": "it"}
         where = {
             "AIODIST_RENDEZVOUS": (folder / "meet").as_uri(),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}",
+            "PYTHONPATH": python_path(),
         }
         everything = {**os.environ, **place, **where, **environ}
         ranks.append(
