@@ -51,7 +51,7 @@ typedef struct core_op {
     uint64_t count;          // of `in`; of a broadcast and an allgather: what all bring together
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
     const uint64_t *received;  // by rank: alltoall
-    core_place in_at, out_at;  // where others can reach them
+    core_place in_at;        // where others can reach `in`
 
     // Found.
     _Atomic uint32_t state;  // core_state; release when final, pairs with the acquire in core_op_state
@@ -75,7 +75,9 @@ typedef struct core_lane core_lane;
 size_t core_block_bytes(void);
 
 // Returns this rank's share of a lane, NULL without memory. `block` are core_block_bytes() zeroed bytes of this rank's
-// memory, aligned to 128; `stage`, at `stage_at`, are `stage_bytes` more (0: none, then only short operations work).
+// memory, aligned to 128; `stage`, at `stage_at`, are `stage_bytes` more, as many on all ranks. NULL too where these are
+// fewer than CORE_LEAST_STAGE_BYTES for each rank.
+#define CORE_LEAST_STAGE_BYTES 4096
 core_lane *core_lane_open(unsigned rank, unsigned ranks, void *block, void *stage, size_t stage_bytes,
                           core_place stage_at);
 void core_lane_close(core_lane *);

@@ -15,6 +15,7 @@ size_t core_block_bytes(void) { return sizeof(struct block); }
 
 core_lane *core_lane_open(unsigned rank, unsigned ranks, void *block, void *stage, size_t stage_bytes,
                           core_place stage_at) {
+    if (stage_bytes < (size_t)ranks * CORE_LEAST_STAGE_BYTES) return NULL;
     core_lane *lane = calloc(1, sizeof *lane + ranks * sizeof lane->peers[0]);
     const void **pointers = calloc(3 * (size_t)ranks, sizeof *pointers);
     if (lane == NULL || pointers == NULL) {

@@ -165,7 +165,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
-        .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0}, .out_at = {CORE_NOWHERE, 0},
+        .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
     };
     if (!core_op_valid(&f->op, ranks)) abort();
     while (!core_lane_hold(rank[me].lane)) sched_yield();
@@ -285,6 +285,7 @@ int main(int argc, char **argv) {
     static const unsigned sizes[] = {1, 2, 3, 5, 8};
     for (unsigned c = 0; c < sizeof sizes / sizeof *sizes; c++) {
         ranks = sizes[c];
+        core_kernels_limit((int)((seed + c) % 3));
         make_specs(seed + c);
         leaver = MOST_RANKS;
         play();
