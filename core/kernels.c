@@ -2,6 +2,9 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 struct choice {
     core_kernel *kernel;
@@ -62,6 +65,27 @@ static table best(void) {
     if (level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return table_avx2;
 #endif
     return table_baseline;
+}
+
+void core_stream(void *to, const void *from, size_t nbytes) {
+#if defined(__x86_64__)
+    enum { LINE = 64 };
+    uint8_t *target = to;
+    const uint8_t *source = from;
+    size_t lead = -(uintptr_t)target % LINE;  // whole lines go out at once
+    if (nbytes < lead + LINE) lead = nbytes;
+    memcpy(target, source, lead);
+    size_t at = lead;
+    for (; at + LINE <= nbytes; at += LINE) {
+        __m128i line[LINE / sizeof(__m128i)];
+        memcpy(line, source + at, LINE);
+        for (size_t i = 0; i < LINE / sizeof *line; i++) _mm_stream_si128((__m128i *)(target + at) + i, line[i]);
+    }
+    _mm_sfence();  // these stores are in no order with others else, a release among them
+    memcpy(target + at, source + at, nbytes - at);
+#else
+    memcpy(to, from, nbytes);
+#endif
 }
 
 unsigned core_itemsize(unsigned dtype) {

@@ -21,6 +21,10 @@ typedef void core_kernel(void *const *outs, int nouts, const void *const *ins, i
 // operation. A mean has the kernel of the sum. `*scale` is how many of its elements make one of `dtype`.
 core_kernel *core_kernel_for(unsigned dtype, unsigned reduction, unsigned *scale);
 
+// Copies `nbytes` that do not overlap past the caches: without reading what lies at `to` first, and without waiting for
+// caches of other cores that hold it.
+void core_stream(void *to, const void *from, size_t nbytes);
+
 // Returns the size of an element in bytes, 0 for no dtype.
 unsigned core_itemsize(unsigned dtype);
 

@@ -185,6 +185,7 @@ static bool post(core_lane *lane, core_op *op) {
         entry->nbytes = nbytes;
     }
     if (to != NULL) way_post(lane, op, entry, to);
+    if (form == LARGE && lane->portioned == 0) way_begin(lane, op);
     atomic_store_explicit(&entry->number, k + 1, memory_order_release);
     lane->next_number++;
     lane->next_portion += whole;
@@ -304,7 +305,7 @@ static enum outcome step(core_lane *lane) {
     return outcome;
 }
 
-static uint64_t now(void) {
+uint64_t lane_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
@@ -325,7 +326,7 @@ bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
         if (!posted && !stepped) break;
         moved = true;
         if (lane->first == NULL) break;
-        uint64_t time = now();
+        uint64_t time = lane_now();
         if (until == 0) until = time + nanoseconds;
         if (time >= until) break;
     }

@@ -13,6 +13,9 @@ enum {
     AHEAD = 2,                // portions that are filled ahead of the one that is worked on
     SLICE_BYTES = 1 << 16,    // worked on between two looks at the clock
     WHOLE_BYTES = 1 << 15,    // that travel with the entry: one meeting
+    TIMED_BYTES = 1 << 15,    // of which the storing is timed, to see how far the caches of the other ranks are
+    FAR_BYTES_PER_US = 4096,  // that are stored at least where they are near
+    STREAMED = 16,            // stores past the caches before it is seen whether they are near by now
 };
 
 struct peer {
@@ -45,6 +48,8 @@ struct core_lane {
     struct loan loans[PLACES];
     uint64_t loans_first, loans_last;
 
+    unsigned slow, streamed; // stores into the stage, one after the other: see `put`
+
     uint32_t abandoned;      // core_state that all operations end with from now on, 0 while it works
     uint32_t culprit;
     uint64_t parting;        // 1 + the operation in which a rank was found to have left
@@ -72,6 +77,9 @@ int64_t lane_lend(core_lane *, uint64_t portion, uint64_t nbytes);
 // Says that this rank needs none of the first `portions` portions any more.
 void lane_consume(core_lane *, uint64_t portions);
 
+// Returns nanoseconds on a clock that never goes back.
+uint64_t lane_now(void);
+
 static inline const struct entry *entry_of(const core_lane *lane, unsigned rank, const core_op *op) {
     return &lane->peers[rank].block->entries[op->number % ENTRIES];
 }
@@ -88,6 +96,9 @@ uint64_t way_posted_bytes(const core_lane *, const core_op *);
 
 // Copies them.
 void way_post(const core_lane *, const core_op *, struct entry *, uint8_t *to);
+
+// Lends the first portion before the ranks meet, where it is sure to be wanted: so what fits in it takes one meeting.
+void way_begin(core_lane *, core_op *);
 
 // All ranks have posted the same: does the operation (ENDED) or chooses how it goes on (MOVED). FAILED: what rank
 // `*who` said makes no sense. WAITS: for a segment.

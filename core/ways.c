@@ -278,6 +278,27 @@ static bool reached(core_lane *lane, const core_op *op, bool reduced, uint64_t j
     return true;
 }
 
+static bool far(const core_lane *lane) { return lane->slow > 1 && lane->streamed < STREAMED; }
+
+// Copies into the stage. Where the caches of the ranks that read it are far, as in another socket or another complex of
+// cores, plain stores wait until these have let each line go (2 GB/s were seen, and 10 where they are near), and it is
+// quicker to store past all caches; where they are near it is slower. Threads move, so it is measured again and again;
+// one slow store may be due to another process.
+static void put(core_lane *lane, uint8_t *to, const uint8_t *from, uint64_t nbytes) {
+    if (nbytes < TIMED_BYTES) {
+        memcpy(to, from, nbytes);
+    } else if (far(lane)) {
+        lane->streamed++;
+        core_stream(to, from, nbytes);
+    } else {
+        uint64_t begin = lane_now();
+        memcpy(to, from, nbytes);
+        bool slow = (lane_now() - begin) * FAR_BYTES_PER_US > nbytes * 1000;
+        lane->slow = slow ? lane->slow + 1 : 0;
+        lane->streamed = 0;
+    }
+}
+
 // Copies the pieces of portion `j` that others take into the stage; false while there is no room.
 static bool fill(core_lane *lane, core_op *op, uint64_t j) {
     uint64_t item = itemsize(op), stride = op->piece * item, first = j * op->piece;
@@ -297,10 +318,15 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
             n = op->sent[q];
         }
         uint64_t last = least(first + op->piece, n);
-        if (last > first) memcpy(to + q * stride, in + (begin + first) * item, (last - first) * item);
+        if (last > first) put(lane, to + q * stride, in + (begin + first) * item, (last - first) * item);
     }
     atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);
     return true;
+}
+
+void way_begin(core_lane *lane, core_op *op) {
+    bool private = op->in_at.segment == CORE_NOWHERE;  // else it may be done in place
+    if (private && op->kind != CORE_ALLTOALL && lends(lane, op, lane->rank)) op->filled = fill(lane, op, 0);
 }
 
 // Reduces this rank's part of portion `j`, into its tensor and into its stage.
@@ -320,9 +346,12 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
             lane->sources[q] = at;
         }
         bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is left alone
-        lane->targets[0] = lane->stage + lane->mine->places[(op->base + j) % PLACES] + me * op->piece * item;
+        uint8_t *lent = lane->stage + lane->mine->places[(op->base + j) % PLACES] + me * op->piece * item;
+        bool copied = keeps && far(lane);
+        lane->targets[0] = copied ? mine : lent;
         lane->targets[1] = mine;
-        reduce(lane, op, keeps ? 2 : 1, lane->ranks, last - first, lane->ranks);
+        reduce(lane, op, keeps && !copied ? 2 : 1, lane->ranks, last - first, lane->ranks);
+        if (copied) put(lane, lent, mine, (last - first) * item);
     }
     atomic_store_explicit(&lane->mine->reduced, op->base + j + 1, memory_order_release);
     return MOVED;
