@@ -20,12 +20,20 @@
 
 #include "core.h"
 
+// With small ones a test comes to their ends within few steps.
+#ifndef CORE_ENTRIES
+#define CORE_ENTRIES 64
+#define CORE_PLACES 16
+#define CORE_PORTION_BYTES (1 << 18)
+#define CORE_WHOLE_BYTES (1 << 15)
+#endif
+
 enum {
     LINE = 64,
-    ENTRIES = 64,        // how many operations may be under way between the first and the last rank
+    ENTRIES = CORE_ENTRIES,  // how many operations may be under way between the first and the last rank
     TINY_BYTES = 32,     // what fits beside the fingerprint, in one line
     SHORT_BYTES = 384,   // what fits in an entry
-    PLACES = 16,         // portions that may be lent at a time
+    PLACES = CORE_PLACES,  // portions that may be lent at a time
 };
 
 // Where a rank's part of an operation is.

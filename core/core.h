@@ -77,7 +77,9 @@ size_t core_block_bytes(void);
 // Returns this rank's share of a lane, NULL without memory. `block` are core_block_bytes() zeroed bytes of this rank's
 // memory, aligned to 128; `stage`, at `stage_at`, are `stage_bytes` more, as many on all ranks. NULL too where these are
 // fewer than CORE_LEAST_STAGE_BYTES for each rank.
+#ifndef CORE_LEAST_STAGE_BYTES
 #define CORE_LEAST_STAGE_BYTES 4096
+#endif
 core_lane *core_lane_open(unsigned rank, unsigned ranks, void *block, void *stage, size_t stage_bytes,
                           core_place stage_at);
 void core_lane_close(core_lane *);
@@ -102,6 +104,14 @@ bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
 
 // Gives the lane up: all that is under way ends with CORE_ABANDONED, here and, when they look, on the other ranks.
 void core_lane_abandon(core_lane *);
+
+// Says that the process of another rank is gone: it gives the lane up too.
+void core_lane_lost(core_lane *, unsigned rank);
+
+// Returns true when no other rank reads or writes what this rank brought to the lane, or its stage, ever again: each has
+// given the lane up, is through with all of it, or is gone. Before that, the memory of a lane that was given up must stay
+// as it is. Others that wait for this rank look by themselves; those that do not must be told to give up.
+bool core_lane_quiet(const core_lane *);
 
 // One thread holds a lane at a time: false when another one does.
 bool core_lane_hold(core_lane *);

@@ -154,9 +154,9 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 // Says what this rank brings to `op`; false while there is no room for that.
 static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
-    if (lane->unsettled) return false;
-    if (k >= ENTRIES && least_consumed(lane, false) < end && least_consumed(lane, true) < end) return false;
     op->number = k;
+    if (lane->unsettled || k - lane->first->number >= ENTRIES) return false;  // this rank itself needs the entry
+    if (k >= ENTRIES && least_consumed(lane, false) < end && least_consumed(lane, true) < end) return false;
     op->base = lane->next_portion;
     bool whole = way_prepare(lane, op);
     uint64_t nbytes = way_posted_bytes(lane, op);
@@ -191,6 +191,7 @@ static bool post(core_lane *lane, core_op *op) {
     lane->next_portion += whole;
     lane->unsettled = !whole;
     lane->portioned += !whole;
+    lane->lent_end = whole ? op->base + 1 : UINT64_MAX;  // of what is not whole it is known once the ranks have met
     lane->ends[k % ENTRIES] = op->base + 1;  // at least; more is known when it is met
     op->posted = 1;
     return true;
@@ -230,6 +231,7 @@ static void settle(core_lane *lane, core_op *op, uint64_t rounds) {
         lane->next_portion = op->base + rounds;
         lane->unsettled = false;
         lane->ends[op->number % ENTRIES] = op->base + rounds;
+        lane->lent_end = op->base + rounds;
     }
 }
 
@@ -247,6 +249,23 @@ static void abandon(core_lane *lane, enum core_state state, unsigned who) {
 
 void core_lane_abandon(core_lane *lane) {
     if (!lane->abandoned) abandon(lane, CORE_ABANDONED, lane->rank);
+}
+
+void core_lane_lost(core_lane *lane, unsigned rank) {
+    lane->peers[rank].lost = true;
+    if (!lane->abandoned) abandon(lane, CORE_ABANDONED, rank);
+}
+
+bool core_lane_quiet(const core_lane *lane) {
+    if (lane->joined < lane->ranks) return true;  // nothing was posted
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        if (q == lane->rank || lane->peers[q].lost) continue;
+        struct block *block = lane->peers[q].block;
+        if (!atomic_load_explicit(&block->abandoned, memory_order_acquire) &&
+            atomic_load_explicit(&block->consumed, memory_order_acquire) < lane->lent_end)
+            return false;
+    }
+    return true;
 }
 
 void core_lane_submit(core_lane *lane, core_op *op) {

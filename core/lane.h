@@ -9,10 +9,11 @@
 #include "kernels.h"
 
 enum {
-    PORTION_BYTES = 1 << 18,  // that a rank lends at a time
+    PORTION_BYTES = CORE_PORTION_BYTES,  // that a rank lends at a time
     AHEAD = 2,                // portions that are filled ahead of the one that is worked on
     SLICE_BYTES = 1 << 16,    // worked on between two looks at the clock
-    WHOLE_BYTES = 1 << 15,    // that travel with the entry: one meeting
+    WHOLE_BYTES = CORE_WHOLE_BYTES,  // that travel with the entry: one meeting
+    PAST_BYTES = 1 << 24,     // of a result from which on it is copied past the caches
     TIMED_BYTES = 1 << 15,    // of which the storing is timed, to see how far the caches of the other ranks are
     FAR_BYTES_PER_US = 4096,  // that are stored at least where they are near
     STREAMED = 16,            // stores past the caches before it is seen whether they are near by now
@@ -22,6 +23,7 @@ struct peer {
     struct block *block;
     core_memory *memory;
     uint64_t consumed;  // at least: as it said last
+    bool lost;          // its process is gone
 };
 
 struct loan {
@@ -39,6 +41,7 @@ struct core_lane {
     core_op *first, **last;  // in order of submission
     core_op *unposted;       // the first of them that is not posted
     uint64_t next_number, next_portion;
+    uint64_t lent_end;       // no rank looks at this rank's memory that has consumed so many portions
     bool unsettled;          // next_portion is known only once the newest posted operation is met
     unsigned portioned;      // how many operations are posted that lend portion after portion
     uint64_t ends[ENTRIES];  // by entry: the portion after the last one of the operation that is or was there

@@ -164,8 +164,12 @@ static void reduce(core_lane *lane, const core_op *op, unsigned nouts, unsigned 
     kernel(lane->targets, (int)nouts, lane->sources, (int)nins, n * scale, divisor);
 }
 
-static void copy(void *to, const void *from, uint64_t nbytes) {
-    if (to != from && nbytes > 0) memmove(to, from, nbytes);
+// Copies a slice of a result; of one that the caches do not hold, past them.
+static void copy(const core_op *op, uint8_t *to, const uint8_t *from, uint64_t nbytes) {
+    if (to == from || nbytes == 0) return;
+    bool apart = to + nbytes <= from || from + nbytes <= to;
+    if (apart && op->count * itemsize(op) >= PAST_BYTES) core_stream(to, from, nbytes);
+    else memmove(to, from, nbytes);
 }
 
 // Does this rank's part of portion `j`: elements [first, last) of each part. Others lend them at `where` bytes.
@@ -201,9 +205,9 @@ static enum outcome take(core_lane *lane, core_op *op, uint64_t j, uint64_t firs
         }
         lane->sources[q] = at;
         if (n == 0) continue;
-        if (op->kind == CORE_ALLGATHER) copy(out + (before(op->sent, q) + first) * item, at, n * item);
-        if (op->kind == CORE_ALLTOALL) copy(out + (before(op->received, q) + first) * item, at, n * item);
-        if (op->kind == CORE_BROADCAST && q == op->root) copy(out + first * item, at, n * item);
+        if (op->kind == CORE_ALLGATHER) copy(op, out + (before(op->sent, q) + first) * item, at, n * item);
+        if (op->kind == CORE_ALLTOALL) copy(op, out + (before(op->received, q) + first) * item, at, n * item);
+        if (op->kind == CORE_BROADCAST && q == op->root) copy(op, out + first * item, at, n * item);
     }
     lane->targets[0] = out + first * item;
     uint64_t stop = least(last, op->kind == CORE_REDUCE_SCATTER ? op->sent[me] : op->count);
@@ -427,7 +431,7 @@ static void work_in_place(core_lane *lane, core_op *op, uint64_t first, uint64_t
             break;
         case CORE_BROADCAST:
             for (unsigned q = 0; q < lane->ranks; q++)
-                copy((uint8_t *)lane->windows[q] + first * item, lane->windows[op->root] + first * item, n * item);
+                copy(op, (uint8_t *)lane->windows[q] + first * item, lane->windows[op->root] + first * item, n * item);
             break;
         case CORE_REDUCE_SCATTER: {
             uint64_t begin = before(op->sent, me);
@@ -440,7 +444,7 @@ static void work_in_place(core_lane *lane, core_op *op, uint64_t first, uint64_t
             for (unsigned q = 0; q < lane->ranks; q++) {
                 uint64_t stop = least(last, op->sent[q]);
                 if (stop > first)
-                    copy((uint8_t *)op->out + (before(op->sent, q) + first) * item, lane->windows[q] + first * item,
+                    copy(op, (uint8_t *)op->out + (before(op->sent, q) + first) * item, lane->windows[q] + first * item,
                          (stop - first) * item);
             }
             break;
