@@ -145,7 +145,7 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
     if (at < 0) at = room_in_stage(lane, portion, nbytes, least_consumed(lane, true));
     if (at < 0) return -1;
     lane->loans[lane->loans_last++ % PLACES] = (struct loan){portion, (uint64_t)at, (uint64_t)at + nbytes};
-    lane->mine->places[portion % PLACES] = (uint64_t)at;
+    lane->mine->places[portion % PLACES] = lane->places[portion % PLACES] = (uint64_t)at;
     return at;
 }
 
@@ -186,7 +186,9 @@ static bool post(core_lane *lane, core_op *op) {
     }
     if (to != NULL) way_post(lane, op, entry, to);
     if (form == LARGE && lane->portioned == 0) way_begin(lane, op);
+    STOP(POSTING);
     atomic_store_explicit(&entry->number, k + 1, memory_order_release);
+    STOP(POSTED);
     lane->next_number++;
     lane->next_portion += whole;
     lane->unsettled = !whole;
@@ -238,6 +240,7 @@ static void settle(core_lane *lane, core_op *op, uint64_t rounds) {
 void lane_consume(core_lane *lane, uint64_t portions) {
     lane->consumed = portions;
     atomic_store_explicit(&lane->mine->consumed, portions, memory_order_release);
+    STOP(CONSUMED);
 }
 
 static void abandon(core_lane *lane, enum core_state state, unsigned who) {
@@ -297,12 +300,14 @@ static enum outcome step(core_lane *lane) {
             end(lane, op, CORE_DIFFERENT, who);
             return MOVED;
         }
+        if (outcome == ENDED) STOP(MET);
         if (outcome == ENDED) outcome = way_meet(lane, op, &who);
         if (outcome == MOVED) settle(lane, op, op->rounds);
     } else if (op->posted) {
         outcome = way_step(lane, op, &who);
     }
     if (outcome == ENDED) {
+        STOP(ENDING);
         lane_consume(lane, op->base + op->rounds);
         end(lane, op, CORE_DONE, lane->rank);
         return MOVED;

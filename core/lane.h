@@ -8,16 +8,31 @@
 #include "core.h"
 #include "kernels.h"
 
+#ifndef CORE_PAST_BYTES
+#define CORE_PAST_BYTES (1 << 24)
+#define CORE_NEAR_BYTES_PER_US 4096
+#endif
+
 enum {
     PORTION_BYTES = CORE_PORTION_BYTES,  // that a rank lends at a time
     AHEAD = 2,                // portions that are filled ahead of the one that is worked on
     SLICE_BYTES = 1 << 16,    // worked on between two looks at the clock
     WHOLE_BYTES = CORE_WHOLE_BYTES,  // that travel with the entry: one meeting
-    PAST_BYTES = 1 << 24,     // of a result from which on it is copied past the caches
+    PAST_BYTES = CORE_PAST_BYTES,  // of a result from which on it is copied past the caches
     TIMED_BYTES = 1 << 15,    // of which the storing is timed, to see how far the caches of the other ranks are
-    FAR_BYTES_PER_US = 4096,  // that are stored at least where they are near
+    NEAR_BYTES_PER_US = CORE_NEAR_BYTES_PER_US,  // that are stored at least where they are near
+    MOST_ROUNDS = 1 << 30,    // of an operation, as another rank says
     STREAMED = 16,            // stores past the caches before it is seen whether they are near by now
 };
+
+// A test has a rank stop, or die, at each of these.
+#ifdef CORE_STOPS
+enum stop { POSTING, POSTED, MET, FILLING, FILLED, REDUCING, REDUCED, TAKEN, WORKED, CONSUMED, ENDING, STOPS };
+void core_stop(enum stop);
+#define STOP(place) core_stop(place)
+#else
+#define STOP(place) ((void)0)
+#endif
 
 struct peer {
     struct block *block;
@@ -49,6 +64,7 @@ struct core_lane {
     uint64_t consumed;       // what this rank's word of that name says
     unsigned slowest;        // the rank that had consumed least when there was no room
     struct loan loans[PLACES];
+    uint64_t places[PLACES]; // as the block's: nobody else can write these
     uint64_t loans_first, loans_last;
 
     unsigned slow, streamed; // stores into the stage, one after the other: see `put`

@@ -134,24 +134,31 @@ void way_post(const core_lane *lane, const core_op *op, struct entry *entry, uin
 
 // --- what others lend --------------------------------------------------------------------------------------------
 
+// Reads a word that another rank may change at any time: once, so that what is checked is what is used.
+#define ONCE(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
+
+// Kernels need elements where the processor expects them.
+static bool aligned(const core_op *op, const uint8_t *at) { return (uintptr_t)at % least(itemsize(op), 8) == 0; }
+
 // Finds `nbytes` at `offset` of what rank `q` lends in portion `j` of `op`.
 static enum found lent(core_lane *lane, const core_op *op, unsigned q, uint64_t j, uint64_t offset, uint64_t nbytes,
                        const uint8_t **at) {
     const struct entry *entry = entry_of(lane, q, op);
-    uint64_t place = 0, length = entry->nbytes;
-    if (entry->form == TINY || entry->form == SHORT) {
-        length = entry->form == TINY ? TINY_BYTES : SHORT_BYTES;
-        *at = entry->form == TINY ? entry->tiny : entry->bytes;
+    uint32_t form = ONCE(entry->form);
+    uint64_t place = 0, length = portion_bytes(lane);
+    if (form == TINY || form == SHORT) {
+        length = form == TINY ? TINY_BYTES : SHORT_BYTES;
+        *at = form == TINY ? entry->tiny : entry->bytes;
     } else {
-        enum found found = lane_find(lane, q, entry->stage, entry->stage_bytes, at);
+        enum found found = lane_find(lane, q, entry->stage, lane->stage_bytes, at);
         if (found != FOUND) return found;
-        place = entry->form == STAGED ? entry->at : lane->peers[q].block->places[(op->base + j) % PLACES];
-        if (entry->form != STAGED) length = portion_bytes(lane);
-        if (place > entry->stage_bytes || length > entry->stage_bytes - place) return OUTSIDE;
+        if (form == STAGED) length = ONCE(entry->nbytes);
+        place = form == STAGED ? ONCE(entry->at) : ONCE(lane->peers[q].block->places[(op->base + j) % PLACES]);
+        if (place > lane->stage_bytes || length > lane->stage_bytes - place) return OUTSIDE;
     }
     if (offset > length || nbytes > length - offset) return OUTSIDE;
     *at += place + offset;
-    return FOUND;
+    return aligned(op, *at) ? FOUND : OUTSIDE;
 }
 
 static enum outcome lack(enum found found) { return found == UNMAPPED ? WAITS : FAILED; }
@@ -233,6 +240,7 @@ static enum outcome find_windows(core_lane *lane, core_op *op, unsigned *who) {
         *who = q;
         enum found found = lane_find(lane, q, entry_of(lane, q, op)->window, brought(op, q) * itemsize(op), &lane->windows[q]);
         if (found != FOUND) return lack(found);
+        if (!aligned(op, lane->windows[q])) return FAILED;
     }
     return MOVED;
 }
@@ -257,7 +265,9 @@ enum outcome way_meet(core_lane *lane, core_op *op, unsigned *who) {
     if (op->kind == CORE_ALLTOALL) {
         if (entry_of(lane, lane->rank, op)->form != LARGE) op->filled = 1;
         for (unsigned q = 0; q < lane->ranks; q++) {
-            uint64_t rounds = entry_of(lane, q, op)->rounds;
+            uint64_t rounds = ONCE(entry_of(lane, q, op)->rounds);
+            *who = q;
+            if (rounds > MOST_ROUNDS) return FAILED;
             if (rounds > op->rounds) op->rounds = rounds;
         }
     }
@@ -297,7 +307,7 @@ static void put(core_lane *lane, uint8_t *to, const uint8_t *from, uint64_t nbyt
     } else {
         uint64_t begin = lane_now();
         memcpy(to, from, nbytes);
-        bool slow = (lane_now() - begin) * FAR_BYTES_PER_US > nbytes * 1000;
+        bool slow = (lane_now() - begin) * NEAR_BYTES_PER_US > nbytes * 1000;
         lane->slow = slow ? lane->slow + 1 : 0;
         lane->streamed = 0;
     }
@@ -324,7 +334,9 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
         uint64_t last = least(first + op->piece, n);
         if (last > first) put(lane, to + q * stride, in + (begin + first) * item, (last - first) * item);
     }
+    STOP(FILLING);
     atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);
+    STOP(FILLED);
     return true;
 }
 
@@ -350,14 +362,16 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
             lane->sources[q] = at;
         }
         bool keeps = op->kind == CORE_ALLREDUCE || lane->rank == op->root;  // else its tensor is left alone
-        uint8_t *lent = lane->stage + lane->mine->places[(op->base + j) % PLACES] + me * op->piece * item;
+        uint8_t *lent = lane->stage + lane->places[(op->base + j) % PLACES] + me * op->piece * item;
         bool copied = keeps && far(lane);
         lane->targets[0] = copied ? mine : lent;
         lane->targets[1] = mine;
         reduce(lane, op, keeps && !copied ? 2 : 1, lane->ranks, last - first, lane->ranks);
         if (copied) put(lane, lent, mine, (last - first) * item);
     }
+    STOP(REDUCING);
     atomic_store_explicit(&lane->mine->reduced, op->base + j + 1, memory_order_release);
+    STOP(REDUCED);
     return MOVED;
 }
 
@@ -401,6 +415,7 @@ static enum outcome step_in_portions(core_lane *lane, core_op *op, unsigned *who
                              : take(lane, op, op->taken, first, first + op->piece, who);
         }
         if (outcome != MOVED) return outcome;
+        STOP(TAKEN);
         op->taken++;
         lane_consume(lane, op->base + op->taken);
         return MOVED;
@@ -463,6 +478,7 @@ static enum outcome step_in_place(core_lane *lane, core_op *op, unsigned *who) {
         first += op->taken;
         uint64_t n = least(last - first, SLICE_BYTES / itemsize(op));
         if (n > 0) work_in_place(lane, op, first, first + n);
+        STOP(WORKED);
         op->taken += n;
         if (first + n == last) {
             op->reduced = 1;

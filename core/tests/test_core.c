@@ -13,7 +13,7 @@
 #include "../core.h"
 #include "../kernels.h"
 
-enum { MOST_RANKS = 8, SEGMENT_BYTES = 24 << 20, STAGE_BYTES = 1 << 20, TENSOR_BYTES = 3 << 20, IN_FLIGHT = 40 };
+enum { MOST_RANKS = 32, SEGMENT_BYTES = 24 << 20, STAGE_BYTES = 1 << 20, TENSOR_BYTES = 3 << 20, IN_FLIGHT = 40 };
 
 typedef struct {
     uint8_t *segment;
@@ -32,7 +32,7 @@ typedef struct {
 static unsigned ranks;
 static rank_t rank[MOST_RANKS];
 static spec_t *specs;
-static unsigned operations;
+static unsigned operations, all_operations;
 static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
 
 static uint64_t next(uint64_t *state) {
@@ -280,11 +280,12 @@ static void play(void) {
 
 int main(int argc, char **argv) {
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
-    operations = argc > 2 ? (unsigned)atoi(argv[2]) : 400;
-    specs = calloc(operations, sizeof *specs);
-    static const unsigned sizes[] = {1, 2, 3, 5, 8};
+    all_operations = argc > 2 ? (unsigned)atoi(argv[2]) : 400;
+    specs = calloc(all_operations, sizeof *specs);
+    static const unsigned sizes[] = {1, 2, 3, 5, 8, 16, 32};
     for (unsigned c = 0; c < sizeof sizes / sizeof *sizes; c++) {
         ranks = sizes[c];
+        operations = all_operations * 8 / (ranks > 8 ? ranks : 8);  // as many elements in all
         core_kernels_limit((int)((seed + c) % 3));
         make_specs(seed + c);
         leaver = MOST_RANKS;

@@ -36,7 +36,12 @@ def run(program: Path, seed: int, operations: int) -> str:
 
 def test_c2_core_what_is_drawn_is_right(tmp_path: Path) -> None:
     said = run(built(tmp_path, "-O2"), seed=2, operations=60)
-    assert [line.split()[0] for line in said.splitlines()] == ["1", "2", "3", "5", "8"]
+    assert [line.split()[0] for line in said.splitlines()] == ["1", "2", "3", "5", "8", "16", "32"]
+
+
+def test_c2_core_stores_past_the_caches_are_right(tmp_path: Path) -> None:
+    always = ["-DCORE_PAST_BYTES=4096", "-DCORE_NEAR_BYTES_PER_US=4000000000u"]
+    run(built(tmp_path, "-O2", *always), seed=4, operations=60)
 
 
 @pytest.mark.thorough

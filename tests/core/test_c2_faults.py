@@ -1,0 +1,77 @@
+"""What other ranks may do to one: `core/tests/test_faults.c` has them write nonsense, stop and die, at every place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "core"
+COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DCORE_STOPS", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-g"]
+SANITIZED = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+def built(folder: Path, *flags: str, core: Path = CORE) -> Path:
+    program = folder / "test_faults"
+    sources = [*sorted(core.glob("*.c")), core / "tests" / "test_faults.c"]
+    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return program
+
+
+def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *map(str, words)], capture_output=True, text=True, timeout=500)
+
+
+def test_c2_faults_random_words_of_peers_do_no_harm(tmp_path: Path) -> None:
+    done = run(built(tmp_path, *SANITIZED), "fuzz", 1, 500)
+    assert done.returncode == 0, done.stderr
+    counts = [int(part.split()[0]) for part in done.stdout.split(", ")]
+    assert len(counts) == 4  # done, different, abandoned, broken
+    assert min(counts) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("file", "line", "wrong"),
+    [
+        ("ways.c", "if (offset > length || nbytes > length - offset) return OUTSIDE;", "(void)length;"),
+        ("ways.c", "if (place > lane->stage_bytes || length > lane->stage_bytes - place) return OUTSIDE;", ""),
+        ("ways.c", "if (!aligned(op, lane->windows[q])) return FAILED;", ""),
+        (
+            "lane.c",
+            "if (place.offset > segment->nbytes || nbytes > segment->nbytes - place.offset) return OUTSIDE;",
+            "(void)nbytes;",
+        ),
+    ],
+)
+def test_c2_faults_each_bound_is_needed(file: str, line: str, wrong: str, tmp_path: Path) -> None:
+    core = tmp_path / "core"
+    shutil.copytree(CORE, core)
+    text = (core / file).read_text()
+    assert text.count(line) == 1
+    (core / file).write_text(text.replace(line, wrong))
+    assert run(built(tmp_path, *SANITIZED, core=core), "fuzz", 1, 4000).returncode != 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_c2_faults_a_rank_stops_or_dies_at_every_place(ranks: int, tmp_path: Path) -> None:
+    """The others go on with one that goes on; of one that dies they are told, and then every operation ends."""
+    done = run(built(tmp_path, "-O2"), "stops", ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    halves = {5, 6} if ranks == 2 else set()  # two ranks do not reduce in halves
+    assert len(seen) == 11
+    assert {place for place, count in enumerate(seen) if count == 0} == halves
+
+
+@pytest.mark.parametrize("operations", [100_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
+def test_c2_faults_memory_stays_flat(operations: int, tmp_path: Path) -> None:
+    done = run(built(tmp_path, "-O2"), "soak", operations)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
