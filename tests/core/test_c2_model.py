@@ -51,6 +51,7 @@ def test_c2_model_holds_in_every_order(ranks: int, places: int, portion: int, se
     assert f"{ranks} ranks: {sequences} sequences" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("file", "line", "wrong"),
     [
