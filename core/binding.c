@@ -434,7 +434,8 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     return NULL;
 }
 
-// Nobody drives it any more. What was submitted has ended: `abandon`; that may still have to be told.
+// Nobody drives it any more, and it holds on to no memory. What was submitted has ended: `abandon`; that may still have
+// to be told.
 static PyObject *lane_close(Lane *self, PyObject *none) {
     (void)none;
     if (self->closed || self->completions == NULL) Py_RETURN_NONE;
@@ -443,6 +444,8 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     Lane **at = &self->completions->lanes;
     while (*at != NULL && *at != self) at = &(*at)->next;
     if (*at != NULL) *at = self->next;
+    for (size_t i = 0; i < self->count; i++) PyBuffer_Release(&self->views[i]);
+    self->count = 0;
     Py_RETURN_NONE;
 }
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import partial
 from time import perf_counter
 
-from torch import Tensor, uint8
+from torch import Tensor
 
 from aiodist import _core
 from aiodist.backends.base import DTYPES, Done, Operation, again
@@ -23,6 +23,7 @@ from aiodist.types import ReduceOp
 __all__ = ["KINDS", "Kind", "Lane", "Lanes", "dtype_code", "op_code"]
 
 _STAGE_BYTES = 1 << 20
+_BLOCK_BYTES = -(-_core.BLOCK_BYTES // 4096) * 4096
 _NOWHERE = (0xFFFFFFFF, 0)
 _DIFFERENT, _ABANDONED = 2, 3  # of `core_state` in core.h
 
@@ -108,10 +109,10 @@ class Lane:
         self._name = name
         self._others = {i: near.neighbours[r] for i, r in enumerate(ranks) if i != rank}
         stage_bytes = max(_STAGE_BYTES, self.size * _core.STAGE_BYTES_PER_RANK)
-        self._memory = near.place(name, _core.BLOCK_BYTES, [other.rank for other in self._others.values()])
-        stage = near.arena.empty((stage_bytes,), uint8)
-        place = near.locate(stage)
+        self._memory = near.place(name, _BLOCK_BYTES + stage_bytes, [other.rank for other in self._others.values()])
+        place = near.locate(self._memory)
         assert place is not None
+        memory = memory_of(self._memory)
         self._why: list[AiodistError] = []
         """Why it was given up."""
         self._lane = _core.Lane(
@@ -120,9 +121,10 @@ class Lane:
             rank,
             self.size,
             led,
-            memory_of(self._memory),
-            memory_of(stage),
-            *place,
+            memory[: _core.BLOCK_BYTES],
+            memory[_BLOCK_BYTES:],
+            place.segment,
+            place.offset + _BLOCK_BYTES,
             partial(_map, self._others),
             partial(_error_of, name, self._why),
         )
@@ -184,7 +186,9 @@ class Lane:
         self._closed = True
         self._why.append(error)
         self._lane.abandon()
+        # What others still have to see of it stays until they look no more either.
         self._near.leave(self._name, [other.rank for other in self._others.values()], self._memory)
+        del self._memory
 
     def release(self) -> None:
         """Have nobody drive it any more: all ends are told."""

@@ -74,5 +74,5 @@ class ShmNative:
             for lane in self._lanes_open:
                 lane.close(error)
             self._lanes.poll()
-            for lane in self._lanes_open:
-                lane.release()
+            while self._lanes_open:
+                self._lanes_open.pop().release()
