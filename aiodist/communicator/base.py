@@ -414,6 +414,8 @@ class Upkeep(NamedTuple):
         comm = self.communicator
         comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
         comm._plans.clear()
+        if comm._dispatcher.issuer is not None:
+            comm._dispatcher.issuer.forget()
         comm._queue_plans.clear()
         for edit in edits:
             if isinstance(edit, LimitEdit) and edit.name == "large_bytes":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aiodist import _core
 from aiodist.backends.base import DTYPES, Done, Operation, again
+from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import AiodistError, BackendError, MismatchError
 from aiodist.handles import Progress
@@ -84,8 +85,8 @@ class Lanes:
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
-        self.completions.woken()
-        self.progress.resume()
+        if self.completions.woken():
+            self.progress.resume()
 
     def close(self) -> None:
         """Poll no more."""
@@ -131,6 +132,15 @@ class Lane:
         self._unmet = dict(self._others)
         self._closed = False
         lanes.meet(self)
+
+    @property
+    def core(self) -> _core.Lane:
+        """The compiled lane."""
+        return self._lane
+
+    def locate(self, t: Tensor) -> Place | None:
+        """Return where others can reach `t`, None where they cannot."""
+        return self._near.locate(t)
 
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""
