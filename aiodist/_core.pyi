@@ -86,7 +86,7 @@ class Handle:
     _event: Any
     _canceller: Any
     _expires: float | None
-    _late: Any
+    _late: Callable[[], dict[int, str]] | None
     keep: Any
     fence: Any
     source: int | None
@@ -150,7 +150,6 @@ class Issuer:
         watch: object,
         locate: Callable[[Any], tuple[int, int] | None],
         failed: Callable[[Any, Any], object],
-        strided: object,
         handle: type[Handle],
         tensor: type[Any],
         parameter: type[Any],

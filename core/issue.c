@@ -180,14 +180,14 @@ struct Issuer {
     Claims *claims;
     Log *log;
     Pacer *pacer;
-    PyObject *account, *pending, *inbox, *ours, *watch, *locate, *failed, *strided;
+    PyObject *account, *pending, *inbox, *ours, *watch, *locate, *failed;
     PyTypeObject *handle, *tensor, *parameter;
     char open;
     Plan plans[PLANS];
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_is_cpu, *s_dtype, *s_shape, *s_layout, *s_contiguous, *s_data_ptr, *s_back, *s_lasti, *s_filename, *s_watching,
+static PyObject *s_is_cpu, *s_dtype, *s_shape, *s_contiguous, *s_data_ptr, *s_back, *s_lasti, *s_filename, *s_watching,
     *s_keep_watch, *s_told, *s_allreduce;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -215,8 +215,8 @@ static Plan *plan_for(Issuer *self, PyObject *t, PyObject *op, PyObject *impl) {
         plan = plan_at(self, dtype, shape);
         if (plan->dtype != dtype || !same(plan->shape, shape) || !same(plan->op, op) || !same(plan->impl, impl)) plan = NULL;
     }
-    if (plan != NULL && (!has(t, s_is_cpu, Py_True) || !has(t, s_layout, self->strided))) plan = NULL;
-    if (plan != NULL) {
+    if (plan != NULL && !has(t, s_is_cpu, Py_True)) plan = NULL;
+    if (plan != NULL) {  // it raises where the layout is another than strided
         contiguous = PyObject_CallMethodObjArgs(t, s_contiguous, NULL);
         if (contiguous != Py_True) plan = NULL;
     }
@@ -412,19 +412,19 @@ static PyObject *issuer_forget(Issuer *self, PyObject *none) {
 
 static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
-    PyObject *lane, *claims, *log, *pacer, *account, *pending, *inbox, *ours, *watch, *locate, *failed, *strided, *handle, *tensor,
+    PyObject *lane, *claims, *log, *pacer, *account, *pending, *inbox, *ours, *watch, *locate, *failed, *handle, *tensor,
         *parameter;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!OO!OOOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
-                          &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &ours, &watch, &locate, &failed, &strided, &handle,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!OO!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
+                          &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &ours, &watch, &locate, &failed, &handle,
                           &tensor, &parameter))
         return NULL;
     Issuer *self = (Issuer *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->lane = (Lane *)lane, self->claims = (Claims *)claims, self->log = (Log *)log, self->pacer = (Pacer *)pacer;
     self->account = account, self->pending = pending, self->inbox = inbox, self->ours = ours, self->watch = watch;
-    self->locate = locate, self->failed = failed, self->strided = strided;
+    self->locate = locate, self->failed = failed;
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
-    PyObject *const kept[] = {lane, claims, log, pacer, account, pending, inbox, ours, watch, locate, failed, strided, handle, tensor, parameter};
+    PyObject *const kept[] = {lane, claims, log, pacer, account, pending, inbox, ours, watch, locate, failed, handle, tensor, parameter};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
     return (PyObject *)self;
@@ -433,7 +433,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->ours, self->watch, self->locate, self->failed, self->strided, (PyObject *)self->handle,
+        self->inbox, self->ours, self->watch, self->locate, self->failed, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -441,8 +441,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 }
 
 static int issuer_clear(Issuer *self) {
-    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->ours, &self->watch, &self->locate, &self->failed,
-                               &self->strided};
+    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->ours, &self->watch, &self->locate, &self->failed};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     self->open = 0;
     return 0;
@@ -481,7 +480,7 @@ static PyType_Spec issuer_spec = {
 
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
-        {&s_is_cpu, "is_cpu"}, {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_layout, "layout"}, {&s_contiguous, "is_contiguous"},
+        {&s_is_cpu, "is_cpu"}, {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_contiguous, "is_contiguous"},
         {&s_data_ptr, "data_ptr"}, {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_allreduce, "allreduce"},
     };

@@ -413,7 +413,7 @@ class Progress(_core.Pacer):
 
     def spin(self, handle: Pending) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large or any([driven.heavy for driven in self._driven]):
+        if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
             return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):

@@ -12,7 +12,6 @@ from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -155,7 +154,6 @@ class Dispatcher:
             self._watch,
             within.ordered.locate,
             self._failed_in_lane,
-            torch.strided,
             Handle,
             Tensor,
             Parameter,

@@ -66,7 +66,7 @@ class Reductions(Base):
                     self._dispatcher.set_deadline(handle, timeout)
                 return handle  # type: ignore[no-any-return]
         if isinstance(t, Tensor) and not across and (quick := self._quickly(t, op, out, timeout, impl)) is not None:
-            return quick  # type: ignore[return-value]
+            return quick
         if across:
             return self._reduction_across("allreduce", t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)

@@ -10,7 +10,6 @@ from torch import dtype
 
 from aiodist.backends.base import Begin, Done, Operation, Wanted, again
 from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
-from aiodist.errors import AiodistError
 from aiodist.types import ReduceOp
 
 __all__ = ["ShmNative"]
@@ -37,7 +36,7 @@ class ShmNative:
         self._lanes_open: list[Lane] = []
         self.ordered = self.open("issued")
         self._led: Lane | None = None
-        self._closed: AiodistError | None = None
+        self._closed: BaseException | None = None
 
     def open(self, what: str, *, led: bool = False) -> Lane:
         """Return one more lane of these ranks, which all of them open; see `Lane`."""
@@ -67,7 +66,7 @@ class ShmNative:
         """Return what begins an allreduce in the order of issue; its number is a fingerprint, compared on the way."""
         return self.ordered.plan_allreduce(dtype_code(kind), op)
 
-    def give_up(self, error: AiodistError) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`, now."""
         if self._closed is None:
             self._closed = error
