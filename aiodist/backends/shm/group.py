@@ -99,6 +99,10 @@ class Group:
         self._stage: Tensor | None = None
         self._refusal: BaseException | None = None
         self._left = False
+        self.arena_bytes = 0
+        """Of this rank's tensors that were worked on where they lay."""
+        self.ordinary_bytes = 0
+        """Of those that the others could not reach."""
 
     @property
     def busy(self) -> bool:
@@ -178,6 +182,10 @@ class Group:
                 failure.__cause__ = error
             else:
                 failure = None
+                if task.reached:
+                    self.arena_bytes += task.tensor.nbytes
+                else:
+                    self.ordinary_bytes += task.tensor.nbytes
             self._queue.remove(task)
             self._tell_end(task, failure)
             if self._refusal is not None:
@@ -220,6 +228,7 @@ class Group:
                 if work.reads(rank):  # what the first round needs is there as soon as anybody asks
                     self._alone(task).fill(0, self._stage)
                     self._boards.mine.words[FILLED] = self._count + 1
+        task.reached = window is not None
         self._boards.mine.write(self._number, task.key, work.facts, window, stage)
         self._boards.ring()
 

@@ -247,7 +247,7 @@ _NAMES = {work.kind: work.name for work in (Allreduce, Reduce, Scan, Broadcast, 
 class Task:
     """One operation that was issued: which tensors, and who is told."""
 
-    __slots__ = ("_out", "done", "key", "tensor", "work")
+    __slots__ = ("_out", "done", "key", "reached", "tensor", "work")
 
     def __init__(self, key: int, work: Work, t: Tensor, done: Done, out: Tensor | None = None) -> None:
         """`key` is the same on all ranks and tells operations apart; `t` is the window, `out` what else is filled."""
@@ -256,6 +256,8 @@ class Task:
         self.done = done
         self.tensor = t
         self._out = t if out is None else out
+        self.reached = False
+        """The others reach the window where it is."""
 
     @property
     def nbytes(self) -> int:
