@@ -177,13 +177,14 @@ def test_a9_the_old_memory_goes_and_the_new_goes_back(arena: Arena) -> None:
         words = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "Rss" in line)
         return int(words["RssAnon"].split()[0]) >> 10, int(words["RssShmem"].split()[0]) >> 10
 
-    ts = {f"{i}": torch.ones(16 << 20, dtype=torch.uint8) for i in range(4)}
+    # More than malloc ever takes from its heap: what is freed goes back to the system.
+    ts = {f"{i}": torch.ones(40 << 20, dtype=torch.uint8) for i in range(2)}
     anonymous, shared = resident()
     move(arena, ts)
     now = resident()
-    assert now[0] - anonymous == pytest.approx(-64, abs=2)
-    assert now[1] - shared == pytest.approx(64, abs=2)
-    assert held(arena) == 64 << 20
+    assert now[0] - anonymous == pytest.approx(-80, abs=2)
+    assert now[1] - shared == pytest.approx(80, abs=2)
+    assert held(arena) == 80 << 20
     del ts
     gc.collect()
     assert held(arena) == 0
@@ -312,3 +313,9 @@ def test_a9_nothing_to_move_needs_no_memory(arena: Arena) -> None:
     move(arena, {"t": torch.empty(0), "u": torch.empty(0, 5)})
     move(arena, {})
     assert not arena.segments
+
+
+def test_a9_pinned_memory_stays(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_pinned", lambda t: True)
+    with pytest.raises(ValueError, match="t is pinned for a CUDA device: expected memory that is not"):
+        move(arena, {"t": torch.ones(5)})
