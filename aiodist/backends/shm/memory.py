@@ -97,6 +97,8 @@ class Arena:
         return self.segments[place.segment].bytes[place.offset : place.offset + nbytes]
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
+        if os.getpid() != self._process:
+            raise RuntimeError("this arena is the parent's of a forked child: expected a call in its own process")
         with self._lock:
             for segment in sorted(self.segments, key=lambda s: not s.kept):
                 start = segment.take(nbytes)
