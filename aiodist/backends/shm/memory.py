@@ -219,14 +219,14 @@ def segment_fd(name: str, nbytes: int) -> int:
 
 def check_segment(fd: int, nbytes: int) -> None:
     """Raise ValueError, saying what was seen, unless `fd` is of `nbytes` and can never be shorter."""
-    if (size := os.fstat(fd).st_size) != nbytes:
-        raise ValueError(f"{size} bytes are there")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise ValueError("it is no memfd") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ValueError("it may shrink while it is mapped, for it is not sealed")
+    if (size := os.fstat(fd).st_size) != nbytes:
+        raise ValueError(f"{size} bytes are there")
 
 
 def _in_pages(nbytes: int) -> int:
