@@ -52,16 +52,30 @@ static _Atomic int most = 2;
 
 void core_kernels_limit(int level) { atomic_store_explicit(&most, level, memory_order_relaxed); }
 
+static int level(void) {
+#if defined(__x86_64__)
+    int limit = atomic_load_explicit(&most, memory_order_relaxed);
+    __builtin_cpu_init();
+    if (limit >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return 2;
+    if (limit >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return 1;
+#endif
+    return 0;
+}
+
 static table best(void) {
 #if defined(__x86_64__)
-    int level = atomic_load_explicit(&most, memory_order_relaxed);
-    __builtin_cpu_init();
-    if (level >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return table_avx512;
-    if (level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return table_avx2;
-#endif
+    table const tables[] = {table_baseline, table_avx2, table_avx512};
+    return tables[level()];
+#else
     return table_baseline;
+#endif
+}
+
+const char *core_kernels_level(void) {
+    static const char *const names[] = {"baseline", "avx2", "avx512"};
+    return names[level()];
 }
 
 unsigned core_itemsize(unsigned dtype) {

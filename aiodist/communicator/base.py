@@ -58,9 +58,9 @@ class CommunicatorStatistics:
     pending: int
     """How many operations are not over: collectives and messages."""
     arena_bytes: int
-    """Bytes of tensors that collectives worked on in the host's shared memory where they lay: in the arena."""
+    """Bytes of tensors that this rank gave to collectives in the host's shared memory and that lay in the arena."""
     ordinary_bytes: int
-    """Bytes of tensors that they worked on there and that lay elsewhere: the others' part of them was copied."""
+    """Bytes of those that lay elsewhere, and were copied for the others."""
 
 
 class Base:
@@ -191,8 +191,8 @@ class Base:
     def statistics(self) -> CommunicatorStatistics:
         """Return how many operations were issued and are pending, and which way bytes went; local, at once."""
         within = self._repertoire.within
-        worked_on = (0, 0) if within is None else (within.group.arena_bytes, within.group.ordinary_bytes)
-        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()), *worked_on)
+        brought = (0, 0) if within is None else within.brought
+        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()), *brought)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
