@@ -33,6 +33,8 @@ class Operation:
     met: int
 
 class Lane:
+    arena_bytes: int
+    ordinary_bytes: int
     def __init__(
         self,
         completions: Completions,

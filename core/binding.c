@@ -499,6 +499,8 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
         Py_DECREF((PyObject *)o);
         return NULL;
     }
+    uint64_t nbytes = (kind == CORE_ALLGATHER ? counts[self->rank] : count) * core_itemsize(dtype);
+    count_bytes(self, o->op.in_at, nbytes);
     self->completions->pending++;
     Py_INCREF((PyObject *)o);  // until its end is told
     core_lane_submit(self->lane, &o->op);
@@ -526,6 +528,11 @@ static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
     {0},
 };
+static PyMemberDef lane_members[] = {
+    {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Of the inputs that lay where others reach them."},
+    {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Of the inputs that lay elsewhere."},
+    {0},
+};
 static PyType_Slot lane_slots[] = {
     {Py_tp_doc,
      "Lane(completions, engine, rank, ranks, led, block, stage, segment, offset, map, fail): an ordered sequence of "
@@ -533,6 +540,7 @@ static PyType_Slot lane_slots[] = {
     {Py_tp_new, lane_new},
     {Py_tp_dealloc, lane_dealloc},
     {Py_tp_methods, lane_methods},
+    {Py_tp_members, lane_members},
     {0},
 };
 static PyType_Spec lane_spec = {"aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};

@@ -14,6 +14,7 @@
 enum {
     SLICE = 20000,          // nanoseconds that a lane is driven at a time by a thread of Python
     HEAVY_BYTES = 1 << 20,  // from here on the engine does it from the start
+    WHOLE_BYTES = 1 << 15,  // so much travels whole, wherever it lies
 };
 
 typedef struct Lane Lane;
@@ -47,6 +48,7 @@ struct Lane {
     Py_buffer *views;     // the block, the stage, and of each other rank: the block, the bell
     PyObject **memories;  // of the other ranks
     size_t count;
+    uint64_t arena_bytes, ordinary_bytes;  // of inputs that others worked on, and of those that were copied
     bool closed;
     Lane *next;
 };
@@ -104,6 +106,10 @@ void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 #define INCREF(object) Py_INCREF((PyObject *)(object))
 #define DECREF(object) Py_DECREF((PyObject *)(object))
 #define OFFERS(name, type, of, field, flags, doc) {name, type, offsetof(of, field), flags, doc}
+
+static inline void count_bytes(Lane *lane, core_place place, uint64_t nbytes) {
+    *(place.segment == CORE_NOWHERE || nbytes <= WHOLE_BYTES ? &lane->ordinary_bytes : &lane->arena_bytes) += nbytes;
+}
 
 static inline bool is_set(const PyObject *object) { return object != NULL && object != Py_None; }
 

@@ -273,7 +273,7 @@ static uint64_t address_of(PyObject *t) {
 // Finds where others can reach a tensor of the arena; false with an exception set.
 static bool place_of(Issuer *self, PyObject *t, uint64_t nbytes, core_place *place) {
     *place = (core_place){CORE_NOWHERE, 0};
-    if (nbytes <= 1 << 15) return true;  // it travels whole
+    if (nbytes <= WHOLE_BYTES) return true;
     PyObject *found = PyObject_CallFunctionObjArgs(self->locate, t, NULL);
     bool known = found == Py_None;
     if (found != NULL && !known) {
@@ -347,6 +347,7 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     Completions *completions = lane->completions;
     self->pacer->polls++;
     atomic_store(&completions->sleeps, false);
+    count_bytes(lane, place, plan->nbytes);
     core_lane_submit(lane->lane, &h->native);
     uint64_t load = core_lane_load(lane->lane);
     if (load < HEAVY_BYTES) core_lane_advance(lane->lane, SLICE);

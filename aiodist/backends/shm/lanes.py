@@ -174,6 +174,11 @@ class Lane:
             (o.t, o.out),
         )
 
+    @property
+    def brought(self) -> tuple[int, int]:
+        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
+        return self._lane.arena_bytes, self._lane.ordinary_bytes
+
     def compare(self, word: int, done: Done) -> _core.Operation:
         """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
         return self._lane.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)

@@ -37,12 +37,19 @@ class ShmNative:
         self.ordered = self.open("issued")
         self._led: Lane | None = None
         self._closed: BaseException | None = None
+        self._before = 0, 0  # of lanes that are closed
 
     def open(self, what: str, *, led: bool = False) -> Lane:
         """Return one more lane of these ranks, which all of them open; see `Lane`."""
         lane = Lane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
         self._lanes_open.append(lane)
         return lane
+
+    @property
+    def brought(self) -> tuple[int, int]:
+        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
+        arena, ordinary = zip(self._before, *[lane.brought for lane in self._lanes_open], strict=True)
+        return sum(arena), sum(ordinary)
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True for each of its collectives: it takes every dtype and operator."""
@@ -73,5 +80,6 @@ class ShmNative:
             for lane in self._lanes_open:
                 lane.close(error)
             self._lanes.poll()
+            self._before = self.brought
             while self._lanes_open:
                 self._lanes_open.pop().release()
