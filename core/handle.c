@@ -4,7 +4,7 @@
 PyTypeObject *handle_type, *pacer_type;
 PyObject *status_pending, *status_returned;
 
-static PyObject *s_spin, *s_suspended, *s_yielding, *s_outcome, *s_dropped;
+static PyObject *s_spin, *s_suspended, *s_yielding, *s_failed, *s_dropped;
 
 enum { FAIR = 1000000 };  // nanoseconds after which an await yields to the loop once
 
@@ -165,11 +165,7 @@ static PyObject *handle_await(Handle *self) {
     if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR * 1e-9 && PyThread_get_thread_ident() == pacer->thread)
         return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
     if (self->status == status_returned) return ready(self->value == NULL ? Py_None : self->value);
-    PyObject *value = PyObject_CallMethodObjArgs((PyObject *)self, s_outcome, NULL);
-    if (value == NULL) return NULL;
-    PyObject *result = ready(value);
-    Py_DECREF(value);
-    return result;
+    return PyObject_CallMethodObjArgs((PyObject *)self, s_failed, NULL);
 }
 
 // Whether it goes on: a lane may have done it, and nobody have looked yet.
@@ -294,7 +290,7 @@ int handle_add(PyObject *module) {
     s_spin = PyUnicode_InternFromString("spin");
     s_suspended = PyUnicode_InternFromString("_suspended");
     s_yielding = PyUnicode_InternFromString("_yielding");
-    s_outcome = PyUnicode_InternFromString("_outcome");
+    s_failed = PyUnicode_InternFromString("_failed");
     s_dropped = PyUnicode_InternFromString("_dropped");
     return !(ready_type = add_type(module, &ready_spec)) || !(handle_type = add_type(module, &handle_spec)) ||
                    !(pacer_type = add_type(module, &pacer_spec)) || PyModule_AddFunctions(module, functions) < 0

@@ -52,8 +52,8 @@ static struct core_chunk *add_chunk(core_ranges *self, size_t at) {
 }
 
 int core_ranges_insert(core_ranges *self, core_range range) {
-    struct place place = first_from(self, range.start);
-    if (place.chunk == self->count && self->count > 0) {  // behind all
+    struct place place = first_from(self, range.start + 1);  // behind equal ones: the oldest is found first
+    if (place.chunk == self->count && self->count > 0) {
         place.chunk--;
         place.at = self->chunks[place.chunk]->count;
     }

@@ -107,7 +107,7 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- waiting on the loop -----------------------------------------------------------------------------
 
-    if TYPE_CHECKING:  # compiled: it looks for a while, and is one of the two generators below if it has to be
+    if TYPE_CHECKING:  # compiled: it looks for a while, and is one of the generators below if it has to be
 
         def __await__(self) -> Generator[Any, None, T]: ...
 
@@ -120,6 +120,11 @@ class Handle(_core.Handle, Generic[T]):
         """Let the loop run once: awaits that never suspend would starve it."""
         self._progress.last_ran = perf_counter()
         yield
+        return self._outcome()
+
+    def _failed(self) -> Generator[Any, None, T]:
+        """Raise what it came to."""
+        yield from ()
         return self._outcome()
 
     def check_loop(self, progress: Progress) -> None:
