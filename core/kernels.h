@@ -28,4 +28,7 @@ unsigned core_itemsize(unsigned dtype);
 // them: for tests.
 void core_kernels_limit(int level);
 
+// Returns the name of those that it chooses: "baseline", "avx2" or "avx512".
+const char *core_kernels_name(void);
+
 #endif
