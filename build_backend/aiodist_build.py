@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from setuptools import Extension, build_meta
 from setuptools.build_meta import (
@@ -35,9 +35,6 @@ from setuptools.build_meta import (
 )
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
-
-if TYPE_CHECKING:
-    from setuptools.build_meta import _ConfigSettings
 
 __all__ = [
     "build_editable",
@@ -59,7 +56,7 @@ LIBRARY = sorted(set(ROOT.glob("core/*.c")) - {BINDING})
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 WARNINGS = ["-Wall", "-Wextra"]  # errors in tests and `make core`; a newer compiler of a user may warn of more
 
-ZIGLANG = "ziglang >= 0.15, < 0.18"
+ZIGLANG = "ziglang >= 0.17.1, < 0.18"  # earlier ones do not know __builtin_cpu_supports
 GLIBC = (2, 28)
 
 _PROBE = """
@@ -69,14 +66,18 @@ _Float16 half(_Float16 x) { return x / (_Float16)atomic_load(&count); }
 """
 
 
-def get_requires_for_build_wheel(config_settings: _ConfigSettings = None) -> list[str]:
-    """Return what pip installs before it builds: ziglang too, some 100 MB, where no compiler is found."""
-    _refuse_other_systems()
-    needed = [] if compiler() else [ZIGLANG]
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *needed]
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    """Return what pip installs before it builds."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *fetched()]
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def fetched() -> list[str]:
+    """Return the requirement of a compiler, some 100 MB, where the machine has none."""
+    _refuse_other_systems()
+    return [] if compiler() else [ZIGLANG]
 
 
 def settings() -> dict[str, Any]:
@@ -97,14 +98,14 @@ def settings() -> dict[str, Any]:
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildCore}, "options": {"bdist_wheel": tags}}
 
 
-class BuildCore(build_ext):
-    """Compiles what changed since the last time, with `FLAGS` alone: those of sysconfig are for Python's own compiler."""
+class BuildCore(build_ext):  # type: ignore[misc]  # it has no types
+    """Compiles what changed since the last time; not with sysconfig's flags, which are for Python's own compiler."""
 
     def build_extension(self, ext: Extension) -> None:
         """Compile and link into where setuptools expects it."""
         _refuse_other_systems()
         if not any(Path(folder, "Python.h").exists() for folder in self.include_dirs):
-            sys.exit(f"Python.h was expected in {self.include_dirs[0]}: install the headers of this Python (python3-dev)")
+            sys.exit(f"there is no Python.h in {self.include_dirs}: install the headers of this Python (python3-dev)")
         command = [*(compiler() or zig()), *FLAGS, *WARNINGS, *_words("CFLAGS")]
         command += [f"-D{name}={value}" for name, value in ext.define_macros]
         command += [f"-I{folder}" for folder in self.include_dirs]
