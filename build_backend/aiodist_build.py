@@ -56,7 +56,7 @@ LIBRARY = sorted(set(ROOT.glob("core/*.c")) - {BINDING})
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 WARNINGS = ["-Wall", "-Wextra"]  # errors in tests and `make core`; a newer compiler of a user may warn of more
 
-ZIGLANG = "ziglang >= 0.17.1, < 0.18"  # earlier ones do not know __builtin_cpu_supports
+ZIGLANG = "ziglang >= 0.17.1, < 0.18"
 GLIBC = (2, 28)
 
 _PROBE = """

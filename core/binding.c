@@ -10,7 +10,7 @@
 
 static PyObject *kernels(PyObject *module, PyObject *none) {
     (void)module, (void)none;
-    return PyUnicode_FromString(core_kernels_name());
+    return PyUnicode_FromString(core_kernels_level());
 }
 
 static PyMethodDef functions[] = {

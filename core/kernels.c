@@ -2,6 +2,9 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 struct choice {
     core_kernel *kernel;
@@ -74,19 +77,34 @@ static _Atomic int most = 2;
 
 void core_kernels_limit(int level) { atomic_store_explicit(&most, level, memory_order_relaxed); }
 
-static const struct level *best(void) {
+// Returns how many of the levels after the first one this processor runs, and the kernel keeps the registers of. What
+// __builtin_cpu_supports reads is all zeros where zig links.
+static int processor(void) {
 #if defined(__x86_64__)
-    int level = atomic_load_explicit(&most, memory_order_relaxed);
-    __builtin_cpu_init();
-    if (level >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return &levels[2];
-    if (level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &levels[1];
+    enum { XMM_AND_YMM = 0x6, AND_ZMM = 0xe6 };
+    unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    unsigned a, b, c, d, kept, unused;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_F16C)) return 0;
+    __asm__("xgetbv" : "=a"(kept), "=d"(unused) : "c"(0));
+    if ((kept & XMM_AND_YMM) != XMM_AND_YMM || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
+    return (kept & AND_ZMM) == AND_ZMM && (b & wide) == wide ? 2 : 1;
+#else
+    return 0;
 #endif
-    return &levels[0];
 }
 
-const char *core_kernels_name(void) { return best()->name; }
+static const struct level *best(void) {
+    static _Atomic int known = -1;  // a virtual machine takes microseconds to answer
+    int runs = atomic_load_explicit(&known, memory_order_relaxed);
+    int limit = atomic_load_explicit(&most, memory_order_relaxed);
+    if (runs < 0) {
+        runs = processor();
+        atomic_store_explicit(&known, runs, memory_order_relaxed);
+    }
+    return &levels[runs < limit ? runs : limit];
+}
+
+const char *core_kernels_level(void) { return best()->name; }
 
 unsigned core_itemsize(unsigned dtype) {
     static const uint8_t sizes[CORE_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16, 2, 4, 8};

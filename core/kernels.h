@@ -24,11 +24,11 @@ core_kernel *core_kernel_for(unsigned dtype, unsigned reduction, unsigned *scale
 // Returns the size of an element in bytes, 0 for no dtype.
 unsigned core_itemsize(unsigned dtype);
 
+// Returns which kernels are chosen: "baseline", "avx2" or "avx512".
+const char *core_kernels_level(void);
+
 // Has `core_kernel_for` choose among the first `level` + 1 of baseline, AVX2 and AVX-512, as far as the processor has
 // them: for tests.
 void core_kernels_limit(int level);
-
-// Returns the name of those that it chooses: "baseline", "avx2" or "avx512".
-const char *core_kernels_name(void);
 
 #endif
