@@ -18,6 +18,7 @@ enum {
 struct peer {
     struct block *block;
     core_memory *memory;
+    core_bell *bell;
     uint64_t consumed;  // at least: as it said last
 };
 
@@ -31,10 +32,21 @@ struct core_lane {
     uint8_t *stage;
     uint64_t stage_bytes;
     core_place stage_at;
-    atomic_flag held;
+    void (*ended)(void *context, core_op *);
+    void *context;
+    bool led;
 
-    core_op *first, **last;  // in order of submission
-    core_op *unposted;       // the first of them that is not posted
+    // Written by any thread, with seq_cst: who submits and finds the lane held is sure that its holder sees the inbox
+    // when it lets go.
+    _Alignas(64) _Atomic bool held;
+    _Atomic(core_op *) inbox;          // submitted, the newest first
+    _Atomic uint64_t busy, load;       // how many are under way; bytes of those that are not WHOLE
+    _Atomic uint64_t driven_at;        // when it was driven last, in nanoseconds: the engine keeps off
+
+    // Of who holds it, from here on.
+    core_op *first, **last;            // posted, in order
+    core_op *waiting, **waiting_last;  // not posted yet, in order of submission
+    bool spoke;                        // others may have waited for what was said since bells were looked at
     uint64_t next_number, next_portion;
     bool unsettled;          // next_portion is known only once the newest posted operation is met
     unsigned portioned;      // how many operations are posted that lend portion after portion
@@ -62,6 +74,9 @@ enum found { FOUND, UNMAPPED, OUTSIDE };
 enum outcome { WAITS, MOVED, ENDED, FAILED };
 
 enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
+
+// As core_lane_advance, but for the time at which it was driven, which is what the engine looks at.
+bool lane_drive(core_lane *, uint64_t nanoseconds);
 
 // Finds `nbytes` in the memory of another rank. UNMAPPED says by `wants` what is to be mapped.
 enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, const uint8_t **at);

@@ -299,6 +299,7 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
         uint64_t last = least(first + op->piece, n);
         if (last > first) memcpy(to + q * stride, in + (begin + first) * item, (last - first) * item);
     }
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);
     return true;
 }
@@ -324,6 +325,7 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
         lane->targets[1] = mine;
         reduce(lane, op, keeps ? 2 : 1, lane->ranks, last - first, lane->ranks);
     }
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->reduced, op->base + j + 1, memory_order_release);
     return MOVED;
 }

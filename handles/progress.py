@@ -100,6 +100,17 @@ class Poller(Protocol):
         """Return True when the bell that `sleep_at` was given is rung as soon as there is something to poll for."""
 
 
+class Driven(Protocol):
+    """Pending operations that a thread which needs no Python drives, beside those who poll."""
+
+    @property
+    def heavy(self) -> bool:
+        """So much is under way that nobody else should: the loop sleeps."""
+
+    def sleep(self) -> bool:
+        """The loop will not poll: call its `resume` when something ends. False where something has ended."""
+
+
 class Progress:
     """Drives every pending operation of one event loop.
 
@@ -136,6 +147,7 @@ class Progress:
         """The progress thread knows of it."""
         self._thread_id = threading.get_ident()
         self._pollers: tuple[Poller, ...] = ()
+        self._driven: tuple[Driven, ...] = ()
         self._pollers_lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Callable[[], object]] = deque()
@@ -182,6 +194,14 @@ class Progress:
         with self._pollers_lock:
             self._pollers = tuple([p for p in self._pollers if p is not poller])
         self._failing.pop(poller, None)
+
+    def add_driven(self, driven: Driven) -> None:
+        """Have `driven` wake the loop where that does not poll; on the loop's thread."""
+        self._driven = (*self._driven, driven)
+
+    def remove_driven(self, driven: Driven) -> None:
+        """Forget `driven`; on the loop's thread."""
+        self._driven = tuple([d for d in self._driven if d is not driven])
 
     # --- issuing ---------------------------------------------------------------------------------------
 
@@ -390,7 +410,7 @@ class Progress:
 
     def spin(self, handle: Pending) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large:
+        if not handle.polled or self.large or any([driven.heavy for driven in self._driven]):
             return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
@@ -420,7 +440,7 @@ class Progress:
             if not self.let_go():  # of a thread that saw us armed just now: see `attend`
                 self._park()
             return
-        if self.large:
+        if self.large or any(driven.heavy for driven in self._driven):
             self._park()
             return
         self.polls += 1
@@ -444,6 +464,15 @@ class Progress:
         self.armed = False
         self.parked = True
         _thread.wake(self)
+        for driven in self._driven:
+            if not driven.sleep():
+                self.loop.call_soon(self.resume)
+                return
+
+    def resume(self) -> None:
+        """Something has ended while the loop did not poll: look, and poll again; on the loop's thread."""
+        self.glance()
+        self._rearm()
 
     # --- handing over to the loop ------------------------------------------------------------------------
 

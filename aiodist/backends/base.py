@@ -248,6 +248,8 @@ class Native(Protocol):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, not by their keys."""
+    carries: bool
+    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True when it has this operation."""

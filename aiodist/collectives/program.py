@@ -114,6 +114,8 @@ class Implementation(ABC):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    carries: bool = False
+    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
     recallable: bool = False
     """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
     compares: bool = False

@@ -65,6 +65,8 @@ class ReductionPlan(NamedTuple):
     start: Begin
     inline_bytes: int
     """From here on it begins on the progress thread, unless the communicator says otherwise."""
+    carries: bool
+    """`start` is given the fingerprint: the ranks are compared on the way."""
 
 
 class QueuePlan(NamedTuple):
@@ -253,6 +255,12 @@ class Dispatcher:
 
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
+        elif plan.carries:
+            assert self.gate is not None
+            failure = self.disputes.refuse(handle.seq)
+            ended = done if failure is None else lambda error: done(error or failure)
+            begin = partial(plan.start, t)
+            progress.start(partial(self.gate.carry, handle.seq, plan.what.word ^ handle.seq, begin, ended))
         elif nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
             then = progress.counted(done) if nbytes < plan.inline_bytes else done
             progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
@@ -266,7 +274,7 @@ class Dispatcher:
         start: Callable[[], None] = partial(_begin, plan.start, t, seq, done)
         if (failure := self.disputes.refuse(seq)) is not None:
             start = partial(done, failure)
-        return partial(self.gate.quick, seq, plan.what.word ^ seq, start, done, large)
+        return partial(self.gate.enter, Entry(seq, plan.what.word ^ seq, When.ALL, calls=(start, done), large=large))
 
     def _queue(self, plan: QueuePlan, t: Tensor, handle: Handle[Tensor], done: Done) -> None:
         """Have the device's queue take it now; how it ends counts when the ranks are known to agree."""
@@ -535,6 +543,8 @@ class Dispatcher:
         self._rejected.clear()
         if self.gate is not None:
             self.gate.close(error)
+        if self.repertoire.within is not None:
+            self.repertoire.within.give_up(error)
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):

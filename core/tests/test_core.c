@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../core.h"
 #include "../kernels.h"
@@ -19,6 +20,8 @@ typedef struct {
     uint8_t *segment;
     core_memory *memory;
     core_lane *lane;
+    core_engine *engine;
+    core_bell *bell;
 } rank_t;
 
 typedef struct {
@@ -34,6 +37,8 @@ static rank_t rank[MOST_RANKS];
 static spec_t *specs;
 static unsigned operations;
 static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
+static bool led;      // the first rank chooses the order, the others submit in any
+static bool engines;  // threads of their own drive the lanes, and the ranks mostly wait
 
 static uint64_t next(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
@@ -165,12 +170,30 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
-        .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
+        .key = number * 0x9e3779b97f4a7c15u, .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
     };
     if (!core_op_valid(&f->op, ranks)) abort();
-    while (!core_lane_hold(rank[me].lane)) sched_yield();
+}
+
+static void submit(unsigned me, flight_t *f, uint64_t *state) {
     core_lane_submit(rank[me].lane, &f->op);
-    core_lane_release(rank[me].lane);
+    if (engines) core_engine_notice(rank[me].engine, rank[me].lane, next(state) % 3 == 0);
+    core_lane_advance(rank[me].lane, 1000);
+}
+
+// Begins operations [begun, end), and submits them.
+static void begin_some(unsigned me, flight_t *flights, unsigned begun, unsigned end, uint64_t *state) {
+    unsigned order[IN_FLIGHT], n = end - begun;
+    for (unsigned i = 0; i < n; i++) {
+        order[i] = begun + i;
+        begin(me, &flights[(begun + i) % IN_FLIGHT], (begun + i) % IN_FLIGHT, begun + i);
+    }
+    for (unsigned i = n; led && me > 0 && i-- > 1;) {
+        unsigned j = (unsigned)(next(state) % (i + 1)), swapped = order[i];
+        order[i] = order[j];
+        order[j] = swapped;
+    }
+    for (unsigned i = 0; i < n; i++) submit(me, &flights[order[i] % IN_FLIGHT], state);
 }
 
 static void let_go(flight_t *f) {
@@ -228,32 +251,27 @@ static void *run(void *number) {
     unsigned begun = 0, over = 0;
     while (over < operations) {
         unsigned depth = 1 + (unsigned)(next(&state) % IN_FLIGHT);
-        while (begun < operations && begun - over < depth) {
-            begin(me, &flights[begun % IN_FLIGHT], begun % IN_FLIGHT, begun);
-            begun++;
+        unsigned end = over + depth < operations ? over + depth : operations;
+        if (begun < end) {
+            begin_some(me, flights, begun, end, &state);
+            begun = end;
         }
         while (over < begun && (next(&state) % 4 || begun == operations)) {
             flight_t *f = &flights[over % IN_FLIGHT];
             while (core_op_state(&f->op) == CORE_PENDING) {
-                bool moved = false;
-                if (core_lane_hold(rank[me].lane)) {
-                    moved = core_lane_advance(rank[me].lane, 20000);
-                    core_lane_release(rank[me].lane);
-                }
-                if (!moved) sched_yield();
+                if (engines && next(&state) % 8) usleep(20);
+                else if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
             }
             check(me, f);
             over++;
-            if (me == leaver && over == leaves_after) {
-                while (!core_lane_hold(rank[me].lane)) sched_yield();
-                core_lane_abandon(rank[me].lane);
-                core_lane_release(rank[me].lane);
-            }
+            if (me == leaver && over == leaves_after) core_lane_abandon(rank[me].lane);
         }
     }
     free(flights);
     return NULL;
 }
+
+static void told(void *context, core_op *op) { (void)context, (void)op; }
 
 // Has `ranks` threads make all operations; `leaver` gives up on the way, where there is such a rank.
 static void play(void) {
@@ -263,14 +281,21 @@ static void play(void) {
         memset(rank[r].segment, 0, 2 << 20);
         rank[r].memory = core_memory_new();
         core_memory_map(rank[r].memory, 0, rank[r].segment, SEGMENT_BYTES);
-        rank[r].lane =
-            core_lane_open(r, ranks, rank[r].segment, rank[r].segment + (1 << 20), STAGE_BYTES, (core_place){0, 1 << 20});
+        core_lane_options options = {
+            .rank = r, .ranks = ranks, .led = led, .block = rank[r].segment, .stage = rank[r].segment + (1 << 20),
+            .stage_bytes = STAGE_BYTES, .stage_at = {0, 1 << 20}, .ended = told,
+        };
+        rank[r].lane = core_lane_open(&options);
+        rank[r].bell = (core_bell *)(rank[r].segment + (1 << 19));
+        rank[r].engine = engines ? core_engine_start(rank[r].bell, 1000) : NULL;
     }
     for (unsigned r = 0; r < ranks; r++)
         for (unsigned q = 0; q < ranks; q++)
-            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory);
+            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory, rank[q].bell);
+    for (unsigned r = 0; engines && r < ranks; r++) core_engine_add(rank[r].engine, rank[r].lane);
     for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
     for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
+    for (unsigned r = 0; engines && r < ranks; r++) core_engine_stop(rank[r].engine);
     for (unsigned r = 0; r < ranks; r++) {
         core_lane_close(rank[r].lane);
         core_memory_free(rank[r].memory);
@@ -287,11 +312,15 @@ int main(int argc, char **argv) {
         ranks = sizes[c];
         core_kernels_limit((int)((seed + c) % 3));
         make_specs(seed + c);
-        leaver = MOST_RANKS;
-        play();
-        leaver = (unsigned)(next(&seed) % ranks);
-        leaves_after = 1 + (unsigned)(next(&seed) % operations);
-        play();
+        for (unsigned form = 0; form < 4; form++) {
+            led = form & 1;
+            engines = form & 2;
+            leaver = MOST_RANKS;
+            play();
+            leaver = (unsigned)(next(&seed) % ranks);
+            leaves_after = 1 + (unsigned)(next(&seed) % operations);
+            play();
+        }
         printf("%u ranks: %u operations, and as many of which rank %u left after %u\n", ranks, operations, leaver, leaves_after);
     }
     free(specs);

@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from aiodist import _core
 from aiodist.backends.shm.memory import Arena, Place
 from aiodist.backends.threads import in_thread
 from aiodist.control import exchange
@@ -37,7 +39,8 @@ __all__ = ["BOARD_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_o
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
-_COUNT_AT, _ASLEEP_AT = 0, 64  # in the first page of a rank's memory
+_COUNT_AT, _ASLEEP_AT, _ENGINE_BELL_AT = 0, 64, 128  # in the first page of a rank's memory
+_ENGINE_SPIN_SECONDS = 50e-6
 _WORDS = struct.Struct("16q")
 BOARD_BYTES = _WORDS.size
 _CREDENTIALS = struct.Struct("3i")
@@ -59,6 +62,8 @@ class Neighbour:
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._segments: dict[int, Tensor] = {}
+        self.core = _core.Memory()
+        """What is mapped of its memory, for the compiled core."""
         self._bell: FutexBell | None = None
 
     def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
@@ -129,10 +134,15 @@ class Neighbour:
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
         """Return the bytes at `place`, mapped on first use; raise BackendError for a place it never told of."""
-        segment = self._segments.get(place.segment)
+        return self.mapped(place.segment)[place.offset : place.offset + nbytes]
+
+    def mapped(self, number: int) -> Tensor:
+        """Return a segment of its memory, mapped on first use; raise BackendError for one it never told of."""
+        segment = self._segments.get(number)
         if segment is None:
-            segment = self._segments[place.segment] = self._map(place.segment)
-        return segment[place.offset : place.offset + nbytes]
+            segment = self._segments[number] = self._map(number)
+            self.core.map(number, memory_of(segment))
+        return segment
 
     def _map(self, number: int) -> Tensor:
         if number not in self._descriptors:
@@ -154,6 +164,11 @@ class Neighbour:
         if self._bell is None:
             self._bell = _bell(self.memory(Place(0, 0), mmap.PAGESIZE))
         return self._bell
+
+    @property
+    def engine_bell(self) -> memoryview:
+        """What its engine sleeps at."""
+        return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_BELL_AT:]
 
     def ring(self) -> None:
         """Wake its progress thread, if that sleeps."""
@@ -182,7 +197,11 @@ class Neighbourhood:
         self._told = 0
         self._leaving: dict[str, tuple[frozenset[int], Tensor]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
+        self._control.zero_()
         self.bell = _bell(self._control)
+        self.engine = _core.Engine(memory_of(self._control)[_ENGINE_BELL_AT:], _ENGINE_SPIN_SECONDS)
+        """The thread that drives collectives while no thread of Python does."""
+        _alive.add(self)
         self.publish()
         sleep_at(self.bell)
 
@@ -234,9 +253,21 @@ class Neighbourhood:
     def close(self) -> None:
         """Let go of the others' memory; ours stays while tensors are in it."""
         leave_bell(self.bell)
+        self.engine.stop()
         self.arena.close()
         for neighbour in self.neighbours.values():
             neighbour.close()
+
+
+_alive: WeakSet[Neighbourhood] = WeakSet()
+
+
+def _after_fork() -> None:
+    for near in list(_alive):
+        near.engine.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def memory_of(t: Tensor) -> memoryview:
