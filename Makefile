@@ -90,5 +90,5 @@ wheel-aarch64:  ## the same for 64-bit ARM, compiled here
 
 .PHONY: clean
 clean:  ## remove .venv and all that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info aiodist/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
