@@ -49,8 +49,9 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = sorted(ROOT.glob("core/*.h"))
-BINDING = ROOT / "core" / "binding.c"
-LIBRARY = sorted(set(ROOT.glob("core/*.c")) - {BINDING})
+SOURCES = sorted(ROOT.glob("core/*.c"))
+BINDING = [path for path in SOURCES if '#include "binding.h"' in path.read_text()]  # these know Python
+LIBRARY = [path for path in SOURCES if path not in BINDING]
 
 # No contraction: a product and a sum are rounded apart on every machine, so that all of them get the same bits.
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
@@ -85,7 +86,7 @@ def settings() -> dict[str, Any]:
     limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the limited API has no free-threaded form before 3.15
     extension = Extension(
         "aiodist._core",
-        [path.relative_to(ROOT).as_posix() for path in (*LIBRARY, BINDING)],
+        [path.relative_to(ROOT).as_posix() for path in SOURCES],
         depends=[path.relative_to(ROOT).as_posix() for path in HEADERS],
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if limited else [],
         py_limited_api=limited,

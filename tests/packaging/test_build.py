@@ -90,7 +90,7 @@ def test_a_free_threaded_python_gets_a_wheel_of_its_own(monkeypatch: pytest.Monk
         build.settings()
     monkeypatch.undo()
     flags = [*build.FLAGS, *build.WARNINGS, "-Werror", "-fsyntax-only", f"-I{sysconfig.get_path('include')}"]
-    subprocess.run([*build.compiler(), *flags, str(build.BINDING)], check=True)
+    subprocess.run([*build.compiler(), *flags, *map(str, build.BINDING)], check=True)
 
 
 @pytest.mark.thorough
