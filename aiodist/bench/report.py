@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
+from aiodist.bench.records import BUSY
 from aiodist.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -82,11 +83,13 @@ _COLUMNS = (
     _Column("batch", lambda record: _rate(record.batch), optional=True),
     _Column("rule", lambda record: record.rule or "", optional=True),
     _Column("impl", lambda record: record.impl),
+    _Column("thread", lambda record: record.thread or "", optional=True),
     _Column("median", lambda record: seconds_text(record.seconds)),
     _Column("mean", lambda record: seconds_text(record.mean)),
     _Column("p99", lambda record: seconds_text(record.p99)),
     _Column("algbw GB/s", lambda record: _rate(record.algbw_gbps), optional=True),
     _Column("busbw GB/s", lambda record: _rate(record.busbw_gbps), optional=True),
+    _Column("CPU", lambda record: seconds_text(record.cpu), optional=True),
     _Column("overlap", lambda record: _rate(record.overlap), optional=True),
     _Column("loop lag", lambda record: seconds_text(record.loop_lag), optional=True),
     _Column("value", lambda record: _rate(record.value), optional=True),
@@ -104,7 +107,7 @@ def _is_best(record: Record, records: Sequence[Record]) -> bool:
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """Return each figure beside its target."""
-    result = Table(title="speeds to reach (2 ranks)", title_justify="left")
+    result = Table(title="speeds to reach", title_justify="left")
     for name in ("what", "here", "target", "reached"):
         result.add_column(name, justify="left" if name == "what" else "right")
     for verdict in verdicts:
@@ -128,7 +131,7 @@ def plot(records: Sequence[Record], plan: Plan, path: str) -> None:
     check_plot()
     from matplotlib.figure import Figure
 
-    op = "await_small" if plan.op == "await" else plan.op
+    op = ("await_small" if plan.op == "await" else plan.op) + (BUSY if plan.busy else "")
     shown = [r for r in records if r.op == op and r.seconds is not None]
     rates = [r for r in shown if r.busbw_gbps]
     figure = Figure(figsize=(12 if rates else 6, 4.5), layout="constrained")
