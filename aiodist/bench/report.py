@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.targets import Verdict
 
-__all__ = ["check_plot", "plot", "seconds_text", "size_text", "table", "verdict_table"]
+__all__ = ["check_plot", "plot", "seconds_text", "size_text", "table", "tables", "verdict_table"]
 
 
 def size_text(nbytes: int | None) -> str:
@@ -48,12 +48,21 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.3g} s"
 
 
+def tables(records: Sequence[Record], title: str) -> list[Table]:
+    """Return a table of what was measured, and where CPU was counted one more, of threads."""
+    threads = [record for record in records if record.thread is not None]
+    found = [table([record for record in records if record.thread is None], title)]
+    return [*found, table(threads, "CPU of each thread, in one of them")] if threads else found
+
+
 def table(records: Sequence[Record], title: str) -> Table:
     """Return every record as a row; the fastest of each operation and size is marked."""
     result = Table(title=title, title_justify="left")
     columns = [column for column in _COLUMNS if not column.optional or any(map(column.text, records))]
     for column in columns:
-        result.add_column(column.name, justify="left" if column.name in ("op", "impl") else "right", no_wrap=True)
+        result.add_column(
+            column.name, justify="left" if column.name in ("op", "impl", "thread") else "right", no_wrap=True
+        )
     before: tuple[object, ...] | None = None
     for record in records:
         here = _group(record) if record.seconds is not None or record.value is None else ("values",)
@@ -79,14 +88,14 @@ class _Column(NamedTuple):
 
 _COLUMNS = (
     _Column("op", lambda record: record.op),
-    _Column("input", lambda record: size_text(record.nbytes)),
+    _Column("input", lambda record: size_text(record.nbytes), optional=True),
     _Column("batch", lambda record: _rate(record.batch), optional=True),
     _Column("rule", lambda record: record.rule or "", optional=True),
     _Column("impl", lambda record: record.impl),
     _Column("thread", lambda record: record.thread or "", optional=True),
-    _Column("median", lambda record: seconds_text(record.seconds)),
-    _Column("mean", lambda record: seconds_text(record.mean)),
-    _Column("p99", lambda record: seconds_text(record.p99)),
+    _Column("median", lambda record: seconds_text(record.seconds), optional=True),
+    _Column("mean", lambda record: seconds_text(record.mean), optional=True),
+    _Column("p99", lambda record: seconds_text(record.p99), optional=True),
     _Column("algbw GB/s", lambda record: _rate(record.algbw_gbps), optional=True),
     _Column("busbw GB/s", lambda record: _rate(record.busbw_gbps), optional=True),
     _Column("CPU", lambda record: seconds_text(record.cpu), optional=True),

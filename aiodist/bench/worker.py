@@ -66,8 +66,10 @@ async def _measure(plan: Plan) -> None:
             # Gloo is measured beside our own use of it, where that comes later.
             beside = [peer for peer in peers_left if peer not in impls_left]
             peers_left = [peer for peer in peers_left if peer not in beside]
-            async with peers.opened(beside, coll) as opened:
-                session = Session(plan, coll, here, opened, _fence(coll, opened), first=not title, notes=notes)
+            only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
+            async with peers.opened(beside, coll) as opened, peers.opened(only_fence, coll) as fences:
+                fence = _fence(coll, [*fences, *opened])
+                session = Session(plan, coll, here, opened, fence, first=not title, notes=notes)
                 title = title or _title(plan, coll)
                 notes += [peer.describe() for peer in opened] if rank == 0 else []
                 with spinning(await cores_to_keep_busy(coll) if plan.busy else ()):
@@ -79,7 +81,10 @@ async def _measure(plan: Plan) -> None:
 
 
 def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
-    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind."""
+    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind.
+
+    Best is MPI's, which lets all ranks go at the same time; gloo's threads run on after its own.
+    """
 
     async def fence() -> None:
         if opened:
@@ -109,7 +114,8 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
     if plan.plot is not None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
-    console.print(report.table(found, title))
+    for table in report.tables(found, title):
+        console.print(table)
     if plan.targets is not None and (reached := importlib.import_module(plan.targets).verdicts(found)):
         console.print(report.verdict_table(reached))
 
