@@ -31,7 +31,7 @@ WARMUPS = 10
 OVERWRITTEN_BYTES = 64 << 10
 """From so many bytes on every rank overwrites its tensor before each timed call."""
 _TICK_SECONDS = 1e-3
-_BUSY_BATCH = 20  # of operations that may take some milliseconds each
+_BUSY_BATCH = 2000
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ class Figures:
 def pace(nbytes: int, repeat: int | None, *, busy: bool = False) -> Pace:
     """Return how often an operation of so many bytes is done; reading the clock must not be what is measured.
 
-    On a `busy` machine few operations take a thousand times as long as most: each is a sample of its own, whose mean
-    and 99th percentile tell of them.
+    On a `busy` machine each operation is a sample of its own, since few take a thousand times as long as most. And
+    there are so many of them in a row that a rank loses its core meanwhile: right after a barrier all have theirs.
     """
+    if busy and nbytes < OVERWRITTEN_BYTES:
+        return Pace(repeat or 10, _BUSY_BATCH, warmups=min(2, repeat or 2), apart=True)
     paces = ((4 << 10, 100, 40), (OVERWRITTEN_BYTES - 1, 20, 40), (1 << 20, 1, 100))
     batch, usual = next(((batch, usual) for limit, batch, usual in paces if nbytes <= limit), (1, 20))
-    return Pace(repeat or usual, min(batch, _BUSY_BATCH) if busy else batch, apart=busy)
+    return Pace(repeat or usual, batch)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

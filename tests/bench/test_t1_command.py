@@ -106,7 +106,7 @@ def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: st
     found = find_mpi("auto", os.environ.get("PATH", os.defpath))
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
-    options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi, "--sizes", "4", "--busy"]
+    options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi, "--busy"]
     done = bench("await", *options, "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
