@@ -1,7 +1,7 @@
 // An allreduce of float32 as DeepSpeed's CPU backend has it (csrc/cpu/comm/shm.cpp), rebuilt to be measured beside ours.
 //
 // Each rank has a slot, which it alone writes: two short and two long buffers, taken in turn, so that no round needs a
-// barrier at its end, and two words. Up to 1 MiB every rank sums what all have copied in. Above that each sums its own
+// barrier at its end, and two words. Below 1 MiB every rank sums what all have copied in. From there on each sums its own
 // slice, of at most 32 MiB at a time, and fetches the other slices when they are done. One thread a rank.
 #include <sched.h>
 #include <stdatomic.h>
@@ -54,7 +54,7 @@ static void reduce(const struct group *group, int whole, float *into, size_t fir
 }
 
 static void chunk(struct group *group, float *data, size_t count) {
-    int whole = count <= SHORT;
+    int whole = count < SHORT;
     struct slot *mine = &group->slots[group->rank];
     group->round++;
     memcpy((float *)lent(group, group->rank, whole), data, count * sizeof(float));
@@ -69,7 +69,8 @@ static void chunk(struct group *group, float *data, size_t count) {
     reduce(group, whole, (float *)lent(group, group->rank, whole), first, last);
     atomic_store_explicit(&mine->reduced, group->round, memory_order_release);
     await_all(group, offsetof(struct slot, reduced));
-    for (unsigned rank = 0; rank < group->ranks; rank++) {
+    for (unsigned i = 0; i < group->ranks; i++) {
+        unsigned rank = (group->rank + i) % group->ranks;  // its own slice first, then each from another rank
         size_t from = rank * slice, to = rank + 1 == group->ranks ? count : from + slice;
         memcpy(data + from, lent(group, rank, whole) + from, (to - from) * sizeof(float));
     }
