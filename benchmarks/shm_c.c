@@ -1,8 +1,8 @@
-// An allreduce of float32 as DeepSpeed's CPU backend has it (csrc/cpu/comm/shm.cpp), rebuilt to be measured beside ours.
+// An allreduce of float32 as DeepSpeed's CPU backend has it (csrc/cpu/comm/shm.cpp), rebuilt to be measured.
 //
 // Each rank has a slot, which it alone writes: two short and two long buffers, taken in turn, so that no round needs a
-// barrier at its end, and two words. Below 1 MiB every rank sums what all have copied in. From there on each sums its own
-// slice, of at most 32 MiB at a time, and fetches the other slices when they are done. One thread a rank.
+// barrier at its end, and two words. Below 1 MiB every rank sums what all have copied in. From there on each sums its
+// own slice, of at most 32 MiB at a time, and fetches the other slices when they are done. One thread a rank.
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
