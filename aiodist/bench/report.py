@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 
 from aiodist.bench.records import BUSY
+from aiodist.bench.units import seconds_text, size_text
 from aiodist.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -17,35 +18,7 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.targets import Verdict
 
-__all__ = ["check_plot", "plot", "seconds_text", "size_text", "table", "tables", "verdict_table"]
-
-
-def size_text(nbytes: int | None) -> str:
-    """Return bytes as people write them, without rounding.
-
-    >>> size_text(1024), size_text(64 << 20), size_text(1077)
-    ('1 KiB', '64 MiB', '1077 B')
-    """
-    if nbytes is None:
-        return ""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes and nbytes % size == 0:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Return seconds in a unit that suits them.
-
-    >>> seconds_text(4.56e-06), seconds_text(0.0123), seconds_text(2.5)
-    ('4.56 us', '12.3 ms', '2.5 s')
-    """
-    if seconds is None:
-        return ""
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds * scale < 1000:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s"
+__all__ = ["check_plot", "plot", "table", "tables", "verdict_table"]
 
 
 def tables(records: Sequence[Record], title: str) -> list[Table]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.bench.records import BUSY
-from aiodist.bench.report import size_text
 from aiodist.bench.timing import OVERWRITTEN_BYTES
+from aiodist.bench.units import size_text
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
