@@ -65,7 +65,8 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
     waits: dict[str, list[float]] = {op: [] for op in gathers}
     issue: list[float] = []
     floor: list[float] = []
-    for turn in range(_MANY_WARMUPS + repeat):
+    warmups = min(_MANY_WARMUPS, repeat)
+    for turn in range(warmups + repeat):
         for op, gathered in gathers.items():
             await session.fence()
             began = perf_counter()
@@ -73,13 +74,13 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
             issued = perf_counter()
             await gathered(*handles)
             done = perf_counter()
-            if turn >= _MANY_WARMUPS:
+            if turn >= warmups:
                 issue.append((issued - began) / count)
                 waits[op].append((done - issued) / count)
         await session.fence()
         began = perf_counter()
         await asyncio.gather(*finished)
-        if turn >= _MANY_WARMUPS:
+        if turn >= warmups:
             floor.append((perf_counter() - began) / count)
     records = []
     for op, samples in waits.items():
