@@ -368,8 +368,8 @@ class Dispatcher:
     def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
         """See `Owner`. The other ranks, which may wait for this one, are told why.
 
-        Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from what is heard of only then:
-        that ranks differ, or that one of them is gone.
+        Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from
+        what is heard of only then: that ranks differ, or that one of them is gone.
         """
         collective = self._pending.get(handle) is True
         if isinstance(error, _KNOWN):

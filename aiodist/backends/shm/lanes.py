@@ -135,7 +135,7 @@ class Lane:
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""
         for rank, other in list(self._unmet.items()):
-            block = other.seen(self._name, _core.BLOCK_BYTES, ordered=True)
+            block = other.seen(self._name, _core.BLOCK_BYTES)
             if self._closed or block is not None:
                 del self._unmet[rank]
             if block is not None and not self._closed:
