@@ -8,6 +8,10 @@
 
 #include "core.h"
 
+// Sleeps while the word holds `value`, for `nanoseconds` at most; 0 is for ever. Only within this process.
+void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds);
+void core_word_wake(_Atomic uint32_t *word);
+
 // Sleeps until `bell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
 void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds);
 

@@ -2,21 +2,12 @@
 //
 // By hand and not by Cython: the limited API gives one wheel for all versions of Python, and what an operation costs
 // is to be seen in the source.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "binding.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "bell.h"
-#include "core.h"
 #include "kernels.h"
-
-enum {
-    SLICE = 20000,          // nanoseconds that a lane is driven at a time by a thread of Python
-    HEAVY_BYTES = 1 << 20,  // from here on the engine does it from the start
-};
 
 // --- memory ------------------------------------------------------------------------------------------------------
 
@@ -83,12 +74,6 @@ static PyType_Spec memory_spec = {"aiodist._core.Memory", sizeof(Memory), 0, Py_
 
 // --- the engine --------------------------------------------------------------------------------------------------
 
-typedef struct {
-    PyObject_HEAD
-    core_engine *engine;
-    Py_buffer bell;
-} Engine;
-
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
     PyObject *bell;
@@ -148,18 +133,6 @@ static PyType_Spec engine_spec = {"aiodist._core.Engine", sizeof(Engine), 0, Py_
 
 // --- what has ended ----------------------------------------------------------------------------------------------
 
-typedef struct Lane Lane;
-
-typedef struct {
-    PyObject_HEAD
-    _Atomic(core_op *) ended;  // the newest first; any thread pushes, one takes all
-    _Atomic bool sleeps;       // the loop: it wants to be woken by `event` when something ends
-    _Atomic bool wants;        // some lane wants a segment
-    int event;
-    Py_ssize_t pending;        // operations of which nobody was told yet
-    Lane *lanes;               // the first of a list
-} Completions;
-
 typedef struct {
     PyObject_HEAD
     core_op op;
@@ -168,30 +141,37 @@ typedef struct {
     uint64_t *counts;
 } Operation;
 
-struct Lane {
-    PyObject_HEAD
-    core_lane *lane;
-    Completions *completions;
-    Engine *engine;
-    PyObject *map, *fail;
-    unsigned rank, ranks;
-    Py_buffer *views;     // the block, the stage, and of each other rank: the block, the bell
-    PyObject **memories;  // of the other ranks
-    size_t count;
-    bool closed;
-    Lane *next;
-};
+static void push(_Atomic(core_op *) *stack, core_op *op) {
+    op->next = atomic_load_explicit(stack, memory_order_relaxed);
+    while (!atomic_compare_exchange_weak(stack, &op->next, op)) continue;
+}
+
+// Takes all, the oldest first.
+static core_op *take(_Atomic(core_op *) *stack) {
+    if (atomic_load_explicit(stack, memory_order_relaxed) == NULL) return NULL;
+    core_op *op = atomic_exchange_explicit(stack, NULL, memory_order_acquire), *oldest = NULL;
+    while (op != NULL) {
+        core_op *older = op->next;
+        op->next = oldest;
+        oldest = op;
+        op = older;
+    }
+    return oldest;
+}
 
 // Called by the thread that drives a lane, which may not hold the GIL.
 static void ended(void *context, core_op *op) {
     Completions *self = context;
-    if (op == NULL) {
-        atomic_store(&self->wants, true);
-    } else {
-        op->next = atomic_load_explicit(&self->ended, memory_order_relaxed);
-        while (!atomic_compare_exchange_weak(&self->ended, &op->next, op)) continue;
-    }
+    if (op == NULL) atomic_store(&self->wants, true);
+    else push(op->direct ? &self->settled : &self->ended, op);
     if (atomic_load(&self->sleeps) && atomic_exchange(&self->sleeps, false)) eventfd_write(self->event, 1);
+}
+
+void settle_all(Completions *self) {
+    for (core_op *op = take(&self->settled), *next; op != NULL; op = next) {
+        next = op->next;
+        issuer_settle(op->caller);
+    }
 }
 
 static PyObject *completions_new(PyTypeObject *type, PyObject *args, PyObject *named) {
@@ -230,19 +210,11 @@ static void tell(Operation *o) {
 
 // Tells the ends that are known, in the order in which they came; returns how many.
 static int tell_all(Completions *self) {
-    core_op *op = atomic_load_explicit(&self->ended, memory_order_relaxed), *oldest = NULL;
-    if (op == NULL) return 0;
-    op = atomic_exchange_explicit(&self->ended, NULL, memory_order_acquire);
-    while (op != NULL) {
-        core_op *older = op->next;
-        op->next = oldest;
-        oldest = op;
-        op = older;
-    }
     int count = 0;
-    for (; oldest != NULL; oldest = op, count++) {
-        op = oldest->next;
-        tell((Operation *)((char *)oldest - offsetof(Operation, op)));
+    settle_all(self);
+    for (core_op *op = take(&self->ended), *next; op != NULL; op = next, count++) {
+        next = op->next;
+        tell(op->caller);
     }
     return count;
 }
@@ -293,7 +265,7 @@ static PyObject *completions_poll(Completions *self, PyObject *seconds) {
 static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
-    if (atomic_load(&self->ended) != NULL || atomic_load(&self->wants)) {
+    if (atomic_load(&self->ended) != NULL || atomic_load(&self->settled) != NULL || atomic_load(&self->wants)) {
         atomic_store(&self->sleeps, false);
         Py_RETURN_FALSE;
     }
@@ -302,11 +274,13 @@ static PyObject *completions_sleep(Completions *self, PyObject *none) {
     Py_RETURN_TRUE;
 }
 
+// Returns whether something is there that `poll` has to look at.
 static PyObject *completions_woken(Completions *self, PyObject *none) {
     (void)none;
     eventfd_t value;
     (void)eventfd_read(self->event, &value);
-    Py_RETURN_NONE;
+    settle_all(self);
+    return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants));
 }
 
 static PyObject *completions_heavy(Completions *self, void *closure) {
@@ -321,7 +295,8 @@ static PyMethodDef completions_methods[] = {
      "poll(seconds): drive what is under way, and tell what ended; look for so long, or until something has ended."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
      "Have `event` readable when something ends; False where something has: then it will not be."},
-    {"woken", (PyCFunction)completions_woken, METH_NOARGS, "`event` was readable: have it be so no more."},
+    {"woken", (PyCFunction)completions_woken, METH_NOARGS,
+     "`event` was readable: settle handles; True where `poll` has more to do."},
     {0},
 };
 static PyMemberDef completions_members[] = {
@@ -373,6 +348,7 @@ static PyType_Spec operation_spec = {
     "aiodist._core.Operation", sizeof(Operation), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots,
 };
 static PyTypeObject *operation_type;
+PyTypeObject *lane_type;
 
 // Reads the counts of all ranks from a sequence, or None; false with an exception set.
 static bool read_counts(PyObject *given, uint64_t *counts, unsigned ranks) {
@@ -512,6 +488,7 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
         .kind = kind, .dtype = dtype, .reduction = reduction, .root = root, .print = print, .key = key,
         .in = (void *)(uintptr_t)in, .out = (void *)(uintptr_t)out, .count = count, .sent = counts,
         .received = received == Py_None || counts == NULL ? NULL : counts + self->ranks, .in_at = {segment, offset},
+        .caller = o,
     };
     Py_INCREF((PyObject *)self), Py_INCREF(done), Py_INCREF(keep);
     o->lane = self;
@@ -522,6 +499,8 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
         Py_DECREF((PyObject *)o);
         return NULL;
     }
+    uint64_t nbytes = (kind == CORE_ALLGATHER ? counts[self->rank] : count) * core_itemsize(dtype);
+    count_bytes(self, o->op.in_at, nbytes);
     self->completions->pending++;
     Py_INCREF((PyObject *)o);  // until its end is told
     core_lane_submit(self->lane, &o->op);
@@ -560,6 +539,11 @@ static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
     {0},
 };
+static PyMemberDef lane_members[] = {
+    {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Of the inputs that lay where others reach them."},
+    {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Of the inputs that lay elsewhere."},
+    {0},
+};
 static PyType_Slot lane_slots[] = {
     {Py_tp_doc,
      "Lane(completions, engine, rank, ranks, led, block, stage, segment, offset, map, fail): an ordered sequence of "
@@ -567,6 +551,7 @@ static PyType_Slot lane_slots[] = {
     {Py_tp_new, lane_new},
     {Py_tp_dealloc, lane_dealloc},
     {Py_tp_methods, lane_methods},
+    {Py_tp_members, lane_members},
     {0},
 };
 static PyType_Spec lane_spec = {"aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
@@ -584,15 +569,14 @@ static PyMethodDef functions[] = {
 };
 
 static int fill(PyObject *module) {
-    PyType_Spec *const specs[] = {&memory_spec, &engine_spec, &completions_spec, &lane_spec};
-    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
-        PyObject *type = PyType_FromSpec(specs[i]);
-        int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
-        Py_XDECREF(type);
-        if (failed) return -1;
+    if (lane_type != NULL) {
+        PyErr_SetString(PyExc_ImportError, "aiodist._core is for one interpreter of a process");
+        return -1;
     }
-    if (operation_type == NULL) operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    if (operation_type == NULL || PyModule_AddType(module, operation_type) < 0) return -1;
+    if (handle_add(module) || issue_add(module) || !add_type(module, &memory_spec) || !add_type(module, &engine_spec) ||
+        !add_type(module, &completions_spec) || !(operation_type = add_type(module, &operation_spec)) ||
+        !(lane_type = add_type(module, &lane_spec)))
+        return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
                    PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
                    PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||

@@ -27,6 +27,7 @@ enum core_state {
     CORE_ABANDONED,  // this rank or another one gave the lane up; what the outputs hold is unspecified
     CORE_BROKEN,     // another rank's words make no sense: its memory was overwritten
     CORE_REFUSED,    // this rank or another one takes no part in it: core_lane_refuse; nothing was written
+    CORE_WATCHED,    // as CORE_PENDING; a thread sleeps until it ends (core_op_wait)
 };
 
 // Memory of one rank, as this process sees it: segments that were mapped, by the numbers which that rank gave them.
@@ -54,6 +55,8 @@ typedef struct core_op {
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
     const uint64_t *received;  // by rank: alltoall
     core_place in_at;        // where others can reach `in`
+    void *caller;            // what `ended` finds there
+    bool direct;             // likewise
 
     // Found.
     _Atomic uint32_t state;  // core_state; release when final, pairs with the acquire in core_op_state
@@ -71,8 +74,12 @@ typedef struct core_op {
 } core_op;
 
 static inline uint32_t core_op_state(const core_op *op) {
-    return __atomic_load_n((const uint32_t *)&op->state, __ATOMIC_ACQUIRE);
+    uint32_t state = __atomic_load_n((const uint32_t *)&op->state, __ATOMIC_ACQUIRE);
+    return state == CORE_WATCHED ? CORE_PENDING : state;
 }
+
+// Sleeps until it has ended, for `nanoseconds` at most.
+void core_op_wait(core_op *, uint64_t nanoseconds);
 
 // A fingerprint is a hash in its low CORE_PRINT_BITS, which all ranks must have in common. The bits above are 0 where
 // this rank does not know the rest; those that know it must agree on it.

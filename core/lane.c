@@ -295,8 +295,15 @@ static void end(core_lane *lane, core_op *op, enum core_state state, unsigned wh
         lane->idle = op;
         return;
     }
-    atomic_store_explicit(&op->state, state, memory_order_release);
+    // A wake-up at memory that has gone meanwhile wakes nobody.
+    if (atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED) core_word_wake(&op->state);
     lane->ended(lane->context, op);
+}
+
+void core_op_wait(core_op *op, uint64_t nanoseconds) {
+    uint32_t state = CORE_PENDING;
+    if (atomic_compare_exchange_strong(&op->state, &state, CORE_WATCHED) || state == CORE_WATCHED)
+        core_word_wait(&op->state, CORE_WATCHED, nanoseconds);
 }
 
 static void end_first(core_lane *lane, enum core_state state, unsigned who) {

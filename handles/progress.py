@@ -44,6 +44,7 @@ from time import perf_counter
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
+from aiodist import _core
 from aiodist.handles.bell import Bell, LockBell
 from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
@@ -111,7 +112,7 @@ class Driven(Protocol):
         """The loop will not poll: call its `resume` when something ends. False where something has ended."""
 
 
-class Progress:
+class Progress(_core.Pacer):
     """Drives every pending operation of one event loop.
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
@@ -131,8 +132,7 @@ class Progress:
         self.loop = loop
         self.last_ran = perf_counter()
         self.spin_seconds = 50e-6
-        self.crowded = False
-        self.polls = 0
+        self.fair = True
         self.parked = False
         self.large = 0
         self.computing: set[int] = set()
@@ -145,15 +145,13 @@ class Progress:
         """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
         self.watched = False
         """The progress thread knows of it."""
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         self._pollers: tuple[Poller, ...] = ()
         self._driven: tuple[Driven, ...] = ()
         self._pollers_lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Callable[[], object]] = deque()
         self._waking = False
-        self.armed = False
-        """The loop polls at its next iteration."""
         self._inside = False
         """The loop's thread holds the transport lock, and polls or makes a call."""
         self._quiet_since = 0.0
@@ -180,7 +178,7 @@ class Progress:
 
     def owns_thread(self) -> bool:
         """Return True on the loop's thread."""
-        return threading.get_ident() == self._thread_id
+        return threading.get_ident() == self.thread_id
 
     def add_poller(self, poller: Poller) -> None:
         """Poll `poller` from now on; from any thread."""
@@ -319,6 +317,11 @@ class Progress:
         self._pollers = ()
         self._inbox.clear()
 
+    @property
+    def inbox(self) -> deque[Callable[[], None]]:
+        """The calls that are still to be made, in order."""
+        return self._inbox
+
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
         return bool(self._inbox) or any(map(len, self._pollers))
@@ -410,7 +413,7 @@ class Progress:
 
     def spin(self, handle: Pending) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large or any([driven.heavy for driven in self._driven]):
+        if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
             return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):

@@ -18,7 +18,7 @@ from aiodist.backends.base import Done, Operation
 from aiodist.backends.inplace import COMBINE
 from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative, meet
 from aiodist.control import in_process
-from aiodist.errors import BackendError, CommunicatorClosed, MismatchError
+from aiodist.errors import CommunicatorClosed, MismatchError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp

@@ -6,7 +6,7 @@ ranks: the blocks in which ranks say what they do lie in their arenas, under nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from time import perf_counter
@@ -14,9 +14,10 @@ from time import perf_counter
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.base import DTYPES, Done, Operation, Refused, again
+from aiodist.backends.base import DTYPES, Begin, Done, Operation, Refused, again
+from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
-from aiodist.errors import AiodistError, BackendError, MismatchError
+from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
 from aiodist.types import ReduceOp
 
@@ -84,8 +85,8 @@ class Lanes:
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
-        self.completions.woken()
-        self.progress.resume()
+        if self.completions.woken():
+            self.progress.resume()
 
     def close(self) -> None:
         """Poll no more."""
@@ -113,7 +114,7 @@ class Lane:
         place = near.locate(self._memory)
         assert place is not None
         memory = memory_of(self._memory)
-        self._why: list[AiodistError] = []
+        self._why: list[BaseException] = []
         """Why it was given up."""
         self._lane = _core.Lane(
             lanes.completions,
@@ -131,6 +132,15 @@ class Lane:
         self._unmet = dict(self._others)
         self._closed = False
         lanes.meet(self)
+
+    @property
+    def core(self) -> _core.Lane:
+        """The compiled lane."""
+        return self._lane
+
+    def locate(self, t: Tensor) -> Place | None:
+        """Return where others can reach `t`, None where they cannot."""
+        return self._near.locate(t)
 
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""
@@ -164,6 +174,11 @@ class Lane:
             (o.t, o.out),
         )
 
+    @property
+    def brought(self) -> tuple[int, int]:
+        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
+        return self._lane.arena_bytes, self._lane.ordinary_bytes
+
     def compare(self, word: int, done: Done) -> _core.Operation:
         """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
         return self._lane.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
@@ -176,7 +191,7 @@ class Lane:
         """
         self._lane.refuse(key)
 
-    def plan_allreduce(self, kind: int, op: ReduceOp) -> Callable[[Tensor, int, Done], object]:
+    def plan_allreduce(self, kind: int, op: ReduceOp) -> Begin:
         """Return what submits an allreduce of tensors of dtype `kind`, given the tensor and its word."""
         submit, locate, code = self._lane.submit, self._near.locate, op_code(op)
 
@@ -187,7 +202,7 @@ class Lane:
 
         return begin
 
-    def close(self, error: AiodistError) -> None:
+    def close(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`."""
         if self._closed:
             return
@@ -209,7 +224,7 @@ def _map(others: Mapping[int, Neighbour], rank: int, segment: int) -> None:
     others[rank].mapped(segment)
 
 
-def _error_of(name: str, why: list[AiodistError], state: int, rank: int) -> Exception:
+def _error_of(name: str, why: list[BaseException], state: int, rank: int) -> BaseException:
     """Return why an operation of lane `name` did not end well: because of `rank`."""
     if state == _DIFFERENT:
         return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} brought another one")

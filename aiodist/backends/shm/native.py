@@ -10,7 +10,6 @@ from torch import dtype
 
 from aiodist.backends.base import Begin, Done, Operation, Wanted, again
 from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
-from aiodist.errors import AiodistError
 from aiodist.types import ReduceOp
 
 __all__ = ["ShmNative"]
@@ -38,13 +37,20 @@ class ShmNative:
         self._lanes_open: list[Lane] = []
         self.ordered = self.open("issued")
         self._led: Lane | None = None
-        self._closed: AiodistError | None = None
+        self._closed: BaseException | None = None
+        self._before = 0, 0  # of lanes that are closed
 
     def open(self, what: str, *, led: bool = False) -> Lane:
         """Return one more lane of these ranks, which all of them open; see `Lane`."""
         lane = Lane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
         self._lanes_open.append(lane)
         return lane
+
+    @property
+    def brought(self) -> tuple[int, int]:
+        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
+        arena, ordinary = zip(self._before, *[lane.brought for lane in self._lanes_open], strict=True)
+        return sum(arena), sum(ordinary)
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True for each of its collectives: it takes every dtype and operator."""
@@ -76,12 +82,13 @@ class ShmNative:
         """Return what begins an allreduce in the order of issue; its number is a fingerprint, compared on the way."""
         return self.ordered.plan_allreduce(dtype_code(kind), op)
 
-    def give_up(self, error: AiodistError) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`, now."""
         if self._closed is None:
             self._closed = error
             for lane in self._lanes_open:
                 lane.close(error)
             self._lanes.poll()
+            self._before = self.brought
             while self._lanes_open:
                 self._lanes_open.pop().release()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.shm.memory import Arena, Place
+from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
 from aiodist.backends.threads import in_thread
 from aiodist.control import exchange
 from aiodist.errors import BackendError
@@ -103,7 +103,8 @@ class Neighbour:
 
     def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
         if "segment" in message:
-            self._descriptors[message["segment"]] = (fds[0], message["nbytes"])
+            for fd in fds:  # none where this process has no descriptor left: who wants to map it is told
+                self._descriptors[message["segment"]] = (fd, message["nbytes"])
         elif "left" in message:
             self.places.pop(message["left"], None)
             self.left.add(message["left"])
@@ -126,8 +127,12 @@ class Neighbour:
         return memory_of(self.memory(place, nbytes))
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
-        """Return the bytes at `place`, mapped on first use; raise BackendError for a place it never told of."""
-        return self.mapped(place.segment)[place.offset : place.offset + nbytes]
+        """Return the bytes at `place`, mapped on first use; raise BackendError for a place outside its memory."""
+        segment, end = self.mapped(place.segment), place.offset + nbytes
+        if not 0 <= place.offset <= end <= segment.numel():
+            seen = f"bytes {place.offset} to {end} of segment {place.segment}"
+            raise BackendError(f"rank {self.rank} names {seen} of its memory: expected some of {segment.numel()}")
+        return segment[place.offset : end]
 
     def mapped(self, number: int) -> Tensor:
         """Return a segment of its memory, mapped on first use; raise BackendError for one it never told of."""
@@ -141,13 +146,15 @@ class Neighbour:
         if number not in self._descriptors:
             self.listen()
         if number not in self._descriptors:
-            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which it never sent")
+            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which never came")
         fd, nbytes = self._descriptors.pop(number)
         try:
+            check_segment(fd, nbytes)
             with torch.inference_mode(False):  # the first to need it may be in that mode
                 return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        except OSError as error:
-            raise BackendError(f"{nbytes} bytes of rank {self.rank}'s memory cannot be mapped: {error}") from error
+        except (OSError, ValueError) as error:
+            what = f"segment {number} of rank {self.rank}'s memory, {nbytes} bytes as it says,"
+            raise BackendError(f"{what} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
 
@@ -332,6 +339,7 @@ def _listen() -> tuple[socket.socket | None, str]:
         futex_number()
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
+        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse it, or have no seals
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0aiodist-{secrets.token_hex(8)}")
         listener.listen(1024)
