@@ -510,6 +510,15 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
     return (PyObject *)o;
 }
 
+static PyObject *lane_refuse(Lane *self, PyObject *key) {
+    unsigned long long given = PyLong_AsUnsignedLongLong(key);
+    if (PyErr_Occurred() || !still_open(self)) return NULL;
+    core_lane_refuse(self->lane, given);
+    core_lane_advance(self->lane, SLICE);
+    if (core_lane_busy(self->lane)) core_engine_notice(self->engine->engine, self->lane, false);
+    Py_RETURN_NONE;
+}
+
 // All that is under way has ended when it returns, and is told by the next `poll`.
 static PyObject *lane_abandon(Lane *self, PyObject *none) {
     (void)none;
@@ -524,6 +533,8 @@ static PyMethodDef lane_methods[] = {
     {"submit", (PyCFunction)lane_submit, METH_VARARGS,
      "submit(kind, dtype, reduction, root, print, key, in, out, count, sent, received, segment, offset, done, keep): "
      "return the operation. `done(error)` is called by `Completions.poll`; `keep` is kept until then."},
+    {"refuse", (PyCFunction)lane_refuse, METH_O,
+     "refuse(key): take no part any more in operations whose keys are as this one above the low KEY_BITS."},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, "Give it up: all that is under way ends with an error."},
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
     {0},
@@ -568,7 +579,8 @@ static int fill(PyObject *module) {
         return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
                    PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
-                   PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES)
+                   PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||
+                   PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS)
                ? -1 : 0;
 }
 

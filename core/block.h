@@ -35,6 +35,7 @@ enum form {
     SHORT,
     STAGED,  // all of it, in its stage
     LARGE,   // in its tensor, from which portions are lent once the ranks have met
+    ABSENT,  // there is none: it takes no part, and so nobody does
 };
 
 struct entry {

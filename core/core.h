@@ -26,6 +26,7 @@ enum core_state {
     CORE_DIFFERENT,  // the ranks brought different fingerprints; nothing was written
     CORE_ABANDONED,  // this rank or another one gave the lane up; what the outputs hold is unspecified
     CORE_BROKEN,     // another rank's words make no sense: its memory was overwritten
+    CORE_REFUSED,    // this rank or another one takes no part in it: core_lane_refuse; nothing was written
     CORE_WATCHED,    // as CORE_PENDING; a thread sleeps until it ends (core_op_wait)
 };
 
@@ -48,7 +49,7 @@ typedef struct core_op {
     uint8_t kind, dtype, reduction;
     uint32_t root;
     uint64_t print;          // fingerprint, see core_prints_merge
-    uint64_t key;            // where the first rank chooses the order: tells operations under way apart
+    uint64_t key;            // where the first rank chooses the order: tells operations under way apart; see CORE_KEY_BITS
     void *in, *out;          // one and the same where it works in place
     uint64_t count;          // of `in`; of a broadcast and an allgather: what all bring together
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
@@ -59,7 +60,7 @@ typedef struct core_op {
 
     // Found.
     _Atomic uint32_t state;  // core_state; release when final, pairs with the acquire in core_op_state
-    uint32_t differs;        // CORE_DIFFERENT, CORE_ABANDONED, CORE_BROKEN: the first rank that does
+    uint32_t differs;        // where it is not CORE_DONE: a rank because of which
     uint64_t met;            // what the fingerprints of all ranks say together
 
     // The lane's own.
@@ -69,6 +70,7 @@ typedef struct core_op {
     uint64_t filled, reduced, taken; // how many of them this rank is through with; of what is done in place: elements
     uint64_t piece;                  // elements of each part that one portion holds
     uint8_t whole, way;
+    bool absent;                     // nobody's: it says that this rank takes no part
 } core_op;
 
 static inline uint32_t core_op_state(const core_op *op) {
@@ -89,6 +91,10 @@ static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
     *print |= other;
     return true;
 }
+
+// In a lane that the first rank leads several steps of a program may share a key: then all ranks submit those in one
+// order. The low CORE_KEY_BITS number the parts of a program that go on apart.
+#define CORE_KEY_BITS 5
 
 // What the engine of a process sleeps at, in memory that the ranks of the host map: see engine.c for its states.
 typedef struct core_bell {
@@ -140,6 +146,12 @@ bool core_op_valid(const core_op *, unsigned ranks);
 // Takes `op`, which is valid, in, behind those that were submitted before; never waits. Who submits drives the lane
 // once afterwards. One thread submits at a time.
 void core_lane_submit(core_lane *, core_op *);
+
+// In a lane that the first rank leads: this rank takes no part any more in operations whose keys are as `key` above the
+// low CORE_KEY_BITS. What it has posted of them goes on; the rest ends with CORE_REFUSED, on those ranks too that have
+// posted it, and so does what is submitted later. The others should be told, and do the same: what the first rank does
+// not post would wait there. Who calls it drives the lane once afterwards. The newest 64 keys are remembered.
+void core_lane_refuse(core_lane *, uint64_t key);
 
 // Moves operations on until nothing moves, or until `nanoseconds` have passed; true when something moved. Does nothing
 // while another thread holds the lane, which then takes in what was submitted.

@@ -42,6 +42,10 @@ core_lane *core_lane_open(const core_lane_options *options) {
     lane->last = &lane->first;
     lane->waiting_last = &lane->waiting;
     lane->peers[lane->rank].block = lane->mine;
+    for (unsigned i = 0; i < STAND_INS; i++) {
+        lane->stand_ins[i] = (core_op){.kind = CORE_BARRIER, .dtype = CORE_U8, .absent = true, .next = lane->idle};
+        lane->idle = &lane->stand_ins[i];
+    }
     return lane;
 }
 
@@ -172,7 +176,7 @@ static bool post(core_lane *lane, core_op *op) {
     uint64_t nbytes = way_posted_bytes(lane, op);
     struct entry *entry = &lane->mine->entries[k % ENTRIES];
     uint8_t *to = NULL;
-    enum form form = way_posts(op) ? NOTHING : LARGE;
+    enum form form = op->absent ? ABSENT : way_posts(op) ? NOTHING : LARGE;
     if (nbytes > SHORT_BYTES) {
         if (lane->portioned > 0) return false;  // what that lends comes first: loans end in order
         int64_t at = lane_lend(lane, op->base, nbytes);
@@ -206,12 +210,34 @@ static bool post(core_lane *lane, core_op *op) {
     return true;
 }
 
+static bool refuses(const core_lane *lane, uint64_t key) {
+    for (uint64_t i = 0; i < lane->refusals && i < REFUSED_KEYS; i++)
+        if (lane->refused[i] == key >> CORE_KEY_BITS) return true;
+    return false;
+}
+
+// Has this rank's absence be what is posted next; false while too many are posted.
+static bool stand_in(core_lane *lane) {
+    core_op *op = lane->idle;
+    if (op == NULL) return false;
+    lane->idle = op->next;
+    op->next = lane->waiting;
+    op->way = UNMET;
+    if (lane->waiting == NULL) lane->waiting_last = &op->next;
+    lane->waiting = op;
+    atomic_fetch_add_explicit(&lane->busy, 1, memory_order_relaxed);
+    return true;
+}
+
 // Returns the place in the queue of the operation that is to be posted next, NULL where it is not there, or not known.
 static core_op **next_waiting(core_lane *lane) {
     core_op **at = &lane->waiting;
-    if (!lane->led || lane->rank == 0 || *at == NULL) return *at == NULL ? NULL : at;
+    if (!lane->led || lane->rank == 0) return *at == NULL ? NULL : at;
+    if (*at == NULL && lane->refusals == 0) return NULL;
     const struct entry *entry = &lane->peers[0].block->entries[lane->next_number % ENTRIES];
     if (atomic_load_explicit(&entry->number, memory_order_acquire) != lane->next_number + 1) return NULL;
+    if (*at != NULL && (*at)->absent) return at;
+    if (refuses(lane, entry->key)) return stand_in(lane) ? at : NULL;
     while (*at != NULL && (*at)->key != entry->key) at = &(*at)->next;
     return *at == NULL ? NULL : at;
 }
@@ -230,16 +256,22 @@ static bool post_waiting(core_lane *lane) {
     return posted;
 }
 
-// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing.
+// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing; REFUSED:
+// one takes no part.
 static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     enum outcome met = ENDED;
     op->met = op->print;
+    *who = lane->rank;
+    if (op->absent) return REFUSED;
     for (unsigned q = 0; q < lane->ranks; q++) {
         if (q == lane->rank) continue;
         struct entry *entry = &lane->peers[q].block->entries[op->number % ENTRIES];
         if (atomic_load_explicit(&entry->number, memory_order_acquire) != op->number + 1) {
             if (met == ENDED) *who = q;
             met = WAITS;
+        } else if (entry->form == ABSENT) {
+            *who = q;
+            return REFUSED;
         } else if (!core_prints_merge(&op->met, entry->print)) {
             *who = q;
             return FAILED;
@@ -260,6 +292,11 @@ static void end(core_lane *lane, core_op *op, enum core_state state, unsigned wh
     op->differs = who;
     atomic_fetch_sub_explicit(&lane->load, load_of(op), memory_order_relaxed);
     atomic_fetch_sub_explicit(&lane->busy, 1, memory_order_release);
+    if (op->absent) {
+        op->next = lane->idle;
+        lane->idle = op;
+        return;
+    }
     // A wake-up at memory that has gone meanwhile wakes nobody.
     if (atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED) core_word_wake(&op->state);
     lane->ended(lane->context, op);
@@ -303,6 +340,19 @@ static void end_waiting(core_lane *lane) {
     }
 }
 
+// Ends what this rank refuses and has not posted.
+static void withdraw(core_lane *lane) {
+    for (core_op **at = &lane->waiting, *op; (op = *at) != NULL;) {
+        if (op->absent || !refuses(lane, op->key)) {
+            at = &op->next;
+            continue;
+        }
+        *at = op->next;
+        if (lane->waiting_last == &op->next) lane->waiting_last = at;
+        end(lane, op, CORE_REFUSED, lane->rank);
+    }
+}
+
 static void abandon(core_lane *lane, enum core_state state, unsigned who) {
     lane->abandoned = state;
     lane->culprit = who;
@@ -334,6 +384,15 @@ static void take_in(core_lane *lane) {
     }
     *lane->waiting_last = oldest;
     lane->waiting_last = last;
+    if (lane->refusals > 0) withdraw(lane);
+}
+
+void core_lane_refuse(core_lane *lane, uint64_t key) {
+    while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
+    if (!refuses(lane, key)) lane->refused[lane->refusals++ % REFUSED_KEYS] = key >> CORE_KEY_BITS;
+    take_in(lane);
+    withdraw(lane);
+    core_lane_release(lane);
 }
 
 // Moves the first operation on.
@@ -346,10 +405,10 @@ static enum outcome step(core_lane *lane) {
         if (lane->led && lane->rank != 0) who = 0;
     } else if (op->way == UNMET) {
         outcome = meet(lane, op, &who);
-        if (outcome == FAILED) {
+        if (outcome == FAILED || outcome == REFUSED) {
             settle(lane, op, 1);
             lane_consume(lane, op->base + 1);
-            end_first(lane, CORE_DIFFERENT, who);
+            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : CORE_REFUSED, who);
             return MOVED;
         }
         if (outcome == ENDED) outcome = way_meet(lane, op, &who);

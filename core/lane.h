@@ -13,6 +13,8 @@ enum {
     AHEAD = 2,                // portions that are filled ahead of the one that is worked on
     SLICE_BYTES = 1 << 16,    // worked on between two looks at the clock
     WHOLE_BYTES = 1 << 15,    // that travel with the entry: one meeting
+    REFUSED_KEYS = 64,        // that are remembered
+    STAND_INS = 4,            // absences that may be posted and not met
 };
 
 struct peer {
@@ -52,6 +54,10 @@ struct core_lane {
     unsigned portioned;      // how many operations are posted that lend portion after portion
     uint64_t ends[ENTRIES];  // by entry: the portion after the last one of the operation that is or was there
 
+    uint64_t refused[REFUSED_KEYS];  // keys of which this rank submits nothing more, without their low bits
+    uint64_t refusals;               // how many there were so far; the newest are kept
+    core_op stand_ins[STAND_INS], *idle;  // what is posted for those that the first rank posts all the same
+
     uint64_t consumed;       // what this rank's word of that name says
     unsigned slowest;        // the rank that had consumed least when there was no room
     struct loan loans[PLACES];
@@ -71,7 +77,7 @@ struct core_lane {
 };
 
 enum found { FOUND, UNMAPPED, OUTSIDE };
-enum outcome { WAITS, MOVED, ENDED, FAILED };
+enum outcome { WAITS, MOVED, ENDED, FAILED, REFUSED };
 
 enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
 

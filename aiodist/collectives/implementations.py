@@ -51,7 +51,7 @@ class NativeCollectives(Implementation):
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
         self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
-        self.carries = native.carries
+        self.carries, self.recallable = native.carries, native.recallable
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -65,7 +65,7 @@ class NativeCollectives(Implementation):
         return self._native.plan_allreduce(kind, numel, op)
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        yield [partial(self._native.start, operation, ep.tag)]
+        yield [partial(self._native.start, operation, ep.key)]
 
 
 class Kit(NamedTuple):

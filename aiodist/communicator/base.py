@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import dtype_name, tag_of
+from aiodist.backends.base import dtype_name, key_of, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
@@ -300,7 +300,8 @@ class Base:
         # From the number that all ranks give the operation, even if some of them raised errors before it.
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
-        ep = Endpoint(self._transport, tag_of(self.seq), device_messages, self._dispatcher.traffic())
+        seq, traffic = self.seq, self._dispatcher.traffic()
+        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
         return Primitives(ep, self._repertoire, impl, together=together, device=self._device)
 
 
@@ -395,7 +396,8 @@ class Upkeep(NamedTuple):
     def compare_edit(self, edit: Edit) -> Handle[None]:
         """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
         dispatcher, transport, _, repertoire = self.communicator.parts
-        endpoint = Endpoint(transport, tag_of(self.communicator.seq), traffic=dispatcher.traffic())
+        seq = self.communicator.seq
+        endpoint = Endpoint(transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
         program = compared(
             Primitives(endpoint, repertoire, "direct"),
             edit,

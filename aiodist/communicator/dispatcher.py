@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import Begin, Done, Transport, again, once, ours
+from aiodist.backends.base import Begin, Done, Refused, Transport, again, key_of, once, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
@@ -426,8 +426,8 @@ class Dispatcher:
     def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
         """See `Owner`. The other ranks, which may wait for this one, are told why.
 
-        Where ranks differ on it, `Disputes` concludes. What a library says may follow from what is heard of only then:
-        that ranks differ, or that one of them is gone.
+        Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from
+        what is heard of only then: that ranks differ, or that one of them is gone.
         """
         collective = self._pending.get(handle) is True
         if isinstance(error, _KNOWN):
@@ -435,7 +435,7 @@ class Dispatcher:
             if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
                 self.later(partial(self.disputes.tell_failed, handle.seq, error))
             return
-        if isinstance(error, Differ):
+        if isinstance(error, (Differ, Refused)):
             return
         if not collective:
             over = partial(self.over, handle, None, error)
@@ -500,7 +500,7 @@ class Dispatcher:
         """See `Judge`."""
         traffic = self._recent.get(seq)
         if traffic is not None:
-            self.progress.exclusively(partial(traffic.refuse, error or Differ(seq)))
+            self.progress.exclusively(partial(self._stop, seq, traffic, error or Differ(seq)))
         if error is not None:
             if traffic is None or traffic.native:
                 # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
@@ -508,6 +508,11 @@ class Dispatcher:
             else:
                 self.reject(seq, self._failing.get(seq, error))
         return traffic
+
+    def _stop(self, seq: int, traffic: Traffic, error: BaseException) -> None:
+        traffic.refuse(error)
+        if self.repertoire.within is not None:
+            self.repertoire.within.refuse(key_of(seq))
 
     def _broken(self, error: BaseException) -> None:
         """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""

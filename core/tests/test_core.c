@@ -3,9 +3,11 @@
 //     test_core [seed [operations]]
 //
 // In a second round of each, one rank gives the lane up somewhere: then every operation of every rank ends all the same.
+// Where the first rank chooses the order, ranks refuse operations, and tell the others.
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +32,9 @@ typedef struct {
     uint64_t seed;
     int windows;  // 0 none, 1 all, 2 some
     int differs;  // the rank that brings another fingerprint, or -1
+    int refuser;  // the rank that refuses it where the lane is led, or -1
+    _Atomic bool refused;        // all are told
+    _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
 
 static unsigned ranks;
@@ -38,6 +43,7 @@ static spec_t *specs;
 static unsigned operations;
 static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
 static bool led;      // the first rank chooses the order, the others submit in any
+static _Atomic unsigned finished;  // ranks: those that refused something drive on until all have
 static bool engines;  // threads of their own drive the lanes, and the ranks mostly wait
 
 static uint64_t next(uint64_t *state) {
@@ -115,6 +121,7 @@ static void make_specs(uint64_t seed) {
         s->count = next(&seed) % (most + 1);
         s->windows = (int)(next(&seed) % 3);
         s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
+        s->refuser = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
         s->seed = next(&seed);
         for (unsigned r = 0; r < ranks; r++) {
             uint64_t left = s->count;
@@ -138,6 +145,7 @@ typedef struct {
     unsigned number;
     uint8_t *in, *out;
     bool window;
+    bool heard;  // that it was refused
 } flight_t;
 
 #define EXPECT(condition, ...)                                                                       \
@@ -153,6 +161,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     const spec_t *s = &specs[number];
     unsigned item = core_itemsize(s->dtype);
     f->number = number;
+    f->heard = false;
     uint64_t brought = s->kind == CORE_ALLGATHER ? s->sent[0][me] : s->count, gives = s->count;
     if (s->kind == CORE_ALLTOALL) {
         brought = gives = 0;
@@ -170,13 +179,29 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
-        .key = number * 0x9e3779b97f4a7c15u, .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
+        .key = (uint64_t)number << CORE_KEY_BITS | s->seed % (1 << CORE_KEY_BITS), .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
     };
     if (!core_op_valid(&f->op, ranks)) abort();
 }
 
+// Refuses it, and tells the others, who do so too.
+static void refuse(unsigned me, flight_t *f) {
+    if (f->heard) return;
+    f->heard = true;
+    core_lane_refuse(rank[me].lane, f->op.key);
+    core_lane_advance(rank[me].lane, 1000);
+    atomic_store(&specs[f->number].refused, true);
+}
+
 static void submit(unsigned me, flight_t *f, uint64_t *state) {
+    bool refuses = led && specs[f->number].refuser == (int)me;
+    if (refuses && next(state) % 2) {
+        atomic_store(&f->op.state, CORE_REFUSED);
+        refuse(me, f);
+        return;
+    }
     core_lane_submit(rank[me].lane, &f->op);
+    if (refuses) refuse(me, f);
     if (engines) core_engine_notice(rank[me].engine, rank[me].lane, next(state) % 3 == 0);
     core_lane_advance(rank[me].lane, 1000);
 }
@@ -203,14 +228,17 @@ static void let_go(flight_t *f) {
 
 // Returns false where it was given up.
 static bool check(unsigned me, flight_t *f) {
-    const spec_t *s = &specs[f->number];
-    bool differ = s->differs >= 0;
+    spec_t *s = &specs[f->number];
+    bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || refused;
     if (leaver < ranks && core_op_state(&f->op) == CORE_ABANDONED) {
         EXPECT(f->op.differs < ranks, "rank %u has left", f->op.differs);
         let_go(f);
         return false;
     }
-    EXPECT(core_op_state(&f->op) == (differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
+    EXPECT(!refused || (led && s->refuser >= 0), "refused by nobody");
+    atomic_fetch_add(core_op_state(&f->op) == CORE_DONE ? &s->done : &s->not, 1);
+    EXPECT(s->done == 0 || s->not == 0, "done by %u ranks, and by %u not", s->done, s->not);
+    EXPECT(core_op_state(&f->op) == (refused ? CORE_REFUSED : differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
     uint64_t begin = 0;
     for (unsigned q = 0; q < ranks && !differ; q++) {
         uint64_t n = s->kind == CORE_ALLTOALL ? s->received[me][q] : s->kind == CORE_ALLGATHER ? s->sent[0][q] : 0;
@@ -259,6 +287,7 @@ static void *run(void *number) {
         while (over < begun && (next(&state) % 4 || begun == operations)) {
             flight_t *f = &flights[over % IN_FLIGHT];
             while (core_op_state(&f->op) == CORE_PENDING) {
+                if (atomic_load(&specs[f->number].refused)) refuse(me, f);
                 if (engines && next(&state) % 8) usleep(20);
                 else if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
             }
@@ -267,6 +296,9 @@ static void *run(void *number) {
             if (me == leaver && over == leaves_after) core_lane_abandon(rank[me].lane);
         }
     }
+    atomic_fetch_add(&finished, 1);
+    while (atomic_load(&finished) < ranks)
+        if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
     free(flights);
     return NULL;
 }
@@ -276,6 +308,8 @@ static void told(void *context, core_op *op) { (void)context, (void)op; }
 // Has `ranks` threads make all operations; `leaver` gives up on the way, where there is such a rank.
 static void play(void) {
     pthread_t threads[MOST_RANKS];
+    finished = 0;
+    for (unsigned k = 0; k < operations; k++) specs[k].refused = specs[k].done = specs[k].not = 0;
     for (unsigned r = 0; r < ranks; r++) {
         rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
         memset(rank[r].segment, 0, 2 << 20);

@@ -61,6 +61,7 @@ class GlooNative:
     inline_bytes = LARGE_BYTES
     in_order = True
     carries = False
+    recallable = False
 
     _group: ProcessGroup | None
     _rank: int

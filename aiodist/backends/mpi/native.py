@@ -72,6 +72,7 @@ class MpiNative:
     inline_bytes = LARGE_BYTES
     in_order = True
     carries = False
+    recallable = False
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm

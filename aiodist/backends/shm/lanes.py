@@ -14,7 +14,7 @@ from time import perf_counter
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.base import DTYPES, Begin, Done, Operation, again
+from aiodist.backends.base import DTYPES, Begin, Done, Operation, Refused, again
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
@@ -26,7 +26,7 @@ __all__ = ["KINDS", "Kind", "Lane", "Lanes", "dtype_code", "op_code"]
 _STAGE_BYTES = 1 << 20
 _BLOCK_BYTES = -(-_core.BLOCK_BYTES // 4096) * 4096
 _NOWHERE = (0xFFFFFFFF, 0)
-_DIFFERENT, _ABANDONED = 2, 3  # of `core_state` in core.h
+_DIFFERENT, _ABANDONED, _REFUSED = 2, 3, 5  # of `core_state` in core.h
 
 
 class Kind(IntEnum):
@@ -145,7 +145,7 @@ class Lane:
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""
         for rank, other in list(self._unmet.items()):
-            block = other.seen(self._name, _core.BLOCK_BYTES, ordered=True)
+            block = other.seen(self._name, _core.BLOCK_BYTES)
             if self._closed or block is not None:
                 del self._unmet[rank]
             if block is not None and not self._closed:
@@ -182,6 +182,14 @@ class Lane:
     def compare(self, word: int, done: Done) -> _core.Operation:
         """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
         return self._lane.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
+
+    def refuse(self, key: int) -> None:
+        """Take no part any more in operations of `key`: what has not been met ends with `Refused` on all ranks.
+
+        All ranks must do so: what the first rank has not submitted waits on the others. Two that do so at once miss
+        nothing if each that hears of it from another one does it again.
+        """
+        self._lane.refuse(key)
 
     def plan_allreduce(self, kind: int, op: ReduceOp) -> Begin:
         """Return what submits an allreduce of tensors of dtype `kind`, given the tensor and its word."""
@@ -220,6 +228,8 @@ def _error_of(name: str, why: list[BaseException], state: int, rank: int) -> Bas
     """Return why an operation of lane `name` did not end well: because of `rank`."""
     if state == _DIFFERENT:
         return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} brought another one")
+    if state == _REFUSED:
+        return Refused(f"rank {rank} takes no part in an operation of {name!r}")
     if why:
         return again(why[0])
     if state == _ABANDONED:

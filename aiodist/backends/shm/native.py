@@ -26,6 +26,7 @@ class ShmNative:
     inline_bytes = maxsize
     in_order = False
     carries = True
+    recallable = True
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int) -> None:
         """`ranks` are the world ranks in the communicator's order, of which this one is number `rank`."""
@@ -61,13 +62,21 @@ class ShmNative:
         if self._closed is not None:
             done(again(self._closed))
             return
-        if self._led is None:
-            self._led = self.open("steps", led=True)
         # What ranks of an alltoall send, and how much they have in all, only two of them know.
         counts = () if o.kind == "alltoall" else tuple(o.counts)
         numel = 0 if o.kind in ("allgather", "alltoall") else o.t.numel()
         facts = (o.kind, dtype_code(o.t.dtype), op_code(o.op), o.root, numel, counts)
-        self._led.submit(o, crc32(repr(facts).encode()), key, done)
+        self._steps().submit(o, crc32(repr(facts).encode()), key, done)
+
+    def refuse(self, key: int) -> None:
+        """Take no part any more in steps that have `key`, or those above it that are for parts; see `Lane.refuse`."""
+        if self._closed is None:
+            self._steps().refuse(key)
+
+    def _steps(self) -> Lane:
+        if self._led is None:
+            self._led = self.open("steps", led=True)
+        return self._led
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
         """Return what begins an allreduce in the order of issue; its number is a fingerprint, compared on the way."""

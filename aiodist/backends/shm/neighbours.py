@@ -35,14 +35,14 @@ from aiodist.handles.progress import leave_bell, sleep_at
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["BOARD_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
+__all__ = ["NUMBERS_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
 _COUNT_AT, _ASLEEP_AT, _ENGINE_BELL_AT = 0, 64, 128  # in the first page of a rank's memory
 _ENGINE_SPIN_SECONDS = 50e-6
 _WORDS = struct.Struct("16q")
-BOARD_BYTES = _WORDS.size
+NUMBERS_BYTES = _WORDS.size
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -57,7 +57,7 @@ class Neighbour:
         """Where things lie in its memory, by the names it gave them."""
         self.left: set[str] = set()
         """The names of groups that it is no longer in."""
-        self._boards: dict[str, bytearray] = {}
+        self._numbers: dict[str, bytearray] = {}
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
@@ -107,31 +107,24 @@ class Neighbour:
                 self._descriptors[message["segment"]] = (fd, message["nbytes"])
         elif "left" in message:
             self.places.pop(message["left"], None)
-            self._boards.pop(message["left"], None)
             self.left.add(message["left"])
         elif "place" in message:
             self.places[message["place"]] = Place(*message["at"])
-        elif "board" in message:
-            _WORDS.pack_into(self.board(message["board"]), 0, *message["words"])
-        elif "words" in message:
-            for at, word in message["at"]:
-                struct.pack_into("Q", self.board(message["words"], message["of"]), 8 * at, word)
+        elif "numbers" in message:
+            _WORDS.pack_into(self.numbers(message["numbers"]), 0, *message["are"])
 
-    def board(self, name: str, nbytes: int = BOARD_BYTES) -> bytearray:
-        """Return the numbers it last sent of its board `name`, kept up to date by `listen`."""
-        return self._boards.setdefault(name, bytearray(nbytes))
+    def numbers(self, name: str) -> bytearray:
+        """Return the numbers it last sent as its `name`, kept up to date by `listen`."""
+        return self._numbers.setdefault(name, bytearray(NUMBERS_BYTES))
 
-    def seen(self, name: str, nbytes: int, *, ordered: bool) -> memoryview | None:
-        """Return what can be seen of its memory called `name`: itself where stores are `ordered`, else a copy.
-
-        None while it has told of no such memory.
-        """
+    def seen(self, name: str, nbytes: int) -> memoryview | None:
+        """Return its memory called `name`; None while it has told of no such memory."""
         if name not in self.places:
             self.listen()
         place = self.places.get(name)
         if place is None:
             return None
-        return memory_of(self.memory(place, nbytes)) if ordered else memoryview(self.board(name, nbytes))
+        return memory_of(self.memory(place, nbytes))
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
         """Return the bytes at `place`, mapped on first use; raise BackendError for a place outside its memory."""
