@@ -159,12 +159,16 @@ static core_op *take(_Atomic(core_op *) *stack) {
     return oldest;
 }
 
+static void wake(Completions *self) {
+    if (atomic_load(&self->sleeps) && atomic_exchange(&self->sleeps, false)) eventfd_write(self->event, 1);
+}
+
 // Called by the thread that drives a lane, which may not hold the GIL.
 static void ended(void *context, core_op *op) {
     Completions *self = context;
     if (op == NULL) atomic_store(&self->wants, true);
     else push(op->direct ? &self->settled : &self->ended, op);
-    if (atomic_load(&self->sleeps) && atomic_exchange(&self->sleeps, false)) eventfd_write(self->event, 1);
+    wake(self);
 }
 
 void settle_all(Completions *self) {
@@ -174,10 +178,20 @@ void settle_all(Completions *self) {
     }
 }
 
+void drive_begin(Completions *self) { atomic_store(&self->sleeps, false); }
+
+void drive_end(Completions *self) {
+    atomic_store(&self->sleeps, true);
+    settle_all(self);
+    // The engine may have ended what is told in Python meanwhile.
+    if (atomic_load(&self->ended) != NULL || atomic_load(&self->wants)) wake(self);
+}
+
 static PyObject *completions_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)args, (void)named;
     Completions *self = (Completions *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
+    atomic_store(&self->sleeps, true);
     if ((self->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) >= 0) return (PyObject *)self;
     PyErr_SetFromErrno(PyExc_OSError);
     Py_DECREF((PyObject *)self);
@@ -266,7 +280,6 @@ static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
     if (atomic_load(&self->ended) != NULL || atomic_load(&self->settled) != NULL || atomic_load(&self->wants)) {
-        atomic_store(&self->sleeps, false);
         Py_RETURN_FALSE;
     }
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next)
@@ -279,6 +292,7 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
     (void)none;
     eventfd_t value;
     (void)eventfd_read(self->event, &value);
+    atomic_store(&self->sleeps, true);  // and then it looks: what ends from now on wakes it again
     settle_all(self);
     return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants));
 }

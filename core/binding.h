@@ -25,7 +25,9 @@ typedef struct {
     PyObject_HEAD
     _Atomic(core_op *) ended;    // whose `done` is to be called, the newest first; any thread pushes, one takes all
     _Atomic(core_op *) settled;  // those of handles, likewise
-    _Atomic bool sleeps;         // the loop: it wants to be woken by `event` when something ends
+    // Whether the loop is to be woken, by `event`, when something ends: always, but while its own thread drives lanes
+    // (and looks afterwards), and from a wake-up that was sent until the loop has heard it.
+    _Atomic bool sleeps;
     _Atomic bool wants;          // some lane wants a segment
     int event;
     Py_ssize_t pending;          // operations whose `done` was not called yet
@@ -93,6 +95,10 @@ int issue_add(PyObject *module);
 
 // Tells the ends of all handles that are known; from any thread that has the GIL.
 void settle_all(Completions *);
+
+// The loop's own thread drives lanes from the first to the second: what ends meanwhile wakes nobody.
+void drive_begin(Completions *);
+void drive_end(Completions *);
 
 // The end of one of them: gives back what was claimed, and tells who waits.
 void issuer_settle(Handle *);

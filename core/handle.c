@@ -131,7 +131,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     Completions *completions = lane->completions;
     uint64_t spins = (uint64_t)(pacer->spin_seconds * 1e9), until = now + spins;
     uint64_t fair = (uint64_t)(pacer->last_ran * 1e9) + FAIR;
-    atomic_store(&completions->sleeps, false);
+    drive_begin(completions);
     while (true) {
         bool moved = core_lane_load(lane->lane) < HEAVY_BYTES && core_lane_advance(lane->lane, SLICE);
         settle_all(completions);
@@ -142,9 +142,8 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
         if (pacer->crowded) sched_yield();
         else core_relax();
     }
+    drive_end(completions);
     // The engine goes on with what is left, and wakes the loop.
-    atomic_store(&completions->sleeps, true);
-    settle_all(completions);
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
     return false;
 }

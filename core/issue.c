@@ -347,17 +347,13 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
     self->pacer->polls++;
-    atomic_store(&completions->sleeps, false);
+    drive_begin(completions);
     count_bytes(lane, place, plan->nbytes);
     core_lane_submit(lane->lane, &h->native);
     uint64_t load = core_lane_load(lane->lane);
     if (load < HEAVY_BYTES) core_lane_advance(lane->lane, SLICE);
-    settle_all(completions);
-    if (h->status == status_pending) {
-        atomic_store(&completions->sleeps, true);
-        settle_all(completions);
-        core_engine_notice(lane->engine->engine, lane->lane, load > 0);
-    }
+    drive_end(completions);
+    if (h->status == status_pending) core_engine_notice(lane->engine->engine, lane->lane, load > 0);
     return (PyObject *)h;
 }
 

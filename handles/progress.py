@@ -467,9 +467,20 @@ class Progress(_core.Pacer):
                 return
 
     def resume(self) -> None:
-        """Something has ended while the loop did not poll: look, and poll again; on the loop's thread."""
+        """Something has ended while the loop did not poll: look, and poll again; on the loop's thread.
+
+        Beside a stream that computes the loop must not poll: it sleeps until the next end.
+        """
         self.glance()
-        self._rearm()
+        if self.armed:
+            return
+        if not self.pending():
+            self.parked = False
+            self.let_go()
+        elif not self.computing:
+            self._arm()
+        elif not all([driven.sleep() for driven in self._driven]):
+            self.loop.call_soon(self.resume)
 
     # --- handing over to the loop ------------------------------------------------------------------------
 
