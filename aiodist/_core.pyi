@@ -36,6 +36,8 @@ class Operation:
 class Lane:
     arena_bytes: int
     ordinary_bytes: int
+    @property
+    def lent_bytes(self) -> int: ...
     def __init__(
         self,
         completions: Completions,

@@ -539,6 +539,15 @@ static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
     {0},
 };
+static PyObject *lane_lent_bytes(Lane *self, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(core_lane_lent(self->lane));
+}
+
+static PyGetSetDef lane_getset[] = {
+    {"lent_bytes", (getter)lane_lent_bytes, NULL, "What this rank has copied so far, for the others to read.", NULL},
+    {0},
+};
 static PyMemberDef lane_members[] = {
     {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Of the inputs that lay where others reach them."},
     {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Of the inputs that lay elsewhere."},
@@ -552,6 +561,7 @@ static PyType_Slot lane_slots[] = {
     {Py_tp_dealloc, lane_dealloc},
     {Py_tp_methods, lane_methods},
     {Py_tp_members, lane_members},
+    {Py_tp_getset, lane_getset},
     {0},
 };
 static PyType_Spec lane_spec = {"aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};

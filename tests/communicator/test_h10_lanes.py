@@ -41,7 +41,7 @@ async def test_h10_a_thread_that_waits_for_too_short_a_time_is_told(coll: Commun
     t = torch.ones(3)
     if coll.rank == 0:
         handle = coll.allreduce(t)
-        with pytest.raises(aiodist.OperationTimeout, match="not done within 0.05 s"):
+        with pytest.raises(aiodist.OperationTimeout, match=r"not done within 0\.05 s"):
             await asyncio.to_thread(handle.wait, 0.05)
     else:
         await asyncio.sleep(0.3)

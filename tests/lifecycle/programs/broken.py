@@ -21,7 +21,7 @@ async def main() -> None:
         if coll.rank == 0:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             for kind in {type(poller) for poller in Progress.current()._pollers}:
-                kind.poll = fail  # type: ignore[attr-defined]
+                kind.poll = fail  # type: ignore[method-assign, assignment]
         try:
             async with asyncio.timeout(20):
                 for _ in range(1000):  # on some way or other it has to be polled for
