@@ -70,7 +70,7 @@ class Lane:
         segment: int,
         offset: int,
         done: Callable[[BaseException | None], object],
-        keep: Any,
+        keep: object,
         /,
     ) -> Operation: ...
     def refuse(self, key: int, /) -> None: ...
@@ -109,7 +109,7 @@ class Handle:
         seq: int = 0,
         nbytes: int = 0,
         origin: tuple[CodeType, int] | None = None,
-        account: Any = None,
+        account: object = None,
     ) -> None: ...
     def __await__(self) -> Generator[Any, None, Any]: ...
     def done(self) -> bool: ...
@@ -161,7 +161,7 @@ class Issuer:
         parameter: type[Any],
         /,
     ) -> None: ...
-    def allreduce(self, t: object, op: str, impl: str, /) -> Any: ...
+    def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...
     def add(
         self,
         dtype: object,

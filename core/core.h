@@ -137,6 +137,9 @@ void core_lane_close(core_lane *);
 // needed from all before anything ends. The lane must be held.
 void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory, core_bell *bell);
 
+// Returns true once all have been joined.
+bool core_lane_joined(const core_lane *);
+
 // Returns false for what torch has no arithmetic for, and for what no such operation is.
 bool core_op_valid(const core_op *, unsigned ranks);
 

@@ -142,6 +142,7 @@ void core_engine_remove(core_engine *engine, core_lane *lane) {
 }
 
 void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
+    if (engine == NULL) return;  // a forked child has none
     if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     uint32_t sleep = atomic_load_explicit(&engine->bell->sleep, memory_order_relaxed);

@@ -329,7 +329,8 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
     PyObject *t = args[0];
     Plan *plan = NULL;
-    if (self->open && (Py_TYPE(t) == self->tensor || Py_TYPE(t) == self->parameter) &&
+    // Until the lane is joined somebody has to look for the other ranks: the other way has the loop do so.
+    if (self->open && (Py_TYPE(t) == self->tensor || Py_TYPE(t) == self->parameter) && core_lane_joined(self->lane->lane) &&
         PyThread_get_thread_ident() == self->pacer->thread && PyObject_Size(self->inbox) == 0)
         plan = plan_for(self, t, args[1], args[2]);
     if (plan == NULL) Py_RETURN_NONE;

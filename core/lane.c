@@ -59,6 +59,8 @@ void core_lane_join(core_lane *lane, unsigned rank, void *block, core_memory *me
     lane->peers[rank] = (struct peer){.block = block, .memory = memory, .bell = bell};
 }
 
+bool core_lane_joined(const core_lane *lane) { return lane->joined == lane->ranks; }
+
 bool core_lane_hold(core_lane *lane) { return !atomic_exchange(&lane->held, true); }
 
 void core_lane_release(core_lane *lane) { atomic_store(&lane->held, false); }

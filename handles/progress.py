@@ -314,7 +314,7 @@ class Progress(_core.Pacer):
 
     def forget(self) -> None:
         """Drive nothing of what is pending: in a forked child, which must not touch its parent's transfers."""
-        self._pollers = ()
+        self._pollers = self._driven = ()
         self._inbox.clear()
 
     @property

@@ -63,8 +63,8 @@ class Reductions(Base):
             handle = issuer.allreduce(t, op, impl)
             if handle is not None:
                 if timeout is not None or self._dispatcher.timeout is not None:
-                    self._dispatcher.set_deadline(handle, timeout)
-                return handle  # type: ignore[no-any-return]
+                    self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
+                return handle  # type: ignore[return-value]
         if isinstance(t, Tensor) and not across and (quick := self._quickly(t, op, out, timeout, impl)) is not None:
             return quick
         if across:
