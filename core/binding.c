@@ -425,20 +425,34 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+// `fail` may know an error that was raised, whose traceback has those who called.
+static int lane_traverse(Lane *self, visitproc visit, void *arg) {
+    Py_VISIT(self->map);
+    Py_VISIT(self->fail);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    return 0;
+}
+
+static int lane_clear(Lane *self) {
+    Py_CLEAR(self->map);
+    Py_CLEAR(self->fail);
+    return 0;
+}
+
 static void lane_dealloc(Lane *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
     PyObject *closed = lane_close(self, NULL);
     Py_XDECREF(closed);
     if (self->lane != NULL) core_lane_close(self->lane);
     Py_XDECREF((PyObject *)self->completions);
     Py_XDECREF((PyObject *)self->engine);
-    Py_XDECREF(self->map);
-    Py_XDECREF(self->fail);
+    lane_clear(self);
     for (size_t i = 0; i < self->count; i++) PyBuffer_Release(&self->views[i]);
     for (unsigned q = 0; q < self->ranks && self->memories != NULL; q++) Py_XDECREF(self->memories[q]);
     PyMem_Free(self->views);
     PyMem_Free(self->memories);
-    PyObject_Free(self);
+    PyObject_GC_Del(self);
     Py_DECREF(type);
 }
 
@@ -559,12 +573,16 @@ static PyType_Slot lane_slots[] = {
      "collectives. `map(rank, segment)` maps what is wanted; `fail(state, rank)` returns the error of an operation."},
     {Py_tp_new, lane_new},
     {Py_tp_dealloc, lane_dealloc},
+    {Py_tp_traverse, lane_traverse},
+    {Py_tp_clear, lane_clear},
     {Py_tp_methods, lane_methods},
     {Py_tp_members, lane_members},
     {Py_tp_getset, lane_getset},
     {0},
 };
-static PyType_Spec lane_spec = {"aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
+static PyType_Spec lane_spec = {
+    "aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lane_slots,
+};
 
 // --- the module --------------------------------------------------------------------------------------------------
 
