@@ -290,7 +290,13 @@ static PyObject *completions_heavy(Completions *self, void *closure) {
     return PyBool_FromLong(load >= HEAVY_BYTES);
 }
 
+static PyObject *completions_tell(Completions *self, PyObject *none) {
+    (void)none;
+    return PyBool_FromLong(tell_all(self));
+}
+
 static PyMethodDef completions_methods[] = {
+    {"tell", (PyCFunction)completions_tell, METH_NOARGS, "Tell what ended, and drive nothing: it cannot fail."},
     {"poll", (PyCFunction)completions_poll, METH_O,
      "poll(seconds): drive what is under way, and tell what ended; look for so long, or until something has ended."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
