@@ -113,7 +113,14 @@ class Handle(_core.Handle, Generic[T]):
 
     def _suspended(self) -> Generator[Any, None, T]:
         """Wait until it is over."""
-        yield from self._suspend()
+        hurries = self.in_lane
+        if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
+            self._progress.hurry(1)
+        try:
+            yield from self._suspend()
+        finally:
+            if hurries:
+                self._progress.hurry(-1)
         return self._outcome()
 
     def _yielding(self) -> Generator[Any, None, T]:

@@ -292,15 +292,9 @@ class Progress(_core.Pacer):
             # The GIL must still come over quickly to the loop, which learns of the end just now.
             self.post(partial(_thread.hurry, count))
 
-    def hurried(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-        """Have threads hand the GIL over sooner until the returned `done` is called."""
-        _thread.hurry(1)
-
-        def finished(error: BaseException | None) -> None:
-            _thread.hurry(-1)
-            done(error)
-
-        return finished
+    def hurry(self, count: int) -> None:
+        """Count what has threads hand the GIL over sooner; from any thread."""
+        _thread.hurry(count)
 
     def counted(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
         """Have only the thread poll until the returned `done` is called."""

@@ -205,10 +205,6 @@ class Neighbourhood:
         self.publish()
         sleep_at(self.bell)
 
-    def ring(self, neighbours: Sequence[Neighbour]) -> None:
-        """Wake the progress threads of those that sleep: as `Neighbour.ring`, with one fence for all."""
-        self.bell.ring_those([neighbour.bell for neighbour in neighbours])
-
     def publish(self) -> None:
         """Send the descriptors of segments that the others have not been sent yet."""
         while self._told < len(self.arena.segments):
