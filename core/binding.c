@@ -304,7 +304,13 @@ static PyObject *completions_heavy(Completions *self, void *closure) {
     return PyBool_FromLong(load >= HEAVY_BYTES);
 }
 
+static PyObject *completions_tell(Completions *self, PyObject *none) {
+    (void)none;
+    return PyBool_FromLong(tell_all(self));
+}
+
 static PyMethodDef completions_methods[] = {
+    {"tell", (PyCFunction)completions_tell, METH_NOARGS, "Tell what ended, and drive nothing: it cannot fail."},
     {"poll", (PyCFunction)completions_poll, METH_O,
      "poll(seconds): drive what is under way, and tell what ended; look for so long, or until something has ended."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
@@ -439,20 +445,34 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+// `fail` may know an error that was raised, whose traceback has those who called.
+static int lane_traverse(Lane *self, visitproc visit, void *arg) {
+    Py_VISIT(self->map);
+    Py_VISIT(self->fail);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    return 0;
+}
+
+static int lane_clear(Lane *self) {
+    Py_CLEAR(self->map);
+    Py_CLEAR(self->fail);
+    return 0;
+}
+
 static void lane_dealloc(Lane *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
     PyObject *closed = lane_close(self, NULL);
     Py_XDECREF(closed);
     if (self->lane != NULL) core_lane_close(self->lane);
     Py_XDECREF((PyObject *)self->completions);
     Py_XDECREF((PyObject *)self->engine);
-    Py_XDECREF(self->map);
-    Py_XDECREF(self->fail);
+    lane_clear(self);
     for (size_t i = 0; i < self->count; i++) PyBuffer_Release(&self->views[i]);
     for (unsigned q = 0; q < self->ranks && self->memories != NULL; q++) Py_XDECREF(self->memories[q]);
     PyMem_Free(self->views);
     PyMem_Free(self->memories);
-    PyObject_Free(self);
+    PyObject_GC_Del(self);
     Py_DECREF(type);
 }
 
@@ -553,6 +573,15 @@ static PyMethodDef lane_methods[] = {
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Have nobody drive it any more."},
     {0},
 };
+static PyObject *lane_lent_bytes(Lane *self, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(core_lane_lent(self->lane));
+}
+
+static PyGetSetDef lane_getset[] = {
+    {"lent_bytes", (getter)lane_lent_bytes, NULL, "What this rank has copied so far, for the others to read.", NULL},
+    {0},
+};
 static PyMemberDef lane_members[] = {
     {"arena_bytes", T_ULONGLONG, offsetof(Lane, arena_bytes), READONLY, "Of the inputs that lay where others reach them."},
     {"ordinary_bytes", T_ULONGLONG, offsetof(Lane, ordinary_bytes), READONLY, "Of the inputs that lay elsewhere."},
@@ -564,11 +593,16 @@ static PyType_Slot lane_slots[] = {
      "collectives. `map(rank, segment)` maps what is wanted; `fail(state, rank)` returns the error of an operation."},
     {Py_tp_new, lane_new},
     {Py_tp_dealloc, lane_dealloc},
+    {Py_tp_traverse, lane_traverse},
+    {Py_tp_clear, lane_clear},
     {Py_tp_methods, lane_methods},
     {Py_tp_members, lane_members},
+    {Py_tp_getset, lane_getset},
     {0},
 };
-static PyType_Spec lane_spec = {"aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT, lane_slots};
+static PyType_Spec lane_spec = {
+    "aiodist._core.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lane_slots,
+};
 
 // --- the module --------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,9 @@ bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 uint64_t core_lane_busy(const core_lane *);
 uint64_t core_lane_load(const core_lane *);
 
+// Returns how many bytes of tensors this rank has copied so far, for the others to read.
+uint64_t core_lane_lent(const core_lane *);
+
 // Returns true when an operation cannot go on before a segment is mapped: which, of which rank.
 bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
 

@@ -69,6 +69,12 @@ uint64_t core_lane_busy(const core_lane *lane) { return atomic_load_explicit(&la
 
 uint64_t core_lane_load(const core_lane *lane) { return atomic_load_explicit(&lane->load, memory_order_relaxed); }
 
+uint64_t core_lane_lent(const core_lane *lane) { return atomic_load_explicit(&lane->lent, memory_order_relaxed); }
+
+void lane_count(core_lane *lane, uint64_t nbytes) {
+    atomic_store_explicit(&lane->lent, core_lane_lent(lane) + nbytes, memory_order_relaxed);
+}
+
 bool core_lane_wants(const core_lane *lane, unsigned *rank, uint32_t *segment) {
     *rank = lane->wanted_rank;
     *segment = lane->wanted_segment;
@@ -199,7 +205,10 @@ static bool post(core_lane *lane, core_op *op) {
         entry->rounds = (uint32_t)op->rounds;
         entry->nbytes = nbytes;
     }
-    if (to != NULL) way_post(lane, op, entry, to);
+    if (to != NULL) {
+        way_post(lane, op, entry, to);
+        lane_count(lane, nbytes);
+    }
     atomic_store_explicit(&entry->number, k + 1, memory_order_release);
     lane->spoke = true;
     lane->next_number++;

@@ -43,6 +43,7 @@ struct core_lane {
     _Alignas(64) _Atomic bool held;
     _Atomic(core_op *) inbox;          // submitted, the newest first
     _Atomic uint64_t busy, load;       // how many are under way; bytes of those that are not WHOLE
+    _Atomic uint64_t lent;             // see core_lane_lent; who holds it counts
     _Atomic uint64_t driven_at;        // when it was driven last, in nanoseconds: the engine keeps off
 
     // Of who holds it, from here on.
@@ -89,6 +90,9 @@ enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, co
 
 // Takes `nbytes` of the stage for a portion; -1 while there is no room.
 int64_t lane_lend(core_lane *, uint64_t portion, uint64_t nbytes);
+
+// Counts `nbytes` as copied for others to read.
+void lane_count(core_lane *, uint64_t nbytes);
 
 // Says that this rank needs none of the first `portions` portions any more.
 void lane_consume(core_lane *, uint64_t portions);

@@ -297,7 +297,9 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
             n = op->sent[q];
         }
         uint64_t last = least(first + op->piece, n);
-        if (last > first) memcpy(to + q * stride, in + (begin + first) * item, (last - first) * item);
+        if (last <= first) continue;
+        memcpy(to + q * stride, in + (begin + first) * item, (last - first) * item);
+        lane_count(lane, (last - first) * item);
     }
     lane->spoke = true;
     atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);

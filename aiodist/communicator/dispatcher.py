@@ -500,7 +500,7 @@ class Dispatcher:
         """See `Judge`."""
         traffic = self._recent.get(seq)
         if traffic is not None:
-            self.progress.exclusively(partial(self._stop, seq, traffic, error or Differ(seq)))
+            self.progress.exclusively(partial(self._refuse_steps, seq, traffic, error or Differ(seq)))
         if error is not None:
             if traffic is None or traffic.native:
                 # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
@@ -509,7 +509,7 @@ class Dispatcher:
                 self.reject(seq, self._failing.get(seq, error))
         return traffic
 
-    def _stop(self, seq: int, traffic: Traffic, error: BaseException) -> None:
+    def _refuse_steps(self, seq: int, traffic: Traffic, error: BaseException) -> None:
         traffic.refuse(error)
         if self.repertoire.within is not None:
             self.repertoire.within.refuse(key_of(seq))

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from aiodist._core import Operation as Compared
-from aiodist.backends.base import Done, Operation, again
+from aiodist.backends.base import Done, Operation, again, guarded
 from aiodist.backends.shm import Lane
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
@@ -168,7 +168,7 @@ class Gate:
         self._line.append(entry)
 
         def over(error: BaseException | None) -> None:
-            self._line.popleft()
+            self._line.remove(entry)  # the first, unless it could not even begin
             if error is None:
                 done(None)
             elif isinstance(error, MismatchError) and not entry.decided:
@@ -177,7 +177,7 @@ class Gate:
             elif not entry.decided:
                 entry.abort(error)
 
-        begin(word, over)
+        guarded(partial(begin, word), over)
 
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""

@@ -88,7 +88,7 @@ class ShmNative:
             self._closed = error
             for lane in self._lanes_open:
                 lane.close(error)
-            self._lanes.poll()
+            self._lanes.completions.tell()
             self._before = self.brought
             while self._lanes_open:
                 self._lanes_open.pop().release()
