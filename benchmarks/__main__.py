@@ -51,13 +51,14 @@ def measure(  # noqa: PLR0913 - one for each option
     repeat: cli.Repeat = None,
     loop: cli.Loop = "auto",
     mpi: cli.Mpi = "auto",
+    busy: cli.Busy = False,
 ) -> None:
     """Measure on N ranks of this host, beside other libraries in the same run.
 
     Started by mpirun, srun or torchrun it measures on the ranks of that job.
     """
     own = {"model": model, "batch": batch, "servers": servers}
-    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, own)
+    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, busy, own)
     raise typer.Exit(cli.run(name, BENCHMARKS, options))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from aiodist.bench.peers import opened
+from aiodist.bench.timing import slowest_of_each
 from benchmarks.gpu_cases import Measured
-from benchmarks.gpu_turns import Bench, NotPossible, Way, check, in_turns, slowest_of_each
+from benchmarks.gpu_turns import Bench, NotPossible, Way, check, in_turns
 
 __all__ = ["beside_copies", "beside_nccl", "on_several_devices"]
 

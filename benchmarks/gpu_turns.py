@@ -29,7 +29,6 @@ __all__ = [
     "median",
     "poison",
     "seconds_between",
-    "slowest_of_each",
     "spin_rate",
 ]
 
@@ -175,14 +174,3 @@ def check(what: str, found: Tensor, expected: Tensor, *, rtol: float, atol: floa
             f"{what}: {count} of {here.numel()} elements are wrong; number {first} is "
             f"{float(here.flatten()[first]):g}, expected {float(expected.flatten()[first]):g}"
         )
-
-
-def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Return how long the slowest rank took for each sample, which all began together.
-
-    Where ranks take turns on a device, it is not the same one each time.
-
-    >>> slowest_of_each([[1.0, 3.0], [2.0, 1.0]])
-    [2.0, 3.0]
-    """
-    return [max(sample) for sample in zip(*samples_by_rank, strict=True)]

@@ -55,6 +55,7 @@ async def _opened(session: Session) -> AsyncIterator[tuple[list[Way], ParameterS
     async with AsyncExitStack() as stack:
         if "rpc" in session.plan.peers:
             await stack.enter_async_context(rpc_opened(coll))
+            session.notes.append(f"RPC of torch {torch.__version__} (TensorPipe over TCP)")
         ps = ParameterServer(coll, servers=servers(session.plan), split_bytes=SPLIT_BYTES)
         await stack.enter_async_context(ps)
         roles = Roles(coll.rank, ps.servers, ps.workers)

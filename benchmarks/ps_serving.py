@@ -63,7 +63,7 @@ async def measure(session: Session, ps: ParameterServer) -> list[Record]:
                     waits[name] += await _pull(ps, t, mode) if turn else []
     if ps.is_worker:
         await ps.free(_NAME)
-    return await _records(session, steps, waits, trains=trains, pulls=pulls)
+    return await _records(session, steps, waits, trains=trains)
 
 
 def _step(compute: HostStream) -> Callable[[], Awaitable[None]]:
@@ -106,11 +106,10 @@ async def _pull(ps: ParameterServer, out: torch.Tensor, mode: Literal["snapshot"
 
 
 async def _records(
-    session: Session, steps: dict[str, list[float]], waits: dict[str, list[float]], *, trains: bool, pulls: bool
+    session: Session, steps: dict[str, list[float]], waits: dict[str, list[float]], *, trains: bool
 ) -> list[Record]:
-    nobody = [0.0]  # a rank that did not measure it is not the slowest
-    records = await session.timed("serving_step", None, steps if trains else dict.fromkeys(steps, nobody))
-    found = await session.timed("serving_pull", _NBYTES, waits if pulls else dict.fromkeys(waits, nobody))
+    records = await session.timed("serving_step", None, steps)
+    found = await session.timed("serving_pull", _NBYTES, waits)
     records += [replace(record, busbw_gbps=None) for record in found]
     for name in waits:
         pairs = zip(steps[name], steps["none"], strict=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from aiodist.bench.plan import Plan, parse_names
-from aiodist.bench.registry import Benchmark
+from aiodist.bench.plan import PEERS, Plan, parse_names
+from aiodist.bench.registry import TARGETS, Benchmark
 from aiodist.errors import ConfigError
 
 __all__ = ["BENCHMARKS", "JOBS", "MODELS", "batches", "models", "servers"]
@@ -59,6 +59,17 @@ def _check(plan: Plan) -> None:
 
 
 BENCHMARKS = {
+    **{
+        op: Benchmark(
+            op,
+            "benchmarks.collectives",
+            peers=(*PEERS, "shm-c") if op == "allreduce" else PEERS,
+            default_impls=("auto", "arena"),
+            check=_check,
+            targets=TARGETS,
+        )
+        for op in ("allreduce", "broadcast", "reduce_scatter", "allgather")
+    },
     "train": Benchmark(
         "train",
         "benchmarks.training",

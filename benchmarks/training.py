@@ -5,23 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aiodist.bench.records import Record
 from aiodist.bench.timing import percentile, ticker
 from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
-from benchmarks import models, suite
+from benchmarks import models, suite, threads
 
 if TYPE_CHECKING:
-    from aiodist.bench.records import Record
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
@@ -70,12 +70,22 @@ class Trainer:
     net: DataParallel | None = None
     """Of ours."""
 
+    @property
+    def computes(self) -> str:
+        """The name of the thread that computes."""
+        return "MainThread" if self.net is None else "aiodist-compute"
+
 
 class _Extras(NamedTuple):
     """What one rank knows of a contender beside its times."""
 
     overlap: float | None
     loop_lag: float | None
+    cpu: dict[str, float]
+    """CPU seconds of each thread in a step, and of all but the one that computes, by name."""
+
+
+_LEAST_CPU = 1e-5  # a step: threads that had less are not told of
 
 
 # --- contenders -----------------------------------------------------------------------------------------------------
@@ -195,14 +205,14 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
     names = [*session.impls, *session.plan.peers]
     async with AsyncExitStack() as stack:
         trainers = [await stack.enter_async_context(TRAINERS[name](setting)) for name in names]
-        times, overlaps = await _rounds(session, trainers)
+        times, overlaps, cpu = await _rounds(session, trainers)
         lags = {
             ours.name: await _lag(session, ours, statistics.median(times[ours.name]))
             for ours in trainers
             if ours.net is not None
         }
         nbytes = sum(p.nbytes for p in models.build(model).parameters())
-    extras = {t.name: _Extras(overlaps.get(t.name), lags.get(t.name)) for t in trainers}
+    extras = {t.name: _Extras(overlaps.get(t.name), lags.get(t.name), cpu[t.name]) for t in trainers}
     return _completed(
         await session.timed(f"train:{model}", None, times),
         await session.coll.gather_object(extras),
@@ -214,10 +224,17 @@ async def _measure(session: Session, model: str, samples: int) -> list[Record]:
 def _completed(
     records: list[Record], extras: list[dict[str, _Extras]] | None, *, batch: int, nbytes: int
 ) -> list[Record]:
-    """Return records with what all ranks know beside the times."""
+    """Return records with what all ranks know beside the times, then one for each thread."""
     found = []
+    by_thread = []
     for record in records:
         here = [_Extras(*extra[record.impl]) for extra in extras or []]
+        cpu = {name: max(e.cpu.get(name, 0.0) for e in here) for name in {name for e in here for name in e.cpu}}
+        by_thread += [
+            Record(f"{record.op}:cpu", record.impl, record.ranks, batch=batch, thread=name, cpu=seconds)
+            for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])
+            if seconds >= _LEAST_CPU or name == threads.OTHERS
+        ]
         overlaps = [extra.overlap for extra in here if extra.overlap is not None]
         lags = [extra.loop_lag for extra in here if extra.loop_lag is not None]
         found.append(
@@ -229,12 +246,23 @@ def _completed(
                 loop_lag=max(lags, default=None),
             )
         )
-    return found
+    return found + by_thread
 
 
-async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each step, and the share of communication that was hidden in all of them."""
+class _Rounds(NamedTuple):
+    """What one rank found, by contender."""
+
+    times: dict[str, list[float]]
+    """Seconds of each step."""
+    overlaps: dict[str, float]
+    """The share of communication that was hidden in all of them."""
+    cpu: dict[str, dict[str, float]]
+    """CPU seconds a step, by thread."""
+
+
+async def _rounds(session: Session, trainers: Sequence[Trainer]) -> _Rounds:
     times: dict[str, list[float]] = {t.name: [] for t in trainers}
+    cpu: dict[str, list[dict[str, float]]] = {t.name: [] for t in trainers}
     for _ in range(_WARMUPS):
         await _turns(session, trainers)
     before = {t.name: t.net.statistics() for t in trainers if t.net is not None}
@@ -242,8 +270,9 @@ async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[s
     rounds = 1
     turn = 0
     while turn < rounds:
-        for name, found in (await _turns(session, trainers if turn % 2 else trainers[::-1])).items():
-            times[name] += found
+        for name, steps in (await _turns(session, trainers if turn % 2 else trainers[::-1])).items():
+            times[name] += [seconds for seconds, _ in steps]
+            cpu[name] += [spent for _, spent in steps]
         turn += 1
         if turn == 1:
             fitting = min(40, max(4, round(_SECONDS / (perf_counter() - began))))
@@ -252,25 +281,41 @@ async def _rounds(session: Session, trainers: Sequence[Trainer]) -> tuple[dict[s
     for t in trainers:
         if t.net is not None:
             now, then = t.net.statistics(), before[t.name]
-            spent = now.reduction_seconds - then.reduction_seconds
-            if spent > 0:
-                overlaps[t.name] = 1 - (now.exposed_seconds - then.exposed_seconds) / spent
-    return times, overlaps
+            reducing = now.reduction_seconds - then.reduction_seconds
+            if reducing > 0:
+                overlaps[t.name] = 1 - (now.exposed_seconds - then.exposed_seconds) / reducing
+    return _Rounds(times, overlaps, {t.name: _with_others(threads.mean(cpu[t.name]), t) for t in trainers})
 
 
-async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
-    """Have each make its steps; a step is timed from the end of the one before, in which part of it may lie."""
-    times = {}
+def _with_others(cpu: dict[str, float], trainer: Trainer) -> dict[str, float]:
+    """Return it with one figure more: all threads but the one that computes."""
+    return cpu | {threads.OTHERS: sum(seconds for name, seconds in cpu.items() if name != trainer.computes)}
+
+
+_Step = tuple[float, dict[str, float]]
+"""Seconds, and CPU seconds of each thread."""
+
+
+async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, list[_Step]]:
+    """Have each make its steps, every one of which begins at a barrier.
+
+    So none pays for a rank that the step before made late; and since the slowest rank counts, waiting for a slower rank
+    is in all of them alike, also in `none`, which waits for nobody. What a pipelined step leaves behind is done in the
+    next one, or while the slowest rank makes this one.
+    """
+    found: dict[str, list[_Step]] = {one.name: [] for one in trainers}
     for one in trainers:
         await session.fence()
         await one.step()
-        marks = [perf_counter()]
         for _ in range(_STEPS):
+            before, own = threads.cpu_seconds(), thread_time()
+            await session.fence()
+            before[threading.current_thread().name] += thread_time() - own  # it may have polled there
+            began = perf_counter()
             await one.step()
-            marks.append(perf_counter())
+            found[one.name].append((perf_counter() - began, threads.since(before)))
         await one.drain()
-        times[one.name] = [after - before for before, after in pairwise(marks)]
-    return times
+    return found
 
 
 async def _lag(session: Session, ours: Trainer, seconds: float) -> float:

@@ -43,6 +43,7 @@ enum form {
     SHORT,
     STAGED,  // all of it, in its stage
     LARGE,   // in its tensor, from which portions are lent once the ranks have met
+    ABSENT,  // there is none: it takes no part, and so nobody does
 };
 
 struct entry {
@@ -55,8 +56,9 @@ struct entry {
 
     core_place stage;   // STAGED and LARGE
     core_place window;  // LARGE: its `in`, where others can reach that
-    uint64_t stage_bytes;
-    uint64_t rounds;    // how many portions this rank has to lend
+    uint64_t key;       // in a lane that the first rank leads
+    uint32_t stage_bytes;
+    uint32_t rounds;    // how many portions this rank has to lend
     uint64_t stride;    // CORE_ALLTOALL: bytes from one rank's block to the next, in what is lent
     uint64_t nbytes;    // of what is lent in the first portion
 

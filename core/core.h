@@ -5,8 +5,8 @@
 // blocks and tensors of other ranks get into this process's address space is the caller's business: `core_memory`
 // is told of each segment that was mapped.
 //
-// A lane is driven by the threads that call `core_lane_advance`, one at a time; nothing here sleeps, allocates or
-// takes a lock while an operation is under way.
+// A lane is driven by the threads that call `core_lane_advance`, one at a time; nothing in a lane sleeps, allocates or
+// takes a lock while an operation is under way. A `core_engine` is a thread that drives lanes when nobody else does.
 #ifndef CORE_H
 #define CORE_H
 
@@ -26,6 +26,8 @@ enum core_state {
     CORE_DIFFERENT,  // the ranks brought different fingerprints; nothing was written
     CORE_ABANDONED,  // this rank or another one gave the lane up; what the outputs hold is unspecified
     CORE_BROKEN,     // another rank's words make no sense: its memory was overwritten
+    CORE_REFUSED,    // this rank or another one takes no part in it: core_lane_refuse; nothing was written
+    CORE_WATCHED,    // as CORE_PENDING; a thread sleeps until it ends (core_op_wait)
 };
 
 // Memory of one rank, as this process sees it: segments that were mapped, by the numbers which that rank gave them.
@@ -46,16 +48,20 @@ typedef struct core_op {
     // Given. Counts are in elements; n is what `Operation` in Python says.
     uint8_t kind, dtype, reduction;
     uint32_t root;
-    uint64_t print;          // fingerprint: equal on all ranks that mean the same
+    uint64_t print;          // fingerprint, see core_prints_merge
+    uint64_t key;            // where the first rank chooses the order: tells operations under way apart; see CORE_KEY_BITS
     void *in, *out;          // one and the same where it works in place
     uint64_t count;          // of `in`; of a broadcast and an allgather: what all bring together
     const uint64_t *sent;    // by rank, in elements, kept by the caller: reduce_scatter, allgather, alltoall
     const uint64_t *received;  // by rank: alltoall
     core_place in_at;        // where others can reach `in`
+    void *caller;            // what `ended` finds there
+    bool direct;             // likewise
 
     // Found.
     _Atomic uint32_t state;  // core_state; release when final, pairs with the acquire in core_op_state
-    uint32_t differs;        // CORE_DIFFERENT, CORE_ABANDONED, CORE_BROKEN: the first rank that does
+    uint32_t differs;        // where it is not CORE_DONE: a rank because of which
+    uint64_t met;            // what the fingerprints of all ranks say together
 
     // The lane's own.
     struct core_op *next;
@@ -63,41 +69,102 @@ typedef struct core_op {
     uint64_t base, rounds;           // its portions: base .. base + rounds - 1
     uint64_t filled, reduced, taken; // how many of them this rank is through with; of what is done in place: elements
     uint64_t piece;                  // elements of each part that one portion holds
-    uint8_t posted, whole, way;
+    uint8_t whole, way;
+    bool absent;                     // nobody's: it says that this rank takes no part
 } core_op;
 
 static inline uint32_t core_op_state(const core_op *op) {
-    return __atomic_load_n((const uint32_t *)&op->state, __ATOMIC_ACQUIRE);
+    uint32_t state = __atomic_load_n((const uint32_t *)&op->state, __ATOMIC_ACQUIRE);
+    return state == CORE_WATCHED ? CORE_PENDING : state;
 }
+
+// Sleeps until it has ended, for `nanoseconds` at most.
+void core_op_wait(core_op *, uint64_t nanoseconds);
+
+// A fingerprint is a hash in its low CORE_PRINT_BITS, which all ranks must have in common. The bits above are 0 where
+// this rank does not know the rest; those that know it must agree on it.
+#define CORE_PRINT_BITS 52
+static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
+    if (*print == other) return true;
+    if ((*print ^ other) << (64 - CORE_PRINT_BITS) != 0) return false;
+    if (*print >> CORE_PRINT_BITS != 0 && other >> CORE_PRINT_BITS != 0) return false;
+    *print |= other;
+    return true;
+}
+
+// In a lane that the first rank leads several steps of a program may share a key: then all ranks submit those in one
+// order. The low CORE_KEY_BITS number the parts of a program that go on apart.
+#define CORE_KEY_BITS 5
+
+// What the engine of a process sleeps at, in memory that the ranks of the host map: see engine.c for its states.
+typedef struct core_bell {
+    _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
+    _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: its process alone writes it
+} core_bell;
+enum core_sleep {
+    CORE_AWAKE,
+    CORE_DOZES,    // for a millisecond at most: others drive what is under way
+    CORE_LISTENS,  // until another rank has said something
+    CORE_SLEEPS,   // nothing is under way
+};
+void core_bell_ring(core_bell *);
 
 typedef struct core_lane core_lane;
 
 size_t core_block_bytes(void);
 
-// Returns this rank's share of a lane, NULL without memory. `block` are core_block_bytes() zeroed bytes of this rank's
-// memory, aligned to 128; `stage`, at `stage_at`, are `stage_bytes` more, as many on all ranks. NULL too where these are
-// fewer than CORE_LEAST_STAGE_BYTES for each rank.
+// How the lanes of a process are opened. `block` are core_block_bytes() zeroed bytes of this rank's memory, aligned to
+// 128; `stage`, at `stage_at`, are `stage_bytes` more, as many on all ranks.
+typedef struct {
+    unsigned rank, ranks;
+    bool led;  // the first rank chooses the order: ranks may submit operations, told apart by keys, in any order
+    void *block, *stage;
+    size_t stage_bytes;
+    core_place stage_at;
+    // Told of each operation that ended, as the last thing that is done with it; and, with NULL, that a segment is
+    // wanted (core_lane_wants). By the thread that drives the lane; it must be quick, and leave the lane alone.
+    void (*ended)(void *context, core_op *);
+    void *context;
+} core_lane_options;
+
+// Returns this rank's share of a lane, NULL without memory and where a stage has fewer than CORE_LEAST_STAGE_BYTES for
+// each rank.
 #ifndef CORE_LEAST_STAGE_BYTES
 #define CORE_LEAST_STAGE_BYTES 4096
 #endif
-core_lane *core_lane_open(unsigned rank, unsigned ranks, void *block, void *stage, size_t stage_bytes,
-                          core_place stage_at);
+core_lane *core_lane_open(const core_lane_options *);
 void core_lane_close(core_lane *);
 
-// Says where the block of another rank is mapped here, and its memory; needed from all before anything ends.
-void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory);
+// Says where the block of another rank is mapped here, its memory, and what its engine sleeps at (NULL: at nothing);
+// needed from all before anything ends. The lane must be held.
+void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory, core_bell *bell);
+
+// Returns true once all have been joined.
+bool core_lane_joined(const core_lane *);
 
 // Returns false for what torch has no arithmetic for, and for what no such operation is.
 bool core_op_valid(const core_op *, unsigned ranks);
 
-// Takes `op`, which is valid, in, behind those that were submitted before. The lane must be held (core_lane_hold).
+// Takes `op`, which is valid, in, behind those that were submitted before; never waits. Who submits drives the lane
+// once afterwards. One thread submits at a time.
 void core_lane_submit(core_lane *, core_op *);
 
-// Moves operations on until nothing moves, or until `nanoseconds` have passed; true when something moved. Held.
+// In a lane that the first rank leads: this rank takes no part any more in operations whose keys are as `key` above the
+// low CORE_KEY_BITS. What it has posted of them goes on; the rest ends with CORE_REFUSED, on those ranks too that have
+// posted it, and so does what is submitted later. The others should be told, and do the same: what the first rank does
+// not post would wait there. Who calls it drives the lane once afterwards. The newest 64 keys are remembered.
+void core_lane_refuse(core_lane *, uint64_t key);
+
+// Moves operations on until nothing moves, or until `nanoseconds` have passed; true when something moved. Does nothing
+// while another thread holds the lane, which then takes in what was submitted.
 bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 
-// Returns true when something is under way.
-bool core_lane_busy(const core_lane *);
+// Returns how many operations are under way; how many bytes of input they have that do not travel at once.
+uint64_t core_lane_busy(const core_lane *);
+uint64_t core_lane_load(const core_lane *);
+
+// Returns how many bytes of tensors this rank has copied so far, for the others to read.
+uint64_t core_lane_lent(const core_lane *);
 
 // Returns true when an operation cannot go on before a segment is mapped: which, of which rank.
 bool core_lane_wants(const core_lane *, unsigned *rank, uint32_t *segment);
@@ -116,5 +183,16 @@ bool core_lane_quiet(const core_lane *);
 // One thread holds a lane at a time: false when another one does.
 bool core_lane_hold(core_lane *);
 void core_lane_release(core_lane *);
+
+// A thread that drives lanes while nobody else does, and sleeps at `bell`. It looks for `spin` nanoseconds before it
+// does. NULL where no thread can be had.
+typedef struct core_engine core_engine;
+core_engine *core_engine_start(core_bell *bell, uint64_t spin);
+void core_engine_stop(core_engine *);  // it has driven its lanes for the last time; they stay
+int core_engine_add(core_engine *, core_lane *);  // -1: no memory
+void core_engine_remove(core_engine *, core_lane *);
+
+// Something was submitted to `lane`. With `now` the engine drives it at once, else where nobody else does so for long.
+void core_engine_notice(core_engine *, core_lane *, bool now);
 
 #endif

@@ -28,6 +28,9 @@ void core_stream(void *to, const void *from, size_t nbytes);
 // Returns the size of an element in bytes, 0 for no dtype.
 unsigned core_itemsize(unsigned dtype);
 
+// Returns which kernels are chosen: "baseline", "avx2" or "avx512".
+const char *core_kernels_level(void);
+
 // Has `core_kernel_for` choose among the first `level` + 1 of baseline, AVX2 and AVX-512, as far as the processor has
 // them: for tests.
 void core_kernels_limit(int level);

@@ -9,33 +9,43 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "bell.h"
 
 size_t core_block_bytes(void) { return sizeof(struct block); }
 
-core_lane *core_lane_open(unsigned rank, unsigned ranks, void *block, void *stage, size_t stage_bytes,
-                          core_place stage_at) {
-    if (stage_bytes < (size_t)ranks * CORE_LEAST_STAGE_BYTES) return NULL;
-    core_lane *lane = calloc(1, sizeof *lane + ranks * sizeof lane->peers[0]);
+core_lane *core_lane_open(const core_lane_options *options) {
+    unsigned ranks = options->ranks;
+    if (options->stage_bytes < (size_t)ranks * CORE_LEAST_STAGE_BYTES || options->stage_bytes > UINT32_MAX) return NULL;
+    size_t nbytes = sizeof(core_lane) + ranks * sizeof(struct peer);
+    core_lane *lane = aligned_alloc(64, (nbytes + 63) & ~(size_t)63);
     const void **pointers = calloc(3 * (size_t)ranks, sizeof *pointers);
     if (lane == NULL || pointers == NULL) {
         free(lane);
         free(pointers);
         return NULL;
     }
-    lane->rank = rank;
+    memset(lane, 0, nbytes);
+    lane->rank = options->rank;
     lane->ranks = ranks;
+    lane->led = options->led;
     lane->joined = 1;
-    lane->mine = block;
-    lane->stage = stage;
-    lane->stage_bytes = stage_bytes;
-    lane->stage_at = stage_at;
+    lane->mine = options->block;
+    lane->stage = options->stage;
+    lane->stage_bytes = options->stage_bytes;
+    lane->stage_at = options->stage_at;
+    lane->ended = options->ended;
+    lane->context = options->context;
     lane->sources = pointers;
     lane->targets = (void **)(pointers + ranks);
     lane->windows = (const uint8_t **)(pointers + 2 * (size_t)ranks);
     lane->last = &lane->first;
-    lane->peers[rank].block = block;
-    atomic_flag_clear(&lane->held);
+    lane->waiting_last = &lane->waiting;
+    lane->peers[lane->rank].block = lane->mine;
+    for (unsigned i = 0; i < STAND_INS; i++) {
+        lane->stand_ins[i] = (core_op){.kind = CORE_BARRIER, .dtype = CORE_U8, .absent = true, .next = lane->idle};
+        lane->idle = &lane->stand_ins[i];
+    }
     return lane;
 }
 
@@ -44,16 +54,26 @@ void core_lane_close(core_lane *lane) {
     free(lane);
 }
 
-void core_lane_join(core_lane *lane, unsigned rank, void *block, core_memory *memory) {
+void core_lane_join(core_lane *lane, unsigned rank, void *block, core_memory *memory, core_bell *bell) {
     lane->joined += lane->peers[rank].block == NULL;
-    lane->peers[rank] = (struct peer){.block = block, .memory = memory};
+    lane->peers[rank] = (struct peer){.block = block, .memory = memory, .bell = bell};
 }
 
-bool core_lane_hold(core_lane *lane) { return !atomic_flag_test_and_set_explicit(&lane->held, memory_order_acquire); }
+bool core_lane_joined(const core_lane *lane) { return lane->joined == lane->ranks; }
 
-void core_lane_release(core_lane *lane) { atomic_flag_clear_explicit(&lane->held, memory_order_release); }
+bool core_lane_hold(core_lane *lane) { return !atomic_exchange(&lane->held, true); }
 
-bool core_lane_busy(const core_lane *lane) { return lane->first != NULL; }
+void core_lane_release(core_lane *lane) { atomic_store(&lane->held, false); }
+
+uint64_t core_lane_busy(const core_lane *lane) { return atomic_load_explicit(&lane->busy, memory_order_acquire); }
+
+uint64_t core_lane_load(const core_lane *lane) { return atomic_load_explicit(&lane->load, memory_order_relaxed); }
+
+uint64_t core_lane_lent(const core_lane *lane) { return atomic_load_explicit(&lane->lent, memory_order_relaxed); }
+
+void lane_count(core_lane *lane, uint64_t nbytes) {
+    atomic_store_explicit(&lane->lent, core_lane_lent(lane) + nbytes, memory_order_relaxed);
+}
 
 bool core_lane_wants(const core_lane *lane, unsigned *rank, uint32_t *segment) {
     *rank = lane->wanted_rank;
@@ -155,14 +175,14 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
     op->number = k;
-    if (lane->unsettled || k - lane->first->number >= ENTRIES) return false;  // this rank itself needs the entry
+    if (lane->unsettled || (lane->first != NULL && k - lane->first->number >= ENTRIES)) return false;  // this rank itself needs the entry
     if (k >= ENTRIES && least_consumed(lane, false) < end && least_consumed(lane, true) < end) return false;
     op->base = lane->next_portion;
     bool whole = way_prepare(lane, op);
     uint64_t nbytes = way_posted_bytes(lane, op);
     struct entry *entry = &lane->mine->entries[k % ENTRIES];
     uint8_t *to = NULL;
-    enum form form = way_posts(op) ? NOTHING : LARGE;
+    enum form form = op->absent ? ABSENT : way_posts(op) ? NOTHING : LARGE;
     if (nbytes > SHORT_BYTES) {
         if (lane->portioned > 0) return false;  // what that lends comes first: loans end in order
         int64_t at = lane_lend(lane, op->base, nbytes);
@@ -177,38 +197,95 @@ static bool post(core_lane *lane, core_op *op) {
     entry->print = op->print;
     entry->form = form;
     entry->consumed = lane->consumed;
-    if (form > TINY || !whole) {
+    if (form > TINY || !whole || lane->led) {
         entry->stage = lane->stage_at;
-        entry->stage_bytes = lane->stage_bytes;
         entry->window = op->in_at;
-        entry->rounds = op->rounds;
+        entry->key = op->key;
+        entry->stage_bytes = (uint32_t)lane->stage_bytes;
+        entry->rounds = (uint32_t)op->rounds;
         entry->nbytes = nbytes;
     }
-    if (to != NULL) way_post(lane, op, entry, to);
+    if (to != NULL) {
+        way_post(lane, op, entry, to);
+        lane_count(lane, nbytes);
+    }
     if (form == LARGE && lane->portioned == 0) way_begin(lane, op);
     STOP(POSTING);
     atomic_store_explicit(&entry->number, k + 1, memory_order_release);
     STOP(POSTED);
+    lane->spoke = true;
     lane->next_number++;
     lane->next_portion += whole;
     lane->unsettled = !whole;
     lane->portioned += !whole;
     lane->lent_end = whole ? op->base + 1 : UINT64_MAX;  // of what is not whole it is known once the ranks have met
     lane->ends[k % ENTRIES] = op->base + 1;  // at least; more is known when it is met
-    op->posted = 1;
     return true;
 }
 
-// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing.
+static bool refuses(const core_lane *lane, uint64_t key) {
+    for (uint64_t i = 0; i < lane->refusals && i < REFUSED_KEYS; i++)
+        if (lane->refused[i] == key >> CORE_KEY_BITS) return true;
+    return false;
+}
+
+// Has this rank's absence be what is posted next; false while too many are posted.
+static bool stand_in(core_lane *lane) {
+    core_op *op = lane->idle;
+    if (op == NULL) return false;
+    lane->idle = op->next;
+    op->next = lane->waiting;
+    op->way = UNMET;
+    if (lane->waiting == NULL) lane->waiting_last = &op->next;
+    lane->waiting = op;
+    atomic_fetch_add_explicit(&lane->busy, 1, memory_order_relaxed);
+    return true;
+}
+
+// Returns the place in the queue of the operation that is to be posted next, NULL where it is not there, or not known.
+static core_op **next_waiting(core_lane *lane) {
+    core_op **at = &lane->waiting;
+    if (!lane->led || lane->rank == 0) return *at == NULL ? NULL : at;
+    if (*at == NULL && lane->refusals == 0) return NULL;
+    const struct entry *entry = &lane->peers[0].block->entries[lane->next_number % ENTRIES];
+    if (atomic_load_explicit(&entry->number, memory_order_acquire) != lane->next_number + 1) return NULL;
+    if (*at != NULL && (*at)->absent) return at;
+    if (refuses(lane, entry->key)) return stand_in(lane) ? at : NULL;
+    while (*at != NULL && (*at)->key != entry->key) at = &(*at)->next;
+    return *at == NULL ? NULL : at;
+}
+
+// Posts what there is room for; true when that was something.
+static bool post_waiting(core_lane *lane) {
+    bool posted = false;
+    for (core_op **at; (at = next_waiting(lane)) != NULL && post(lane, *at); posted = true) {
+        core_op *op = *at;
+        *at = op->next;
+        if (lane->waiting_last == &op->next) lane->waiting_last = at;
+        op->next = NULL;
+        *lane->last = op;
+        lane->last = &op->next;
+    }
+    return posted;
+}
+
+// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing; REFUSED:
+// one takes no part.
 static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     enum outcome met = ENDED;
+    op->met = op->print;
+    *who = lane->rank;
+    if (op->absent) return REFUSED;
     for (unsigned q = 0; q < lane->ranks; q++) {
         if (q == lane->rank) continue;
         struct entry *entry = &lane->peers[q].block->entries[op->number % ENTRIES];
         if (atomic_load_explicit(&entry->number, memory_order_acquire) != op->number + 1) {
             if (met == ENDED) *who = q;
             met = WAITS;
-        } else if (entry->print != op->print) {
+        } else if (entry->form == ABSENT) {
+            *who = q;
+            return REFUSED;
+        } else if (!core_prints_merge(&op->met, entry->print)) {
             *who = q;
             return FAILED;
         } else if (entry->consumed > lane->peers[q].consumed) {
@@ -218,13 +295,38 @@ static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     return met;
 }
 
+static uint64_t load_of(const core_op *op) {
+    uint64_t nbytes = op->count * core_itemsize(op->dtype);
+    return nbytes > WHOLE_BYTES ? nbytes : 0;
+}
+
+// It is over: from here on it is the caller's.
 static void end(core_lane *lane, core_op *op, enum core_state state, unsigned who) {
+    op->differs = who;
+    atomic_fetch_sub_explicit(&lane->load, load_of(op), memory_order_relaxed);
+    atomic_fetch_sub_explicit(&lane->busy, 1, memory_order_release);
+    if (op->absent) {
+        op->next = lane->idle;
+        lane->idle = op;
+        return;
+    }
+    // A wake-up at memory that has gone meanwhile wakes nobody.
+    if (atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED) core_word_wake(&op->state);
+    lane->ended(lane->context, op);
+}
+
+void core_op_wait(core_op *op, uint64_t nanoseconds) {
+    uint32_t state = CORE_PENDING;
+    if (atomic_compare_exchange_strong(&op->state, &state, CORE_WATCHED) || state == CORE_WATCHED)
+        core_word_wait(&op->state, CORE_WATCHED, nanoseconds);
+}
+
+static void end_first(core_lane *lane, enum core_state state, unsigned who) {
+    core_op *op = lane->first;
     lane->first = op->next;
     if (lane->first == NULL) lane->last = &lane->first;
-    if (lane->unposted == op) lane->unposted = op->next;
-    if (op->posted) lane->portioned -= !op->whole;
-    op->differs = who;
-    atomic_store_explicit(&op->state, state, memory_order_release);  // from here on it is the caller's
+    lane->portioned -= !op->whole;
+    end(lane, op, state, who);
 }
 
 // Its portions are known: those after it begin behind them.
@@ -239,25 +341,41 @@ static void settle(core_lane *lane, core_op *op, uint64_t rounds) {
 
 void lane_consume(core_lane *lane, uint64_t portions) {
     lane->consumed = portions;
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->consumed, portions, memory_order_release);
     STOP(CONSUMED);
+}
+
+static void end_waiting(core_lane *lane) {
+    while (lane->waiting != NULL) {
+        core_op *op = lane->waiting;
+        lane->waiting = op->next;
+        if (lane->waiting == NULL) lane->waiting_last = &lane->waiting;
+        end(lane, op, lane->abandoned, lane->culprit);
+    }
+}
+
+// Ends what this rank refuses and has not posted.
+static void withdraw(core_lane *lane) {
+    for (core_op **at = &lane->waiting, *op; (op = *at) != NULL;) {
+        if (op->absent || !refuses(lane, op->key)) {
+            at = &op->next;
+            continue;
+        }
+        *at = op->next;
+        if (lane->waiting_last == &op->next) lane->waiting_last = at;
+        end(lane, op, CORE_REFUSED, lane->rank);
+    }
 }
 
 static void abandon(core_lane *lane, enum core_state state, unsigned who) {
     lane->abandoned = state;
     lane->culprit = who;
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->abandoned, 1, memory_order_release);
-    while (lane->first != NULL) end(lane, lane->first, state, who);
+    while (lane->first != NULL) end_first(lane, state, who);
 }
 
-void core_lane_abandon(core_lane *lane) {
-    if (!lane->abandoned) abandon(lane, CORE_ABANDONED, lane->rank);
-}
-
-void core_lane_lost(core_lane *lane, unsigned rank) {
-    lane->peers[rank].lost = true;
-    if (!lane->abandoned) abandon(lane, CORE_ABANDONED, rank);
-}
 
 bool core_lane_quiet(const core_lane *lane) {
     if (lane->joined < lane->ranks) return true;  // nothing was posted
@@ -272,44 +390,65 @@ bool core_lane_quiet(const core_lane *lane) {
 }
 
 void core_lane_submit(core_lane *lane, core_op *op) {
-    op->next = NULL;
-    op->posted = 0;
     op->way = 0;
     op->filled = op->reduced = op->taken = 0;
     atomic_store_explicit(&op->state, CORE_PENDING, memory_order_relaxed);
-    *lane->last = op;
-    lane->last = &op->next;
-    if (lane->unposted == NULL) lane->unposted = op;
-    if (lane->abandoned) {
-        end(lane, op, lane->abandoned, lane->culprit);
-    } else if (lane->joined == lane->ranks) {
-        while (lane->unposted != NULL && post(lane, lane->unposted)) lane->unposted = lane->unposted->next;
+    atomic_fetch_add_explicit(&lane->load, load_of(op), memory_order_relaxed);
+    atomic_fetch_add_explicit(&lane->busy, 1, memory_order_relaxed);
+    op->next = atomic_load_explicit(&lane->inbox, memory_order_relaxed);
+    while (!atomic_compare_exchange_weak(&lane->inbox, &op->next, op)) continue;
+}
+
+// Takes in what was submitted, in order.
+static void take_in(core_lane *lane) {
+    if (atomic_load_explicit(&lane->inbox, memory_order_relaxed) == NULL) return;
+    core_op *newest = atomic_exchange_explicit(&lane->inbox, NULL, memory_order_acquire), *oldest = NULL;
+    core_op **last = &newest->next;
+    while (newest != NULL) {
+        core_op *older = newest->next;
+        newest->next = oldest;
+        oldest = newest;
+        newest = older;
     }
+    *lane->waiting_last = oldest;
+    lane->waiting_last = last;
+    if (lane->refusals > 0) withdraw(lane);
+}
+
+void core_lane_refuse(core_lane *lane, uint64_t key) {
+    while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
+    if (!refuses(lane, key)) lane->refused[lane->refusals++ % REFUSED_KEYS] = key >> CORE_KEY_BITS;
+    take_in(lane);
+    withdraw(lane);
+    core_lane_release(lane);
 }
 
 // Moves the first operation on.
 static enum outcome step(core_lane *lane) {
     core_op *op = lane->first;
-    unsigned who = lane->slowest;  // while this rank has no room to post it
+    unsigned who = lane->slowest;  // while this rank has no room to post one
     enum outcome outcome = WAITS;
-    if (op->posted && op->way == UNMET) {
+    if (op == NULL) {
+        if (lane->waiting == NULL) return WAITS;
+        if (lane->led && lane->rank != 0) who = 0;
+    } else if (op->way == UNMET) {
         outcome = meet(lane, op, &who);
-        if (outcome == FAILED) {
+        if (outcome == FAILED || outcome == REFUSED) {
             settle(lane, op, 1);
             lane_consume(lane, op->base + 1);
-            end(lane, op, CORE_DIFFERENT, who);
+            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : CORE_REFUSED, who);
             return MOVED;
         }
         if (outcome == ENDED) STOP(MET);
         if (outcome == ENDED) outcome = way_meet(lane, op, &who);
         if (outcome == MOVED) settle(lane, op, op->rounds);
-    } else if (op->posted) {
+    } else {
         outcome = way_step(lane, op, &who);
     }
     if (outcome == ENDED) {
         STOP(ENDING);
         lane_consume(lane, op->base + op->rounds);
-        end(lane, op, CORE_DONE, lane->rank);
+        end_first(lane, CORE_DONE, lane->rank);
         return MOVED;
     }
     if (outcome == FAILED) {
@@ -319,8 +458,8 @@ static enum outcome step(core_lane *lane) {
     if (outcome == WAITS && !lane->wants && who != lane->rank &&
         atomic_load_explicit(&lane->peers[who].block->abandoned, memory_order_acquire)) {
         // What it said before it left is seen by now: it has been looked for once more, or is not there.
-        if (lane->parting != op->number + 1) {
-            lane->parting = op->number + 1;
+        if (lane->parting != lane->next_number + 1) {
+            lane->parting = lane->next_number + 1;
             return MOVED;
         }
         abandon(lane, CORE_ABANDONED, who);
@@ -329,30 +468,67 @@ static enum outcome step(core_lane *lane) {
     return outcome;
 }
 
-uint64_t lane_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+// Wakes the engines of those that sleep until somebody has said something.
+static void ring(core_lane *lane) {
+    lane->spoke = false;
+    atomic_thread_fence(memory_order_seq_cst);  // pairs with the one of an engine that goes to sleep
+    for (unsigned q = 0; q < lane->ranks; q++) {
+        core_bell *bell = lane->peers[q].bell;
+        if (bell != NULL && atomic_load_explicit(&bell->sleep, memory_order_relaxed) == CORE_LISTENS)
+            core_bell_ring(bell);
+    }
 }
 
-bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
+static bool advance(core_lane *lane, uint64_t nanoseconds) {
     bool moved = false;
     uint64_t until = 0;
+    bool wanted = lane->wants;
     lane->wants = false;
-    if (lane->joined < lane->ranks) return false;
-    while (lane->first != NULL) {
-        bool posted = false;
-        while (lane->unposted != NULL && post(lane, lane->unposted)) {
-            lane->unposted = lane->unposted->next;
-            posted = true;
-        }
-        bool stepped = step(lane) == MOVED;
+    take_in(lane);
+    if (lane->abandoned) end_waiting(lane);
+    while (lane->joined == lane->ranks) {
+        bool posted = post_waiting(lane), stepped = step(lane) == MOVED;
         if (!posted && !stepped) break;
         moved = true;
-        if (lane->first == NULL) break;
-        uint64_t time = lane_now();
+        if (lane->abandoned) end_waiting(lane);
+        if (lane->first == NULL && lane->waiting == NULL) break;
+        uint64_t time = core_now();
         if (until == 0) until = time + nanoseconds;
         if (time >= until) break;
     }
+    if (lane->spoke) ring(lane);
+    if (lane->wants && !wanted) lane->ended(lane->context, NULL);
     return moved;
 }
+
+bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
+    bool moved = lane_drive(lane, nanoseconds);
+    if (core_lane_busy(lane)) atomic_store_explicit(&lane->driven_at, core_now(), memory_order_relaxed);
+    return moved;
+}
+
+bool lane_drive(core_lane *lane, uint64_t nanoseconds) {
+    bool moved = false;
+    // Who submits while it is held leaves it to its holder, who looks after it has let go.
+    while (core_lane_hold(lane)) {
+        moved = advance(lane, nanoseconds) || moved;
+        core_lane_release(lane);
+        if (atomic_load(&lane->inbox) == NULL) break;
+    }
+    return moved;
+}
+
+// Gives the lane up because of rank `who`, which may be this one.
+static void give_up(core_lane *lane, unsigned who, bool lost) {
+    while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
+    take_in(lane);
+    lane->peers[who].lost = lane->peers[who].lost || lost;
+    if (!lane->abandoned) abandon(lane, CORE_ABANDONED, who);
+    end_waiting(lane);
+    if (lane->spoke) ring(lane);
+    core_lane_release(lane);
+}
+
+void core_lane_abandon(core_lane *lane) { give_up(lane, lane->rank, false); }
+
+void core_lane_lost(core_lane *lane, unsigned rank) { give_up(lane, rank, true); }

@@ -23,6 +23,8 @@ enum {
     NEAR_BYTES_PER_US = CORE_NEAR_BYTES_PER_US,  // that are stored at least where they are near
     MOST_ROUNDS = 1 << 30,    // of an operation, as another rank says
     STREAMED = 16,            // stores past the caches before it is seen whether they are near by now
+    REFUSED_KEYS = 64,        // that are remembered
+    STAND_INS = 4,            // absences that may be posted and not met
 };
 
 // A test has a rank stop, or die, at each of these.
@@ -37,6 +39,7 @@ void core_stop(enum stop);
 struct peer {
     struct block *block;
     core_memory *memory;
+    core_bell *bell;
     uint64_t consumed;  // at least: as it said last
     bool lost;          // its process is gone
 };
@@ -51,15 +54,31 @@ struct core_lane {
     uint8_t *stage;
     uint64_t stage_bytes;
     core_place stage_at;
-    atomic_flag held;
+    void (*ended)(void *context, core_op *);
+    void *context;
+    bool led;
 
-    core_op *first, **last;  // in order of submission
-    core_op *unposted;       // the first of them that is not posted
+    // Written by any thread, with seq_cst: who submits and finds the lane held is sure that its holder sees the inbox
+    // when it lets go.
+    _Alignas(64) _Atomic bool held;
+    _Atomic(core_op *) inbox;          // submitted, the newest first
+    _Atomic uint64_t busy, load;       // how many are under way; bytes of those that are not WHOLE
+    _Atomic uint64_t lent;             // see core_lane_lent; who holds it counts
+    _Atomic uint64_t driven_at;        // when it was driven last, in nanoseconds: the engine keeps off
+
+    // Of who holds it, from here on.
+    core_op *first, **last;            // posted, in order
+    core_op *waiting, **waiting_last;  // not posted yet, in order of submission
+    bool spoke;                        // others may have waited for what was said since bells were looked at
     uint64_t next_number, next_portion;
     uint64_t lent_end;       // no rank looks at this rank's memory that has consumed so many portions
     bool unsettled;          // next_portion is known only once the newest posted operation is met
     unsigned portioned;      // how many operations are posted that lend portion after portion
     uint64_t ends[ENTRIES];  // by entry: the portion after the last one of the operation that is or was there
+
+    uint64_t refused[REFUSED_KEYS];  // keys of which this rank submits nothing more, without their low bits
+    uint64_t refusals;               // how many there were so far; the newest are kept
+    core_op stand_ins[STAND_INS], *idle;  // what is posted for those that the first rank posts all the same
 
     uint64_t consumed;       // what this rank's word of that name says
     unsigned slowest;        // the rank that had consumed least when there was no room
@@ -83,9 +102,12 @@ struct core_lane {
 };
 
 enum found { FOUND, UNMAPPED, OUTSIDE };
-enum outcome { WAITS, MOVED, ENDED, FAILED };
+enum outcome { WAITS, MOVED, ENDED, FAILED, REFUSED };
 
 enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
+
+// As core_lane_advance, but for the time at which it was driven, which is what the engine looks at.
+bool lane_drive(core_lane *, uint64_t nanoseconds);
 
 // Finds `nbytes` in the memory of another rank. UNMAPPED says by `wants` what is to be mapped.
 enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, const uint8_t **at);
@@ -93,11 +115,12 @@ enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, co
 // Takes `nbytes` of the stage for a portion; -1 while there is no room.
 int64_t lane_lend(core_lane *, uint64_t portion, uint64_t nbytes);
 
+// Counts `nbytes` as copied for others to read.
+void lane_count(core_lane *, uint64_t nbytes);
+
 // Says that this rank needs none of the first `portions` portions any more.
 void lane_consume(core_lane *, uint64_t portions);
 
-// Returns nanoseconds on a clock that never goes back.
-uint64_t lane_now(void);
 
 static inline const struct entry *entry_of(const core_lane *lane, unsigned rank, const core_op *op) {
     return &lane->peers[rank].block->entries[op->number % ENTRIES];

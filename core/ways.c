@@ -12,6 +12,7 @@
 //               Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). 2n(p-1)/p read a rank.
 #include <string.h>
 
+#include "bell.h"
 #include "lane.h"
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -305,9 +306,9 @@ static void put(core_lane *lane, uint8_t *to, const uint8_t *from, uint64_t nbyt
         lane->streamed++;
         core_stream(to, from, nbytes);
     } else {
-        uint64_t begin = lane_now();
+        uint64_t begin = core_now();
         memcpy(to, from, nbytes);
-        bool slow = (lane_now() - begin) * NEAR_BYTES_PER_US > nbytes * 1000;
+        bool slow = (core_now() - begin) * NEAR_BYTES_PER_US > nbytes * 1000;
         lane->slow = slow ? lane->slow + 1 : 0;
         lane->streamed = 0;
     }
@@ -332,9 +333,12 @@ static bool fill(core_lane *lane, core_op *op, uint64_t j) {
             n = op->sent[q];
         }
         uint64_t last = least(first + op->piece, n);
-        if (last > first) put(lane, to + q * stride, in + (begin + first) * item, (last - first) * item);
+        if (last <= first) continue;
+        put(lane, to + q * stride, in + (begin + first) * item, (last - first) * item);
+        lane_count(lane, (last - first) * item);
     }
     STOP(FILLING);
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->filled, op->base + j + 1, memory_order_release);
     STOP(FILLED);
     return true;
@@ -370,6 +374,7 @@ static enum outcome reduce_part(core_lane *lane, core_op *op, uint64_t j, unsign
         if (copied) put(lane, lent, mine, (last - first) * item);
     }
     STOP(REDUCING);
+    lane->spoke = true;
     atomic_store_explicit(&lane->mine->reduced, op->base + j + 1, memory_order_release);
     STOP(REDUCED);
     return MOVED;

@@ -6,7 +6,6 @@ import ctypes
 import os
 import random
 import threading
-from collections.abc import Sequence
 from typing import Protocol
 
 __all__ = ["Bell", "FutexBell", "LockBell", "SharedWord"]
@@ -88,16 +87,11 @@ class FutexBell:
 
     def ring_if_asleep(self) -> None:
         """Ring for another process: only where its owner waits for that, and does not look by itself."""
-        self.ring_those([self])
-
-    def ring_those(self, bells: Sequence[FutexBell]) -> None:
-        """Do the same at each of `bells`, with one fence for all."""
         # What was stored before is visible before anything is read: taking a lock is a full fence.
         self._fence.acquire()
         self._fence.release()
-        for bell in bells:
-            if bell._asleep.get() >= _FOR_ALL:
-                bell._ring_where(_FOR_ALL)
+        if self._asleep.get() >= _FOR_ALL:
+            self._ring_where(_FOR_ALL)
 
     def _ring_where(self, asleep: int) -> None:
         self._count.set(self._fresh.getrandbits(32))

@@ -10,6 +10,7 @@ from enum import Enum
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+from aiodist import _core
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "Handle", "Status", "Waiter", "plight"]
 
 T = TypeVar("T")
-_FAIR_SECONDS = 1e-3
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
+_SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
 _event_lock = threading.Lock()
 
 
@@ -60,6 +61,7 @@ class Status(Enum):
 
 _PENDING = Status.PENDING
 _RETURNED = Status.RETURNED
+_core.set_statuses(_PENDING, _RETURNED)
 
 # The innermost `aiodist.timeout` around the running code: awaits that it cancels are noted in it.
 current_deadline: ContextVar[Scope | None] = ContextVar("aiodist_deadline", default=None)
@@ -82,7 +84,7 @@ class _FutureWaiter:
             self.future.set_exception(late)
 
 
-class Handle(Generic[T]):
+class Handle(_core.Handle, Generic[T]):
     """An operation that was issued: `await` it for its result.
 
     Any number of tasks may await it, also after it is done. Cancelling an await never touches the operation:
@@ -101,85 +103,36 @@ class Handle(Generic[T]):
 
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_account",
-        "_callbacks",
-        "_canceller",
-        "_consumed",
-        "_detached",
-        "_event",
-        "_expires",
-        "_late",
-        "_looked_at",
-        "_origin",
-        "_progress",
-        "_status",
-        "_traceback",
-        "_value",
-        "_waiters",
-        "fence",
-        "keep",
-        "nbytes",
-        "op",
-        "polled",
-        "seq",
-        "source",
-        "tag",
-        "version",
-    )
-
-    def __init__(
-        self,
-        progress: Progress,
-        op: str,
-        seq: int = 0,
-        nbytes: int = 0,
-        origin: tuple[CodeType, int] | None = None,
-        account: Account | None = None,
-    ) -> None:
-        self._progress = progress
-        self.op = op
-        self.seq = seq
-        self.nbytes = nbytes
-        self._origin = origin
-        self._account = account
-        self._status = _PENDING
-        self._consumed = False
-        self._detached = False
-        self._looked_at = False
-        self._value: Any = None
-        self._waiters: list[Waiter] | None = None
-        self._callbacks: list[tuple[Callable[[Handle[T]], object], Context]] | None = None
-        self._event: threading.Event | None = None
-        self._canceller: Callable[[], bool] | None = None
-        self._expires: float | None = None
-        self._late: Callable[[], dict[int, str]] | None = None
-        self.keep: Any = None
-        """What must stay alive until the transfer is over: the operation's buffers."""
-        self.fence: Fence | None = None
-        """Where it ends on a device, for `wait_stream`; None where it ends on the host."""
-        self.polled = True
-        """Polling brings it about, so a short spin pays; False where another thread completes it."""
-        self.source: int | None = None
-        self.tag: int | None = None
-        self.version: int | None = None
+    __slots__ = ()
 
     # --- waiting on the loop -----------------------------------------------------------------------------
 
-    def __await__(self) -> Generator[Any, None, T]:
-        self._consumed = True
-        progress = self._progress
-        if self._status is _PENDING:
-            progress.spin(self)
-            if self._status is _PENDING:
-                yield from self._suspend()
-                return self._outcome()
-        # Awaits that never suspend would starve the loop: once a millisecond one of them yields.
-        if perf_counter() - progress.last_ran > _FAIR_SECONDS and progress.owns_thread():
-            progress.last_ran = perf_counter()
-            yield
-        return self._value if self._status is _RETURNED else self._outcome()
+    if TYPE_CHECKING:  # compiled: it looks for a while, and is one of the generators below if it has to be
+
+        def __await__(self) -> Generator[Any, None, T]: ...
+
+    def _suspended(self) -> Generator[Any, None, T]:
+        """Wait until it is over."""
+        hurries = self.in_lane
+        if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
+            self._progress.hurry(1)
+        try:
+            yield from self._suspend()
+        finally:
+            if hurries:
+                self._progress.hurry(-1)
+        return self._outcome()
+
+    def _yielding(self) -> Generator[Any, None, T]:
+        """Let the loop run once: awaits that never suspend would starve it."""
+        self._progress.last_ran = perf_counter()
+        yield
+        return self._outcome()
+
+    def _failed(self) -> Generator[Any, None, T]:
+        """Raise what it came to."""
+        yield from ()
+        return self._outcome()
 
     def check_loop(self, progress: Progress) -> None:
         """Raise `RuntimeError` unless it belongs to the loop of `progress`."""
@@ -230,16 +183,6 @@ class Handle(Generic[T]):
         self.add_waiter(waiter)
         self._consumed = consumed
 
-    def done(self) -> bool:
-        """Return True when it is over, however it ended; from any thread.
-
-        Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached.
-        """
-        if self._status is _PENDING:
-            self._looked_at = True
-            return False
-        return True
-
     def cancelled(self) -> bool:
         """Return True when it was withdrawn by `cancel()`."""
         return self._status is Status.CANCELLED
@@ -247,14 +190,14 @@ class Handle(Generic[T]):
     def result(self) -> T:
         """Return the result, or raise what the operation raised; `InvalidStateError` while pending."""
         self._consumed = True
-        if self._status is _PENDING:
+        if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         return self._outcome()
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, None for a result; raise `InvalidStateError` while pending."""
         self._consumed = True
-        if self._status is _PENDING:
+        if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
@@ -285,7 +228,7 @@ class Handle(Generic[T]):
         self._consumed = True
         if self._progress.owns_thread():
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
-        if self._status is _PENDING:
+        if self.is_pending:
             self._block(timeout)
         return self._outcome()
 
@@ -301,10 +244,19 @@ class Handle(Generic[T]):
 
         For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome.
         """
+        until = None if timeout is None else monotonic() + timeout
+        while self.in_lane:  # this thread may be the only one that runs
+            left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
+            if left <= 0:
+                return not self.is_pending
+            if self._sleep(left):
+                return True
         with _event_lock:  # two threads must not each make one
             if self._event is None:
                 self._event = threading.Event()
-        return self._status is not _PENDING or self._event.wait(timeout)
+        return self._status is not _PENDING or self._event.wait(
+            None if until is None else max(0.0, until - monotonic())
+        )
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
         """Order `stream` after this operation and return at once: the host does not wait.
@@ -405,6 +357,10 @@ class Handle(Generic[T]):
         self._value = value
         self.keep = self.fence = self._canceller = self._late = None
         self._status = status
+        self._told()
+
+    def _told(self) -> None:
+        """It is over: tell those who wait."""
         if self._event is not None:
             self._event.set()
         if self._waiters or self._callbacks:
@@ -482,11 +438,6 @@ class Handle(Generic[T]):
         return bool(self._waiters or self._event) and not self._detached
 
     @property
-    def is_pending(self) -> bool:
-        """Whether it goes on; unlike `done()`, asking this is no sign that somebody waits."""
-        return self._status is _PENDING
-
-    @property
     def detached(self) -> bool:
         """Whether nobody need wait for it."""
         return self._detached
@@ -518,11 +469,11 @@ class Handle(Generic[T]):
         """The line that issued it."""
         return None if self._origin is None else Origin(*self._origin)
 
-    def __del__(self) -> None:
-        if not self._consumed and self._status is not _PENDING:
-            error = self._value if self._status is Status.RAISED else None
-            account = self._account or Account(self._progress.loop, prompt=True)
-            account.dropped(self.op, self.seq, self._origin, error)
+    def _dropped(self) -> None:
+        """It is over, nobody has looked at it, and it goes."""
+        error = self._value if self._status is Status.RAISED else None
+        account = self._account or Account(self._progress.loop, prompt=True)
+        account.dropped(self.op, self.seq, self._origin, error)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"

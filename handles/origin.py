@@ -13,10 +13,11 @@ from typing import NamedTuple
 from aiodist import errors
 from aiodist.handles.pending import Pending
 
-__all__ = ["Origin", "described", "is_ours", "listed", "whence"]
+__all__ = ["Origin", "described", "is_ours", "known_files", "listed", "whence"]
 
 _SHOWN = 3
-_ours: dict[str, bool] = {}
+known_files: dict[str, bool] = {}
+"""Of each file seen in a traceback so far: whether it is one of ours, see `is_ours`."""
 
 
 def _folders() -> tuple[str, ...]:
@@ -36,9 +37,9 @@ _OURS = _folders()
 
 def is_ours(filename: str) -> bool:
     """Return True for a file of aiodist's or asyncio's, which nobody asks about."""
-    ours = _ours.get(filename)
+    ours = known_files.get(filename)
     if ours is None:
-        ours = _ours[filename] = filename.startswith(_OURS)
+        ours = known_files[filename] = filename.startswith(_OURS)
     return ours
 
 
@@ -47,7 +48,7 @@ def whence(depth: int) -> tuple[CodeType, int]:
     frame = _getframe(depth)
     while True:
         code = frame.f_code
-        ours = _ours.get(code.co_filename)
+        ours = known_files.get(code.co_filename)
         if ours is None:
             ours = is_ours(code.co_filename)
         if not ours or frame.f_back is None:

@@ -44,6 +44,7 @@ from time import perf_counter
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
+from aiodist import _core
 from aiodist.handles.bell import Bell, LockBell
 from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
@@ -100,7 +101,18 @@ class Poller(Protocol):
         """Return True when the bell that `sleep_at` was given is rung as soon as there is something to poll for."""
 
 
-class Progress:
+class Driven(Protocol):
+    """Pending operations that a thread which needs no Python drives, beside those who poll."""
+
+    @property
+    def heavy(self) -> bool:
+        """So much is under way that nobody else should: the loop sleeps."""
+
+    def sleep(self) -> bool:
+        """The loop will not poll: call its `resume` when something ends. False where something has ended."""
+
+
+class Progress(_core.Pacer):
     """Drives every pending operation of one event loop.
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
@@ -120,8 +132,7 @@ class Progress:
         self.loop = loop
         self.last_ran = perf_counter()
         self.spin_seconds = 50e-6
-        self.crowded = False
-        self.polls = 0
+        self.fair = True
         self.parked = False
         self.large = 0
         self.computing: set[int] = set()
@@ -134,14 +145,13 @@ class Progress:
         """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
         self.watched = False
         """The progress thread knows of it."""
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         self._pollers: tuple[Poller, ...] = ()
+        self._driven: tuple[Driven, ...] = ()
         self._pollers_lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Callable[[], object]] = deque()
         self._waking = False
-        self.armed = False
-        """The loop polls at its next iteration."""
         self._inside = False
         """The loop's thread holds the transport lock, and polls or makes a call."""
         self._quiet_since = 0.0
@@ -168,7 +178,7 @@ class Progress:
 
     def owns_thread(self) -> bool:
         """Return True on the loop's thread."""
-        return threading.get_ident() == self._thread_id
+        return threading.get_ident() == self.thread_id
 
     def add_poller(self, poller: Poller) -> None:
         """Poll `poller` from now on; from any thread."""
@@ -182,6 +192,14 @@ class Progress:
         with self._pollers_lock:
             self._pollers = tuple([p for p in self._pollers if p is not poller])
         self._failing.pop(poller, None)
+
+    def add_driven(self, driven: Driven) -> None:
+        """Have `driven` wake the loop where that does not poll; on the loop's thread."""
+        self._driven = (*self._driven, driven)
+
+    def remove_driven(self, driven: Driven) -> None:
+        """Forget `driven`; on the loop's thread."""
+        self._driven = tuple([d for d in self._driven if d is not driven])
 
     # --- issuing ---------------------------------------------------------------------------------------
 
@@ -274,15 +292,9 @@ class Progress:
             # The GIL must still come over quickly to the loop, which learns of the end just now.
             self.post(partial(_thread.hurry, count))
 
-    def hurried(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-        """Have threads hand the GIL over sooner until the returned `done` is called."""
-        _thread.hurry(1)
-
-        def finished(error: BaseException | None) -> None:
-            _thread.hurry(-1)
-            done(error)
-
-        return finished
+    def hurry(self, count: int) -> None:
+        """Count what has threads hand the GIL over sooner; from any thread."""
+        _thread.hurry(count)
 
     def counted(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
         """Have only the thread poll until the returned `done` is called."""
@@ -296,8 +308,13 @@ class Progress:
 
     def forget(self) -> None:
         """Drive nothing of what is pending: in a forked child, which must not touch its parent's transfers."""
-        self._pollers = ()
+        self._pollers = self._driven = ()
         self._inbox.clear()
+
+    @property
+    def inbox(self) -> deque[Callable[[], None]]:
+        """The calls that are still to be made, in order."""
+        return self._inbox
 
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
@@ -390,7 +407,7 @@ class Progress:
 
     def spin(self, handle: Pending) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large:
+        if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
             return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
@@ -420,7 +437,7 @@ class Progress:
             if not self.let_go():  # of a thread that saw us armed just now: see `attend`
                 self._park()
             return
-        if self.large:
+        if self.large or any(driven.heavy for driven in self._driven):
             self._park()
             return
         self.polls += 1
@@ -444,6 +461,26 @@ class Progress:
         self.armed = False
         self.parked = True
         _thread.wake(self)
+        for driven in self._driven:
+            if not driven.sleep():
+                self.loop.call_soon(self.resume)
+                return
+
+    def resume(self) -> None:
+        """Something has ended while the loop did not poll: look, and poll again; on the loop's thread.
+
+        Beside a stream that computes the loop must not poll: it sleeps until the next end.
+        """
+        self.glance()
+        if self.armed:
+            return
+        if not self.pending():
+            self.parked = False
+            self.let_go()
+        elif not self.computing:
+            self._arm()
+        elif not all([driven.sleep() for driven in self._driven]):
+            self.loop.call_soon(self.resume)
 
     # --- handing over to the loop ------------------------------------------------------------------------
 

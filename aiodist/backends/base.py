@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, dtype
 
+from aiodist._core import KEY_BITS
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Done
 from aiodist.streams.memory import dtype_name
@@ -32,6 +33,7 @@ __all__ = [
     "Exchange",
     "Native",
     "Operation",
+    "Refused",
     "Transport",
     "Wanted",
     "again",
@@ -39,6 +41,7 @@ __all__ = [
     "guarded",
     "ignore",
     "keeping",
+    "key_of",
     "once",
     "ours",
     "tag_of",
@@ -55,6 +58,15 @@ _COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
 def tag_of(seq: int) -> int:
     """Return the tag of a communicator's collective number `seq`."""
     return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
+
+
+def key_of(seq: int) -> int:
+    """Return the key of a communicator's collective number `seq`; those above it are for parts that go on apart."""
+    return seq << KEY_BITS
+
+
+class Refused(Exception):
+    """A rank takes no part in an operation that it knows to have failed: why, it tells the others by itself."""
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
@@ -248,6 +260,10 @@ class Native(Protocol):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, not by their keys."""
+    carries: bool
+    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
+    recallable: bool
+    """An operation that some ranks refuse ends on all, with `Refused`; else those that have begun it wait in it."""
 
     def supports(self, wanted: Wanted) -> bool:
         """Return True when it has this operation."""

@@ -36,7 +36,7 @@ def called(command: typer.Typer, args: list[str], name: str) -> int:
     try:
         command(args=args, prog_name=name)
     except AiodistError as error:
-        print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -59,6 +59,7 @@ class Options(NamedTuple):
     repeat: int | None = None
     loop: str = "auto"
     mpi: str = "auto"
+    busy: bool = False
     own: Mapping[str, Any] = {}
     """Options that only some benchmarks have."""
 
@@ -75,6 +76,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of the tensors.")]
 Repeat = Annotated[int | None, typer.Option("--repeat", metavar="R", min=1, help="Samples of each figure.")]
 Loop = Annotated[str, typer.Option("--loop", metavar="|".join(LOOPS), help="The event loop.")]
+Busy = Annotated[bool, typer.Option("--busy", help="Beside a process that spins on every core.")]
 Mpi = Annotated[str, typer.Option("--mpi", metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")]
 
 
@@ -93,19 +95,21 @@ def bench(  # noqa: PLR0913 - one for each option
     repeat: Repeat = None,
     loop: Loop = "auto",
     mpi: Mpi = "auto",
+    busy: Busy = False,
 ) -> None:
     """Measure an operation on N ranks of this host, beside plain library calls in the same processes.
 
     Started by mpirun, srun or torchrun it measures on the ranks of that job.
     """
-    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi)
+    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, busy)
     raise typer.Exit(run(op, BENCHMARKS, options))
 
 
 def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
     """Measure `op` of `benchmarks` on ranks of their own, or those of the job that this is; return the exit code."""
+    if op not in benchmarks:
+        raise ConfigError(f"{op}: expected one of {', '.join(benchmarks)}")
     for option, given, known in (
-        ("bench", op, benchmarks),
         ("--dtype", options.dtype, DTYPES),
         ("--loop", options.loop, LOOPS),
     ):
@@ -130,6 +134,7 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         loop=options.loop,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
+        busy=options.busy,
         width=width,
         colour=colour,
         own=options.own,

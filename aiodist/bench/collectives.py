@@ -11,14 +11,14 @@ import torch
 
 from aiodist.bench.peers import Buffers
 from aiodist.bench.plan import default_sizes
-from aiodist.bench.timing import Contender, interleaved, pace
+from aiodist.bench.timing import OVERWRITTEN_BYTES, Contender, interleaved, pace
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-__all__ = ["buffers", "contenders", "measure", "measure_size", "ours"]
+__all__ = ["buffers", "contenders", "measure", "measure_size", "ours", "overwriting"]
 
 _CUT = frozenset(
     {"scatter", "reduce_scatter", "alltoall", "alltoall_single"}
@@ -42,23 +42,34 @@ async def measure_size(session: Session, op: str, nbytes: int, *, name: str | No
     """Measure `op` on `nbytes` of input a rank; the records are called `name`, or as the operation."""
     made = buffers(session, op, nbytes)
     found = contenders(session, op, made)
-    times = await interleaved(found, session.fence, pace(made.t.nbytes, session.plan.repeat))
+    often = pace(made.t.nbytes, session.plan.repeat, busy=session.plan.busy)
+    times = await interleaved(found, session.fence, often)
     return await session.timed(name or op, made.t.nbytes, times)
 
 
 def contenders(session: Session, op: str, made: Buffers) -> list[Contender]:
-    """Return ours, one for each implementation, and the peers'."""
+    """Return ours, one for each implementation, and the peers', all of which overwrite what they work on alike."""
     found = []
+    anew = overwriting(made)
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
-            theirs = _in_arena(session.coll, made) if impl == "shm-arena" else made
-            found.append(Contender(f"aiodist:{impl}", ours(session.coll, op, theirs, session.keywords(impl)), True))
+            on = _in_arena(session.coll, made) if impl == "arena" else made
+            call = ours(session.coll, op, on, session.keywords(impl))
+            found.append(Contender(f"aiodist:{impl}", call, awaited=True, overwrite=overwriting(on)))
     for peer in session.peers:
-        found += peer.contenders(op, made)
+        found += [replace(theirs, overwrite=anew) for theirs in peer.contenders(op, made)]
     if "copy" in session.plan.peers:
         other = torch.empty_like(made.t)
-        found.append(Contender("copy", partial(other.copy_, made.t)))
+        found.append(Contender("copy", partial(other.copy_, made.t), overwrite=anew))
     return found
+
+
+def overwriting(made: Buffers) -> Callable[[], Any] | None:
+    """Return what writes this rank's input anew, None where it is so short that no timed call waits for it.
+
+    Ones, since a processor may leave out the writing of zeros over zeros.
+    """
+    return partial(made.t.fill_, 1) if made.t.nbytes >= OVERWRITTEN_BYTES else None
 
 
 def _in_arena(coll: Communicator, made: Buffers) -> Buffers:

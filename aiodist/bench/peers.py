@@ -7,12 +7,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from aiodist.bench.timing import Contender
+from aiodist.bench.versions import described_gloo, described_mpi
 from aiodist.errors import BackendUnavailable, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiodist.communicator import Communicator
 
-__all__ = ["Buffers", "Peer", "opened"]
+__all__ = ["Buffers", "Gloo", "Mpi4py", "Peer", "opened"]
 
 _MPI_DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -61,6 +62,22 @@ class Buffers:
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
+class Peer(Protocol):
+    """A library to be measured beside ours."""
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        """Return its ways to do `op` on these tensors, none where it has none."""
+
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+
+    def close(self) -> None:
+        """Release it."""
+
+    def describe(self) -> str:
+        """Return its name, its version, and what carries its bytes."""
+
+
 class Mpi4py:
     """mpi4py on a duplicate of COMM_WORLD."""
 
@@ -92,6 +109,10 @@ class Mpi4py:
         self.comm.Free()
         if self._started:
             self._mpi.Finalize()
+
+    def describe(self) -> str:
+        """Return the versions of mpi4py and of the library below it, and the transports of that."""
+        return described_mpi(self._mpi.Get_library_version())
 
 
 _Calls = tuple[Callable[[], Any], Callable[[], Any]]
@@ -157,6 +178,27 @@ class Gloo:
         """Release it."""
         self._dist.destroy_process_group()
 
+    def describe(self) -> str:
+        """Return the version of torch, which brings it."""
+        return described_gloo()
+
+    def comparing(self, t: Tensor) -> list[Contender]:
+        """Return an allreduce, and one in torch's mode DETAIL, in which ranks compare what they call before they do it.
+
+        All ranks call it: it makes a group of its own.
+        """
+        dist = self._dist
+        before = dist.get_debug_level()
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        try:
+            compared = dist.new_group(backend="gloo")
+        finally:
+            dist.set_debug_level(before)
+        return [
+            Contender("gloo", lambda: dist.all_reduce(t)),
+            Contender("gloo:detail", lambda: dist.all_reduce(t, group=compared)),
+        ]
+
 
 def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # noqa: ANN401
     t, out, root = b.t, b.out, b.root
@@ -186,10 +228,6 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
 
         calls["sendrecv"] = sendrecv
     return calls.get(op)
-
-
-Peer = Mpi4py | Gloo
-"""A library to be measured beside ours."""
 
 
 @asynccontextmanager

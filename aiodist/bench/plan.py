@@ -24,7 +24,7 @@ __all__ = [
 
 BACKENDS = ("mpi", "gloo", "local")
 SCHEDULES = ("ring", "doubling", "halving", "tree", "chain", "bruck", "direct")
-IMPLS = ("auto", "shm-arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)
+IMPLS = ("auto", "arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)
 PEERS = ("mpi4py", "gloo", "copy")
 LOOPS = ("auto", "asyncio", "uvloop")
 DTYPES = {
@@ -67,6 +67,8 @@ class Plan(Errand):
     loop: str = "auto"
     json: str | None = None
     plot: str | None = None
+    busy: bool = False
+    """A process spins on every core meanwhile."""
     width: int = 120
     colour: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)

@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["Record", "bandwidths", "dumps"]
+__all__ = ["BUSY", "Record", "bandwidths", "dumps"]
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
-_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule"})
+_OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule", "thread", "cpu"})
+BUSY = ":busy"
+"""What ends the names of operations that were measured beside a process that spins on every core."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Record:
     """How late a 1 ms ticker on the loop was, in seconds: the 99th percentile, of the rank where it is largest."""
     rule: str | None = None
     """What a server does with what is pushed."""
+    thread: str | None = None
+    """A thread of a rank."""
+    cpu: float | None = None
+    """CPU seconds of `thread` in one operation, of the rank where it has most."""
 
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON has it."""

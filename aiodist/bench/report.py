@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
+from aiodist.bench.records import BUSY
+from aiodist.bench.units import seconds_text, size_text
 from aiodist.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -16,35 +18,14 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.targets import Verdict
 
-__all__ = ["check_plot", "plot", "seconds_text", "size_text", "table", "verdict_table"]
+__all__ = ["check_plot", "plot", "table", "tables", "verdict_table"]
 
 
-def size_text(nbytes: int | None) -> str:
-    """Return bytes as people write them, without rounding.
-
-    >>> size_text(1024), size_text(64 << 20), size_text(1077)
-    ('1 KiB', '64 MiB', '1077 B')
-    """
-    if nbytes is None:
-        return ""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes and nbytes % size == 0:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Return seconds in a unit that suits them.
-
-    >>> seconds_text(4.56e-06), seconds_text(0.0123), seconds_text(2.5)
-    ('4.56 us', '12.3 ms', '2.5 s')
-    """
-    if seconds is None:
-        return ""
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds * scale < 1000:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def tables(records: Sequence[Record], title: str) -> list[Table]:
+    """Return a table of what was measured, and where CPU was counted one more, of threads."""
+    threads = [record for record in records if record.thread is not None]
+    found = [table([record for record in records if record.thread is None], title)]
+    return [*found, table(threads, "CPU of each thread, in one of them")] if threads else found
 
 
 def table(records: Sequence[Record], title: str) -> Table:
@@ -52,7 +33,9 @@ def table(records: Sequence[Record], title: str) -> Table:
     result = Table(title=title, title_justify="left")
     columns = [column for column in _COLUMNS if not column.optional or any(map(column.text, records))]
     for column in columns:
-        result.add_column(column.name, justify="left" if column.name in ("op", "impl") else "right", no_wrap=True)
+        result.add_column(
+            column.name, justify="left" if column.name in ("op", "impl", "thread") else "right", no_wrap=True
+        )
     before: tuple[object, ...] | None = None
     for record in records:
         here = _group(record) if record.seconds is not None or record.value is None else ("values",)
@@ -78,15 +61,17 @@ class _Column(NamedTuple):
 
 _COLUMNS = (
     _Column("op", lambda record: record.op),
-    _Column("input", lambda record: size_text(record.nbytes)),
+    _Column("input", lambda record: size_text(record.nbytes), optional=True),
     _Column("batch", lambda record: _rate(record.batch), optional=True),
     _Column("rule", lambda record: record.rule or "", optional=True),
     _Column("impl", lambda record: record.impl),
-    _Column("median", lambda record: seconds_text(record.seconds)),
-    _Column("mean", lambda record: seconds_text(record.mean)),
-    _Column("p99", lambda record: seconds_text(record.p99)),
+    _Column("thread", lambda record: record.thread or "", optional=True),
+    _Column("median", lambda record: seconds_text(record.seconds), optional=True),
+    _Column("mean", lambda record: seconds_text(record.mean), optional=True),
+    _Column("p99", lambda record: seconds_text(record.p99), optional=True),
     _Column("algbw GB/s", lambda record: _rate(record.algbw_gbps), optional=True),
     _Column("busbw GB/s", lambda record: _rate(record.busbw_gbps), optional=True),
+    _Column("CPU", lambda record: seconds_text(record.cpu), optional=True),
     _Column("overlap", lambda record: _rate(record.overlap), optional=True),
     _Column("loop lag", lambda record: seconds_text(record.loop_lag), optional=True),
     _Column("value", lambda record: _rate(record.value), optional=True),
@@ -104,7 +89,7 @@ def _is_best(record: Record, records: Sequence[Record]) -> bool:
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """Return each figure beside its target."""
-    result = Table(title="speeds to reach (2 ranks)", title_justify="left")
+    result = Table(title="speeds to reach", title_justify="left")
     for name in ("what", "here", "target", "reached"):
         result.add_column(name, justify="left" if name == "what" else "right")
     for verdict in verdicts:
@@ -128,7 +113,7 @@ def plot(records: Sequence[Record], plan: Plan, path: str) -> None:
     check_plot()
     from matplotlib.figure import Figure
 
-    op = "await_small" if plan.op == "await" else plan.op
+    op = ("await_small" if plan.op == "await" else plan.op) + (BUSY if plan.busy else "")
     shown = [r for r in records if r.op == op and r.seconds is not None]
     rates = [r for r in shown if r.busbw_gbps]
     figure = Figure(figsize=(12 if rates else 6, 4.5), layout="constrained")

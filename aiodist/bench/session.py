@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from aiodist.bench.timing import slowest
 if TYPE_CHECKING:
     from aiodist.bench.peers import Peer
     from aiodist.bench.plan import Plan
+    from aiodist.bench.timing import Fence
     from aiodist.communicator import Communicator
+    from aiodist.handles import Handle
 
 __all__ = ["RankFacts", "Session", "facts"]
 
@@ -40,10 +43,12 @@ class Session:
     coll: Communicator
     impls: tuple[str, ...]
     peers: Sequence[Peer]
-    fence: Callable[[], Awaitable[None]]
+    fence: Fence
     """A barrier of all ranks, by the quickest means there is."""
     first: bool = True
     """What needs measuring only once is measured in the first session."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the title of the table: what the peers are, and why one is missing."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,10 +58,19 @@ class Session:
         return found
 
     def keywords(self, impl: str) -> dict[str, str]:
-        """Return what a call is given to use `impl`: nothing for auto, as users call."""
-        if impl == "auto":
-            return {}
-        return {"impl": "shm" if impl == "shm-arena" else impl}
+        """Return what a call is given to use `impl`: nothing for auto and arena, as users call."""
+        return {} if impl in ("auto", "arena") else {"impl": impl}
+
+    @property
+    def name(self) -> str:
+        """What records call the first implementation of the plan, which is the one that `allreduce` uses."""
+        return f"aiodist:{self.impls[0]}"
+
+    @property
+    def allreduce(self) -> Callable[[torch.Tensor], Handle[torch.Tensor]]:
+        """What issues allreduces as that implementation."""
+        keywords: Any = self.keywords(self.impls[0])
+        return partial(self.coll.allreduce, **keywords)
 
     async def timed(self, op: str, nbytes: int | None, samples: Mapping[str, Sequence[float]]) -> list[Record]:
         """Return on rank 0 a record per contender from the samples of all ranks, elsewhere nothing."""

@@ -12,8 +12,10 @@ from time import perf_counter
 from typing import Any
 
 __all__ = [
+    "OVERWRITTEN_BYTES",
     "WARMUPS",
     "Contender",
+    "Fence",
     "Figures",
     "Pace",
     "figures",
@@ -21,11 +23,15 @@ __all__ = [
     "pace",
     "percentile",
     "slowest",
+    "slowest_of_each",
     "ticker",
 ]
 
 WARMUPS = 10
+OVERWRITTEN_BYTES = 64 << 10
+"""From so many bytes on every rank overwrites its tensor before each timed call."""
 _TICK_SECONDS = 1e-3
+_BUSY_BATCH = 2000
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class Contender:
     name: str
     once: Callable[[], Any]
     awaited: bool = False
+    overwrite: Callable[[], Any] | None = None
+    """Writes this rank's tensor anew before each timed call, outside the timed part.
+
+    Without it a call finds in the core's cache what the call before left there; a program has new data each time.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Pace:
     warmups: int = WARMUPS
     leads: int = 0
     """Operations at the start of each sample that are not timed, where a contender disturbs the one after it."""
+    apart: bool = False
+    """Each operation is a sample of its own: the mean of a batch hides how its operations differ."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,17 @@ class Figures:
     p99: float
 
 
-def pace(nbytes: int, repeat: int | None) -> Pace:
-    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured."""
-    for limit, batch, usual in ((4 << 10, 100, 40), (64 << 10, 20, 40), (1 << 20, 4, 30)):
-        if nbytes <= limit:
-            return Pace(repeat or usual, batch)
-    return Pace(repeat or 15, 1)
+def pace(nbytes: int, repeat: int | None, *, busy: bool = False) -> Pace:
+    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured.
+
+    On a `busy` machine each operation is a sample of its own, since few take a thousand times as long as most. And
+    there are so many of them in a row that a rank loses its core meanwhile: right after a barrier all have theirs.
+    """
+    if busy and nbytes < OVERWRITTEN_BYTES:
+        return Pace(repeat or 10, _BUSY_BATCH, warmups=min(2, repeat or 2), apart=True)
+    paces = ((4 << 10, 100, 40), (OVERWRITTEN_BYTES - 1, 20, 40), (1 << 20, 1, 100))
+    batch, usual = next(((batch, usual) for limit, batch, usual in paces if nbytes <= limit), (1, 20))
+    return Pace(repeat or usual, batch)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -80,16 +98,28 @@ def figures(samples: Sequence[float]) -> Figures:
     return Figures(statistics.median(samples), statistics.fmean(samples), percentile(samples, 99))
 
 
+def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Return how long the slowest rank took for each sample, which all began together.
+
+    It need not be the same one each time. A rank that took no part has no samples.
+
+    >>> slowest_of_each([[1.0, 3.0], [2.0, 1.0], []])
+    [2.0, 3.0]
+    """
+    return [max(sample) for sample in zip(*filter(None, samples_by_rank), strict=True)]
+
+
 def slowest(samples_by_rank: Sequence[Sequence[float]]) -> tuple[int, Figures]:
-    """Return the rank whose median is the largest, and its figures."""
-    by_rank = [figures(samples) for samples in samples_by_rank]
-    rank = max(range(len(by_rank)), key=lambda r: by_rank[r].median)
-    return rank, by_rank[rank]
+    """Return the rank whose median is the largest, and the figures of the slowest rank of each sample."""
+    medians = [statistics.median(samples) if samples else -math.inf for samples in samples_by_rank]
+    return medians.index(max(medians)), figures(slowest_of_each(samples_by_rank))
 
 
-async def interleaved(
-    contenders: Sequence[Contender], fence: Callable[[], Awaitable[None]], pace: Pace
-) -> Mapping[str, list[float]]:
+Fence = Callable[[], Awaitable[None]]
+"""A barrier of all ranks."""
+
+
+async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace) -> Mapping[str, list[float]]:
     """Return seconds per operation of each, a list of samples by name, after warming up.
 
     Every sample begins at a barrier of all ranks. The contenders take turns, each round the other way about, so
@@ -99,25 +129,40 @@ async def interleaved(
     for turn in range(pace.warmups + pace.repeat):
         for contender in contenders if turn % 2 else reversed(contenders):
             await fence()
-            if pace.leads:
-                await _sample(contender, pace.leads)
-            seconds = await _sample(contender, pace.batch)
+            for _ in range(pace.leads):
+                await _timed(contender)
+            found = await _batch(contender, fence, pace)
             if turn >= pace.warmups:
-                samples[contender.name].append(seconds)
+                samples[contender.name] += found
     return samples
 
 
-async def _sample(contender: Contender, batch: int) -> float:
+async def _batch(contender: Contender, fence: Fence, pace: Pace) -> list[float]:
+    """Return the seconds of each operation where they are to be told apart, else of one on average."""
+    if contender.overwrite is None and not pace.apart:
+        return [await _timed(contender, pace.batch) / pace.batch]
+    seconds = []
+    for _ in range(pace.batch):
+        if contender.overwrite is not None:
+            await fence()
+            contender.overwrite()
+            await fence()
+        seconds.append(await _timed(contender))
+    return seconds if pace.apart else [statistics.fmean(seconds)]
+
+
+async def _timed(contender: Contender, count: int = 1) -> float:
+    """Return the seconds that so many operations take, one after the other."""
     once = contender.once
     if contender.awaited:
         began = perf_counter()
-        for _ in range(batch):
+        for _ in range(count):
             await once()
     else:
         began = perf_counter()
-        for _ in range(batch):
+        for _ in range(count):
             once()
-    return (perf_counter() - began) / batch
+    return perf_counter() - began
 
 
 @asynccontextmanager

@@ -86,8 +86,10 @@ async def _seconds(
 ) -> Mapping[str, float]:
     """Return what `of` makes of the samples of each, of the rank where that is largest; the same on all ranks."""
     coll = session.coll
+    anew = collectives.overwriting(made)
     contenders = [
-        Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True) for name in names
+        Contender(name, collectives.ours(coll, operation, made, {"impl": name}), awaited=True, overwrite=anew)
+        for name in names
     ]
     samples = await interleaved(contenders, session.fence, pace)
     everywhere = await coll.allgather_object({name: of(times) for name, times in samples.items()})

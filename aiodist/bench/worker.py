@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import platform
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 
 import aiodist
 from aiodist.bench import peers, records, registry, report
+from aiodist.bench.busy import cores_to_keep_busy, spinning
 from aiodist.bench.errand import carry_out
 from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
@@ -24,6 +27,7 @@ from aiodist.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
+    from aiodist.bench.timing import Fence
     from aiodist.communicator import Communicator
 
 __all__ = ["main"]
@@ -49,7 +53,8 @@ def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _measure(plan: Plan) -> None:
     measure = registry.load(plan.module)
     found: list[Record] = []
-    titles: list[str] = []
+    title = ""
+    notes: list[str] = []
     impls_left = sorted(plan.impls, key=lambda impl: impl in BACKENDS)
     peers_left = list(plan.peers)
     rank = 0
@@ -61,16 +66,25 @@ async def _measure(plan: Plan) -> None:
             # Gloo is measured beside our own use of it, where that comes later.
             beside = [peer for peer in peers_left if peer not in impls_left]
             peers_left = [peer for peer in peers_left if peer not in beside]
-            async with peers.opened(beside, coll) as opened:
-                session = Session(plan, coll, here, opened, _fence(coll, opened), first=not titles)
-                titles.append(_title(plan, coll))
-                found += await measure(session)
+            only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
+            async with peers.opened(beside, coll) as opened, peers.opened(only_fence, coll) as fences:
+                fence = _fence(coll, [*fences, *opened])
+                session = Session(plan, coll, here, opened, fence, first=not title, notes=notes)
+                title = title or _title(plan, coll)
+                notes += [peer.describe() for peer in opened] if rank == 0 else []
+                with spinning(await cores_to_keep_busy(coll) if plan.busy else ()):
+                    found += await measure(session)
+    if plan.busy:
+        found = [replace(record, op=record.op + records.BUSY) for record in found]
     if rank == 0:
-        _report(plan, found, titles[0])
+        _report(plan, found, "\n".join([title, *notes]))
 
 
-def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Callable[[], Awaitable[None]]:
-    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind."""
+def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
+    """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind.
+
+    Best is MPI's, which lets all ranks go at the same time; gloo's threads run on after its own.
+    """
 
     async def fence() -> None:
         if opened:
@@ -84,12 +98,12 @@ def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Callable[[], Awa
 def _title(plan: Plan, coll: Communicator) -> str:
     known = facts()
     loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "mpi4py"))
     cores = ",".join(map(str, known.affinity))
+    busy = ", each with a process that spins" if plan.busy else ""
     return (
         f"{plan.op}: {coll.size} ranks over {coll.backend} on {coll.nodes} host(s), {plan.dtype}, {loop}\n"
-        f"rank {coll.rank} on cores {cores} with {known.torch_threads} torch threads, "
-        f"Python {platform.python_version()}, {versions}"
+        f"rank {coll.rank} on cores {cores}{busy}, with {known.torch_threads} torch threads; "
+        f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 
@@ -100,7 +114,8 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
     if plan.plot is not None:
         report.plot(found, plan, plan.plot)
     console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
-    console.print(report.table(found, title))
+    for table in report.tables(found, title):
+        console.print(table)
     if plan.targets is not None and (reached := importlib.import_module(plan.targets).verdicts(found)):
         console.print(report.verdict_table(reached))
 

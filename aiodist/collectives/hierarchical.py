@@ -50,6 +50,7 @@ class Hierarchical(Implementation):
         self._here = self._hosts[self._host]
         self._local = self._here.index(rank)
         self._within = within or Scheduled("direct")
+        self.recallable = self._within.recallable
         self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # on a lane: in one piece
         self._tree = Scheduled("tree")
 

@@ -51,6 +51,7 @@ class NativeCollectives(Implementation):
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
         self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
+        self.carries, self.recallable = native.carries, native.recallable
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -64,7 +65,7 @@ class NativeCollectives(Implementation):
         return self._native.plan_allreduce(kind, numel, op)
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
-        yield [partial(self._native.start, operation, ep.tag)]
+        yield [partial(self._native.start, operation, ep.key)]
 
 
 class Kit(NamedTuple):
@@ -106,7 +107,7 @@ class Repertoire:
         self.within = within
         library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
         near = None if within is None else NativeCollectives("shm", within)
-        self._shares = within is not None and within.group.size == transport.size
+        self._shares = within is not None and within.size == transport.size
         """All ranks share memory, and are compared there."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
         if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
@@ -114,7 +115,7 @@ class Repertoire:
         limits = self.table.limits
         several = len(hosts) > 1
         here = next((len(ranks) for ranks in hosts if transport.rank in ranks), 0)
-        whole = near if within is not None and within.group.size == here else None
+        whole = near if within is not None and within.size == here else None
         kit = Kit() if isinstance(cuda, str) else cuda(self)
         self._missing_on_cuda = kit.missing
         self.exchanger = kit.exchanger

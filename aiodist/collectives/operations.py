@@ -41,6 +41,7 @@ __all__ = [
     "exscan",
     "fit",
     "gather",
+    "into",
     "reduce",
     "reduce_scatter",
     "scan",
@@ -79,7 +80,7 @@ def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]
 
 
 def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
-    target = _into(t, out)
+    target = into(t, out)
     if not _alone(p):
         yield from computed(p, Operation(kind, flat(target), op=op, root=root))
     return target
@@ -88,7 +89,7 @@ def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp,
 def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
     """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
     ep = p.ep
-    target = _into(t, out)
+    target = into(t, out)
     if _alone(p):
         return target
     wire = to_wire(t)
@@ -196,7 +197,7 @@ def scatter(
             yield from p.exchange(Exchange(lists[0][root], sends, []), heads)
         else:
             yield heads
-        kept = [_into(one[root], out) for one in lists]
+        kept = [into(one[root], out) for one in lists]
         return kept if nested else kept[0]
     record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8)
     yield [ep.recv(record, root)]
@@ -242,7 +243,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
     sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
     yield from p.exchange(Exchange(ts[ep.rank], sends, receives))
-    result[ep.rank] = _into(ts[ep.rank], out[ep.rank] if out is not None else None)
+    result[ep.rank] = into(ts[ep.rank], out[ep.rank] if out is not None else None)
     return result
 
 
@@ -253,7 +254,7 @@ def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] |
     counts = [ts[0].numel()] * p.ep.size
     yield from p.run(Operation("alltoall", sent, received, counts=counts, received=counts))
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
-    return [_into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
+    return [into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
 
 
 def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Program[Tensor]:
@@ -338,7 +339,7 @@ def _alone(p: Primitives) -> bool:
     return p.ep.size == 1 and p.impl == "auto"
 
 
-def _into(t: Tensor, out: Tensor | None) -> Tensor:
+def into(t: Tensor, out: Tensor | None) -> Tensor:
     """Return `t`'s elements in `out`, which may be `t` or its memory, or in new memory."""
     if out is t:
         return t

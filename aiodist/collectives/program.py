@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, ours
+from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, key_of, ours
 from aiodist.collectives.traffic import Traffic
 from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
@@ -63,7 +63,7 @@ class DeviceMessages(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("device_messages", "rank", "size", "tag", "traffic", "transport")
+    __slots__ = ("device_messages", "key", "rank", "size", "tag", "traffic", "transport")
 
     def __init__(
         self,
@@ -71,14 +71,19 @@ class Endpoint:
         tag: int,
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
+        key: int | None = None,
     ) -> None:
-        """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts."""
+        """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
+
+        `key` is what collectives of a library have in place of the tag, which comes back after some operations.
+        """
         self.transport = transport
         self.device_messages = device_messages
         self.traffic = traffic
         self.rank = transport.rank
         self.size = transport.size
         self.tag = tag
+        self.key = key_of(tag) if key is None else key
 
     def send(self, t: Tensor, dst: int) -> Call:
         """Return the call that sends `t` to rank `dst`."""
@@ -114,8 +119,10 @@ class Implementation(ABC):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    carries: bool = False
+    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
     recallable: bool = False
-    """All of it is messages of the endpoint, which can be taken off the wire; else ranks wait for one another in it."""
+    """It can be stopped on all ranks when one fails; else those that have begun it wait there for that one."""
     compares: bool = False
     """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
 

@@ -41,7 +41,7 @@ class SubEndpoint(Endpoint):
     __slots__ = ("ranks",)
 
     def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic)
+        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key)
         if ep.rank not in ranks:
             raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
         self.rank = ranks.index(ep.rank)
@@ -58,7 +58,7 @@ class SubEndpoint(Endpoint):
 
 
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:
-    """Return `ep` with the tag of a lane, 0 to `MAX_LANES` - 1.
+    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1.
 
     A schedule that runs on a lane may have no lanes of its own: give it one chunk.
     """
@@ -66,6 +66,7 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
         return ep
     other = copying.copy(ep)
     other.tag = ep.tag + lane * LANE_TAGS
+    other.key = ep.key + lane
     return other
 
 

@@ -19,6 +19,7 @@ from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
 from aiodist.communicator.registry import Guest, Registry
+from aiodist.communicator.shared import SharedMemory
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
 
@@ -27,7 +28,7 @@ __all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "root
 T = TypeVar("T")
 
 
-class Communicator(Reductions, Movement, Objects):
+class Communicator(SharedMemory, Reductions, Movement, Objects):
     """A group of ranks that communicate; get the first from `aiodist.init`.
 
     It belongs to the event loop it was opened on and is called from that loop's thread alone. Tensors are dense,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import dtype_name, tag_of
+from aiodist.backends.base import dtype_name, key_of, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
@@ -57,6 +57,10 @@ class CommunicatorStatistics:
     """How many were issued since it was made; as many on each rank."""
     pending: int
     """How many operations are not over: collectives and messages."""
+    arena_bytes: int
+    """Bytes of tensors that this rank gave to collectives in the host's shared memory and that lay in the arena."""
+    ordinary_bytes: int
+    """Bytes of those that lay elsewhere, or were so short (32 KiB) that they travel whole: copied for the others."""
 
 
 class Base:
@@ -185,46 +189,13 @@ class Base:
         return self._repertoire.availability()
 
     def statistics(self) -> CommunicatorStatistics:
-        """Return how many operations were issued and are pending; local, at once."""
-        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()))
+        """Return how many operations were issued and are pending, and which way bytes went; local, at once."""
+        within = self._repertoire.within
+        brought = (0, 0) if within is None else within.brought
+        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()), *brought)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
-
-    # --- memory ---------------------------------------------------------------------------------------------
-
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = _CPU,
-    ) -> Tensor:
-        """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
-
-        Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count.
-        Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
-        done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
-        bytes were asked for, where there are none. Where no other rank shares memory with this one it is
-        `torch.empty`. It goes on working where the communicator was closed or given up. On a CUDA `device` it is
-        `torch.empty` too: ranks of a host can map any memory of a device (`impl="cuda_ipc"`).
-        """
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
-        near = self._registry.near
-        if near is None or torch.device(device).type != "cpu":
-            return torch.empty(size, dtype=dtype, device=device)
-        return near.arena.empty(size, dtype)
-
-    def arena(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
-
-        Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `empty` does, and
-        ValueError unless `nbytes` is positive.
-        """
-        self._dispatcher.check_usable()
-        if nbytes <= 0:
-            raise ValueError(f"nbytes={nbytes}: expected a positive number of bytes")
-        if self._registry.near is not None:
-            self._registry.near.arena.reserve(nbytes)
 
     # --- issuing --------------------------------------------------------------------------------------------
 
@@ -329,7 +300,8 @@ class Base:
         # From the number that all ranks give the operation, even if some of them raised errors before it.
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
-        ep = Endpoint(self._transport, tag_of(self.seq), device_messages, self._dispatcher.traffic())
+        seq, traffic = self.seq, self._dispatcher.traffic()
+        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
         return Primitives(ep, self._repertoire, impl, together=together, device=self._device)
 
 
@@ -414,6 +386,8 @@ class Upkeep(NamedTuple):
         comm = self.communicator
         comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
         comm._plans.clear()
+        if comm._dispatcher.issuer is not None:
+            comm._dispatcher.issuer.forget()
         comm._queue_plans.clear()
         for edit in edits:
             if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
@@ -422,7 +396,8 @@ class Upkeep(NamedTuple):
     def compare_edit(self, edit: Edit) -> Handle[None]:
         """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
         dispatcher, transport, _, repertoire = self.communicator.parts
-        endpoint = Endpoint(transport, tag_of(self.communicator.seq), traffic=dispatcher.traffic())
+        seq = self.communicator.seq
+        endpoint = Endpoint(transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
         program = compared(
             Primitives(endpoint, repertoire, "direct"),
             edit,

@@ -13,15 +13,17 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from aiodist.backends.base import Begin, Done, Transport, again, ours
+from aiodist import _core
+from aiodist.backends.base import Begin, Done, Refused, Transport, again, key_of, once, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.program import Program
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
-from aiodist.communicator.claims import Claim
+from aiodist.communicator.claims import Claim, writing
 from aiodist.communicator.completion import Completion, through_gate
 from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.gate import Entry, Gate, When
@@ -42,7 +44,7 @@ from aiodist.errors import (
 from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.handle import plight
-from aiodist.handles.origin import Origin, whence
+from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.streams.events import failed
 
@@ -65,6 +67,8 @@ class ReductionPlan(NamedTuple):
     start: Begin
     inline_bytes: int
     """From here on it begins on the progress thread, unless the communicator says otherwise."""
+    carries: bool
+    """`start` is given the fingerprint: the ranks are compared on the way."""
 
 
 class QueuePlan(NamedTuple):
@@ -128,7 +132,32 @@ class Dispatcher:
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
         """Told, on the loop, when it is given up, for any reason; once."""
+        self._differing: set[int] = set()
+        """Numbers of those that a lane does and that ranks are known to differ on."""
+        self.issuer = self._make_issuer()
+        """What issues allreduces that a lane does; None where no lane does."""
         self._alive.add(self)
+
+    def _make_issuer(self) -> _core.Issuer | None:
+        within = self.repertoire.within
+        if within is None or self.gate is None or self.gate.several:
+            return None
+        return _core.Issuer(
+            within.ordered.core,
+            in_flight,
+            self.oplog,
+            self.progress,
+            self.account,
+            self._pending,
+            self.progress.inbox,
+            known_files,
+            self._watch,
+            within.ordered.locate,
+            self._failed_in_lane,
+            Handle,
+            Tensor,
+            Parameter,
+        )
 
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
@@ -141,7 +170,7 @@ class Dispatcher:
         dispatcher = cls(f"{name} (outside)", transport, channel, [channel.rank])
         dispatcher._watchdog.close()
         dispatcher.disputes.close()
-        dispatcher._refusal = error
+        dispatcher._refuse(error)
         return dispatcher
 
     # --- issuing -------------------------------------------------------------------------------------------
@@ -223,42 +252,74 @@ class Dispatcher:
 
     def quick(self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""
-        start, nbytes = t.data_ptr(), plan.nbytes
-        pending, progress, oplog, watch = self._pending, self.progress, self.oplog, self._watch
-        if self._refusal is not None or get_ident() != self._thread_id or not (watch.watching and progress.armed):
-            self.check_usable()
-            watch.keep_watch()
-        handle: Handle[Tensor] = Handle(progress, "allreduce", oplog.seq, nbytes, whence(3), self.account)
-        if timeout is not None or self.timeout is not None:
-            self._set_deadline(handle, timeout)
-        in_flight.acquire(start, nbytes, True, handle)
-        oplog.record(plan.what, handle.raw_origin)
-        pending[handle] = True
-
-        over = False
-
-        def done(error: BaseException | None) -> None:
-            nonlocal over
-            if over:  # a call may tell, and then raise
-                return
-            over = True
-            in_flight.release(start, nbytes, True)
-            if error is not None:
-                self.freed(handle)
-                self.fell_out(handle, error)
-                return
-            pending.pop(handle, None)
-            if not handle.done():
-                handle.resolve(t)
-
+        claim = writing(t)
+        handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, claim, timeout)
+        self.oplog.record(plan.what, handle.raw_origin)
+        done = once(partial(self._quick_done, handle, claim, t))
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
-        elif nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
-            then = progress.counted(done) if nbytes < plan.inline_bytes else done
-            progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
+        elif plan.carries:
+            self._carry(plan, t, handle.seq, done)
+        elif plan.nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
+            then = self.progress.counted(done) if plan.nbytes < plan.inline_bytes else done
+            self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
         else:
-            progress.start(self._quickly(plan, t, handle.seq, done, large=False))
+            self.progress.start(self._quickly(plan, t, handle.seq, done, large=False))
         return handle
+
+    def _quick_done(
+        self, handle: Handle[Tensor], claim: Sequence[Claim], t: Tensor, error: BaseException | None
+    ) -> None:
+        in_flight.release_all(claim)
+        if error is None:
+            self.over(handle, t, None)
+        else:
+            self.freed(handle)
+            self.fell_out(handle, error)
+
+    def carry(
+        self,
+        plan: ReductionPlan,
+        t: Tensor,
+        claims: Sequence[Claim],
+        timeout: float | None,
+        convert: Callable[[Tensor], Tensor],
+    ) -> Handle[Any]:
+        """Issue an allreduce of `t`, which is nobody else's; the result is what `convert` makes of it."""
+        handle: Handle[Any] = self._handle("allreduce", plan.nbytes, claims, timeout)
+        self.oplog.record(plan.what, handle.raw_origin)
+        completion = Completion(self, handle, claims, convert)
+        self._carry(plan, t, handle.seq, lambda error: completion(t if error is None else None, error))
+        return handle
+
+    def _carry(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done) -> None:
+        assert self.gate is not None
+        failure = self.disputes.refuse(seq)
+        ended = done if failure is None else lambda error: done(error or failure)
+        self.progress.start(partial(self.gate.carry, seq, plan.what.word ^ seq, partial(plan.start, t), ended))
+
+    def _failed_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
+        """The lane that did it has ended it with `error`; its memory is free."""
+        self.progress.post(partial(self.progress.exclusively, partial(self._conclude_in_lane, handle, error)))
+
+    def _conclude_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
+        if handle not in self._pending:
+            self._differing.discard(handle.seq)
+        elif isinstance(error, MismatchError):
+            self._freed.add(handle.seq)
+            self._differ_in_lane(handle)
+        else:
+            self.freed(handle)
+            self.fell_out(handle, error)
+
+    def _differ_in_lane(self, handle: Handle[Any]) -> None:
+        """The ranks differ on what a lane does: they show each other what they issued."""
+        if handle.seq not in self._differing:
+            self._differing.add(handle.seq)
+            entry = Entry(handle.seq, 0, When.ALL)
+            entry.refused = True
+            entry.settle(differs=True)
+            self.disputes.begin(entry)
 
     def _quickly(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done, *, large: bool) -> Callable[[], None]:
         """Return the call that takes the operation to the gate."""
@@ -266,7 +327,7 @@ class Dispatcher:
         start: Callable[[], None] = partial(_begin, plan.start, t, seq, done)
         if (failure := self.disputes.refuse(seq)) is not None:
             start = partial(done, failure)
-        return partial(self.gate.quick, seq, plan.what.word ^ seq, start, done, large)
+        return partial(self.gate.enter, Entry(seq, plan.what.word ^ seq, When.ALL, calls=(start, done), large=large))
 
     def _queue(self, plan: QueuePlan, t: Tensor, handle: Handle[Tensor], done: Done) -> None:
         """Have the device's queue take it now; how it ends counts when the ranks are known to agree."""
@@ -324,6 +385,11 @@ class Dispatcher:
         self._watch.keep_watch()
         return handle
 
+    def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
+        """Have it be over within `timeout` seconds, or those of the communicator, if either has a number."""
+        if (timeout is not None or self.timeout is not None) and handle.is_pending:
+            self._set_deadline(handle, timeout)
+
     def _set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else timeout
         assert seconds is not None
@@ -360,8 +426,8 @@ class Dispatcher:
     def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
         """See `Owner`. The other ranks, which may wait for this one, are told why.
 
-        Where ranks differ on it, `Disputes` concludes. What a library says may follow from what is heard of only then:
-        that ranks differ, or that one of them is gone.
+        Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from
+        what is heard of only then: that ranks differ, or that one of them is gone.
         """
         collective = self._pending.get(handle) is True
         if isinstance(error, _KNOWN):
@@ -369,7 +435,7 @@ class Dispatcher:
             if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
                 self.later(partial(self.disputes.tell_failed, handle.seq, error))
             return
-        if isinstance(error, Differ):
+        if isinstance(error, (Differ, Refused)):
             return
         if not collective:
             over = partial(self.over, handle, None, error)
@@ -425,14 +491,16 @@ class Dispatcher:
 
     def doubt(self, seq: int) -> None:
         """See `Judge`."""
-        if self.gate is not None:
+        if (handle := self._collective_of(seq)) is not None and handle.in_lane:
+            self.progress.exclusively(partial(self._differ_in_lane, handle))
+        elif self.gate is not None:
             self.progress.exclusively(partial(self.gate.doubt, seq))
 
     def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
         traffic = self._recent.get(seq)
         if traffic is not None:
-            self.progress.exclusively(partial(traffic.refuse, error or Differ(seq)))
+            self.progress.exclusively(partial(self._refuse_steps, seq, traffic, error or Differ(seq)))
         if error is not None:
             if traffic is None or traffic.native:
                 # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
@@ -440,6 +508,11 @@ class Dispatcher:
             else:
                 self.reject(seq, self._failing.get(seq, error))
         return traffic
+
+    def _refuse_steps(self, seq: int, traffic: Traffic, error: BaseException) -> None:
+        traffic.refuse(error)
+        if self.repertoire.within is not None:
+            self.repertoire.within.refuse(key_of(seq))
 
     def _broken(self, error: BaseException) -> None:
         """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""
@@ -520,7 +593,7 @@ class Dispatcher:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
         if self._refusal is not None:
             return
-        self._refusal = self._aborted(error)
+        self._refuse(self._aborted(error))
         self._watchdog.close()
         self.progress.exclusively(partial(self._fail_all, error))
         for tell in list(self.on_abort):
@@ -535,6 +608,8 @@ class Dispatcher:
         self._rejected.clear()
         if self.gate is not None:
             self.gate.close(error)
+        if self.repertoire.within is not None:
+            self.repertoire.within.give_up(error)
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):
@@ -549,7 +624,7 @@ class Dispatcher:
         self.disputes.close()
         orderly = self._refusal is None
         if orderly:
-            self._refusal = CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name)
+            self._refuse(CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name))
         self.account.judge()
         if orderly and (came := self.mailbox.unmatched()):
             self._warn_of(came)
@@ -561,7 +636,12 @@ class Dispatcher:
 
     def forked(self) -> None:
         """This is a child of the process that opened it."""
-        self._refusal = RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it")
+        self._refuse(RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it"))
+
+    def _refuse(self, why: AiodistError | RuntimeError) -> None:
+        self._refusal = why
+        if self.issuer is not None:
+            self.issuer.open = False
 
 
 def _begin(start: Begin, t: Tensor, seq: int, done: Done) -> None:

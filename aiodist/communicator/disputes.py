@@ -183,6 +183,7 @@ class Disputes:
     def _take_stop(self, src: int, seq: int, payload: list[Any]) -> None:
         text, sent, asked = payload
         if seq in self._stopped:
+            self._judge.refuse(seq, None)  # it may have begun a step there before it heard of this
             self._clear(self._stopped[seq], src, sent, asked)
             return
         self._early_stops.setdefault(seq, []).append((src, payload))

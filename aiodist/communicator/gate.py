@@ -1,14 +1,15 @@
 """The gate of a communicator: an operation goes through when the ranks are known to have issued the same one.
 
 Every collective enters in the order of its number, with a *word*: its fingerprint, mixed with that number. Ranks that
-share memory are compared in the rings of `Marks`; then the first of them, the *leader* of its host, compares with the
-leaders of the others in messages (`Between`) and leaves the verdict in its ring.
+share memory compare it in a lane; then the first of them, the *leader* of its host, compares with the leaders of the
+others in messages (`Between`) and tells the verdict in a lane of its own.
 
-    entered - posted - the host compares - [the hosts compare] - all agree: it begins, if it has not, and counts
-                                                              - some differ: it is refused, on every rank
+    entered - the host compares - [the hosts compare] - all agree: it begins, if it has not, and counts
+                                                      - some differ: it is refused, on every rank
 
 What an operation has to wait for before it may begin, `When` says. Each step is made in the order of numbers, by the
 thread that holds the transport lock: on the loop's thread or on the progress thread, so also while user code computes.
+An operation that a lane does altogether is *carried*: its word travels with its data, and it is compared there.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import partial
-from time import perf_counter
 
-from aiodist.backends.base import Done, again
-from aiodist.backends.shm import Marks
+import torch
+
+from aiodist._core import Operation as Compared
+from aiodist.backends.base import Done, Operation, again, guarded
+from aiodist.backends.shm import Lane
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.errors import MismatchError
 from aiodist.handles import Progress
 
-__all__ = ["Entry", "Gate", "Gates", "When"]
+__all__ = ["Entry", "Gate", "When"]
 
 
 class When(Enum):
@@ -64,6 +68,8 @@ class Entry:
     begun: bool = field(default=False, init=False)
     refused: bool = field(default=False, init=False)
     """It will never begin."""
+    compared: Compared | None = field(default=None, init=False)
+    """Its comparison within the host."""
     verdict: bool | None = field(default=None, init=False)
     """Of its leader: whether the hosts differ."""
     decided: bool = field(default=False, init=False)
@@ -122,109 +128,56 @@ class Entry:
         return calls
 
 
-class Gates:
-    """All gates of one loop at which something waits for memory of others, as `Progress` polls them."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self._waiting: list[Gate] = []
-        self._polled = False
-
-    rings = True
-    """Who posts rings."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, gate: Gate) -> None:
-        """Poll `gate` until nothing waits there."""
-        if gate not in self._waiting:
-            self._waiting.append(gate)
-            if not self._polled:  # once: to come and go with each wait would take longer than the wait
-                self._polled = True
-                self.progress.add_poller(self)
-
-    def remove(self, gate: Gate) -> None:
-        """Poll `gate` no more."""
-        if gate in self._waiting:
-            self._waiting.remove(gate)
-
-    def close(self) -> None:
-        """Poll no more."""
-        self._waiting.clear()
-        self._polled = False
-        self.progress.remove_poller(self)
-
-    def poll(self, until: float = 0.0) -> bool:
-        """Let through what may go; True when something did."""
-        while True:
-            moved = False
-            for gate in tuple(self._waiting):
-                if gate.advance():
-                    moved = True
-                if not gate.waits:  # also where an operation that came later let the others through
-                    self.remove(gate)
-            if moved or not self._waiting or perf_counter() >= until:
-                return moved
-
-
-_SPINS, _LEAST_SPINS = 32, 4  # about 5 us: waiting in line costs as much
-_LOOK_PASSES = 256  # how often nothing may move before the sockets are looked at
-
-
 class Gate:
     """See the module; everything runs with the transport lock held."""
 
     def __init__(
         self,
-        gates: Gates,
-        marks: Marks | None,
+        progress: Progress,
+        lane: Lane | None,
+        verdicts: Lane | None,
         between: Between | None,
         several: bool,
         on_differ: Callable[[Entry], None],
     ) -> None:
-        """`marks` are those of this host, where other ranks share its memory; `between` is for leaders.
+        """`lane` is that of this host, where other ranks share its memory, and `verdicts` is for what its leader finds.
 
-        `several`: there are ranks elsewhere. `on_differ` is told of each entry that is refused, once.
+        `between` is for leaders. `several`: there are ranks elsewhere. `on_differ` is told of each entry that is
+        refused, once.
         """
         self.several = several
-        self._gates = gates
-        self._progress = gates.progress
-        self._marks = marks
+        self._progress = progress
+        self._lane = lane
+        self._verdicts = verdicts
         self._between = between
         self._on_differ = on_differ
         self._line: deque[Entry] = deque()
         """Those that wait for their host, in order."""
-        self._posted = 0
+        self._met: deque[tuple[Entry, bool]] = deque()
+        """Those on which the host agrees, or not, and which the progress thread is to begin; and those behind them."""
         self._undecided: deque[Entry] = deque()
         """Those that wait for the other hosts, in order."""
         self._closed: BaseException | None = None
-        self._idle = 0
-        self._patience = _SPINS
-        """How often an operation is looked at before it waits in line: less where that was in vain."""
 
-    @property
-    def waits(self) -> bool:
-        """Something here is found out by looking."""
-        return bool(self._line) or (self._between is None and bool(self._undecided))
+    def carry(self, seq: int, word: int, begin: Callable[[int, Done], object], done: Done) -> None:
+        """Begin an operation that is compared on its way."""
+        if self._closed is not None:
+            done(again(self._closed))
+            return
+        entry = Entry(seq, word, When.ALL, calls=(_nothing, done))
+        self._line.append(entry)
 
-    def quick(self, seq: int, word: int, start: Callable[[], None], refuse: Done, large: bool) -> None:
-        """Enter an operation that begins when all agree; a shorter way for what need not wait."""
-        marks = self._marks
-        if marks is not None and not (self._line or self.several or self._closed) and marks.has_room(seq):
-            self._posted = seq + 1
-            marks.post(seq, word)
-            if marks.agree(seq, word, 1 if self._progress.crowded else self._patience):
-                self._patience = _SPINS
-                marks.checked(seq)
-                start()
-                return
-            self._patience = max(self._patience >> 1, _LEAST_SPINS)
-            if not large:
-                self._line.append(Entry(seq, word, When.ALL, calls=(start, refuse)))
-                self._gates.add(self)
-                return
-        self.enter(Entry(seq, word, When.ALL, calls=(start, refuse), large=large))
+        def over(error: BaseException | None) -> None:
+            self._line.remove(entry)  # the first, unless it could not even begin
+            if error is None:
+                done(None)
+            elif isinstance(error, MismatchError) and not entry.decided:
+                entry.settle(differs=True)
+                self._on_differ(entry)
+            elif not entry.decided:
+                entry.abort(error)
+
+        guarded(partial(begin, word), over)
 
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""
@@ -233,53 +186,32 @@ class Gate:
             return
         if entry.when is When.NOW:
             entry.begin()
-        if self._marks is None:
+        if self._lane is None:
             self._of_host(entry, differs=False)
             return
-        if entry.large:
-            self._progress.add_large(1)
         self._line.append(entry)
-        self.advance()
-        if self.waits:
-            self._gates.add(self)
+        entry.compared = self._lane.compare(entry.word, self._host_compared)
 
-    def advance(self) -> bool:
-        """Let through what may go; True when something did."""
-        marks, line = self._marks, self._line
-        assert marks is not None
-        moved = False
-        while line:
-            entry = line[0]
-            if self._posted <= line[-1].seq:
-                self._post(marks)
-            agreed = marks.compare(entry.seq, entry.word) if entry.seq < self._posted else None
-            if agreed is None:
-                break
-            if entry.large and self._progress.owns_thread():
-                break  # the progress thread does it, which `large` has it look
-            line.popleft()
-            moved = True
-            try:
-                self._of_host(entry, differs=not agreed)
-            finally:
-                if entry.large:
-                    self._progress.add_large(-1)
-        if self._undecided and self._between is None:
-            moved = self._read_verdicts(marks) or moved
-        if not moved:
-            self._idle += 1
-            if self._idle % _LOOK_PASSES == 0 or not marks.ordered:
-                marks.look()
-        return moved
+    def _host_compared(self, error: BaseException | None) -> None:
+        """The ranks of this host have been compared on the operation that came first."""
+        entry = self._line.popleft()
+        if error is not None and not isinstance(error, MismatchError):
+            if not entry.decided:
+                entry.abort(error)
+            return
+        on_loop = self._progress.owns_thread()
+        if self._met or (entry.large and on_loop):
+            self._met.append((entry, error is not None))
+            if on_loop:
+                self._progress.start_in_thread(self._go_on)
+        else:
+            self._of_host(entry, differs=error is not None)
 
-    def _post(self, marks: Marks) -> None:
-        """Post those of the line that have room."""
-        for entry in self._line:
-            if entry.seq >= self._posted:
-                if not marks.has_room(entry.seq):
-                    return
-                self._posted = entry.seq + 1
-                marks.post(entry.seq, entry.word)
+    def _go_on(self) -> None:
+        """Go on with those that the progress thread is to begin."""
+        while self._met:
+            entry, differs = self._met.popleft()
+            self._of_host(entry, differs=differs)
 
     def _of_host(self, entry: Entry, *, differs: bool) -> None:
         """The ranks of this host have been compared."""
@@ -290,8 +222,10 @@ class Gate:
             entry.begin()
         self._undecided.append(entry)
         if self._between is not None:
-            word = entry.word if self._marks is None else self._marks.together(entry.seq, entry.word)
+            word = entry.word if entry.compared is None else entry.compared.met
             self._between.compare(entry.seq, word, differs, partial(self._between_hosts, entry))
+        elif self._verdicts is not None:
+            self._tell_verdict(torch.zeros(1, dtype=torch.bool), self._verdict_told)
 
     def _between_hosts(self, entry: Entry, differs: bool) -> None:
         """As a leader: the hosts have been compared, on operations that may overtake one another."""
@@ -300,24 +234,25 @@ class Gate:
         entry.verdict = differs
         while self._undecided and (verdict := self._undecided[0].verdict) is not None:
             first = self._undecided.popleft()
-            if self._marks is not None:
-                self._marks.decide(first.seq, verdict)
+            if self._verdicts is not None:
+                self._tell_verdict(torch.tensor([verdict]), lambda _, __: None)
             self._settle(first, verdict)
 
-    def _read_verdicts(self, marks: Marks) -> bool:
+    def _tell_verdict(self, verdict: torch.Tensor, then: Callable[[torch.Tensor, BaseException | None], None]) -> None:
+        """Have all ranks of this host know what its leader found about the next operation."""
+        assert self._verdicts is not None
+        operation = Operation("broadcast", verdict)
+        self._verdicts.submit(operation, 0, 0, partial(then, verdict))
+
+    def _verdict_told(self, verdict: torch.Tensor, error: BaseException | None) -> None:
         """As another rank of the host: do as the leader found."""
-        moved = False
-        while self._undecided:
-            verdict = marks.verdict(self._undecided[0].seq)
-            if verdict is None:
-                break
-            self._settle(self._undecided.popleft(), verdict)
-            moved = True
-        return moved
+        entry = self._undecided.popleft() if self._undecided else None
+        if entry is not None and error is not None:
+            entry.abort(error)
+        elif entry is not None:
+            self._settle(entry, bool(verdict))
 
     def _settle(self, entry: Entry, differs: bool) -> None:
-        if self._marks is not None:
-            self._marks.checked(entry.seq)
         if not entry.decided:
             entry.settle(differs)
             if differs:
@@ -339,13 +274,8 @@ class Gate:
         if self._closed is not None:
             return
         self._closed = error
-        self._gates.remove(self)
-        if self._marks is not None:
-            self._marks.leave()
-        waiting, self._line = self._line, deque()
+        met, self._met = self._met, deque()
         undecided, self._undecided = self._undecided, deque()
-        for entry in waiting:
-            if entry.large:
-                self._progress.add_large(-1)
-        for entry in (*undecided, *waiting):
-            entry.abort(again(error))
+        for entry in (*undecided, *(entry for entry, _ in met), *self._line):
+            if not entry.decided:
+                entry.abort(again(error))

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from aiodist import _core
 from aiodist.backends.words import word_of
 from aiodist.handles import Origin
 
 __all__ = ["Fingerprint", "OpLog", "Record"]
-
-_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -56,28 +55,14 @@ class Record(NamedTuple):
         return f"{self.what} at {Origin(*self.origin)}"
 
 
-class OpLog:
+class OpLog(_core.Log):
     """One rank's record of one communicator; written on the loop's thread, read from any."""
 
-    def __init__(self) -> None:
-        self.seq = 0
-        """How many operations were issued: the number of the next one."""
-        self.awaited: dict[int, Callable[[], None]] = {}
-        """By number: what to call, once, when this rank has recorded the operation."""
-        self._kept: list[tuple[Any, ...] | None] = [None] * _KEPT
-
-    def record(self, what: Fingerprint, origin: tuple[CodeType, int]) -> None:
-        """Take note of the next operation, whose number is `seq`."""
-        seq = self.seq
-        # A plain tuple: this is on the way of every operation, and hardly ever looked at.
-        self._kept[seq % _KEPT] = (seq, what, origin)
-        self.seq = seq + 1
-        if self.awaited and (tell := self.awaited.pop(seq, None)) is not None:
-            tell()
+    awaited: dict[int, Callable[[], None]]
 
     def find(self, seq: int) -> Record | None:
         """Return the record of operation `seq`, or None where there is none yet, or none any more."""
-        kept = self._kept[seq % _KEPT] if seq >= 0 else None
+        kept = self.kept[seq % len(self.kept)] if seq >= 0 else None
         return Record(*kept) if kept is not None and kept[0] == seq else None
 
     def last(self) -> Record | None:

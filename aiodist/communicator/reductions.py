@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from aiodist.backends.base import Wanted, dtype_name
+from aiodist.backends.base import DTYPES, Wanted, dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
@@ -59,17 +58,15 @@ class Reductions(Base):
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
         DOI 10.1177/1094342005051521.
         """
-        one: Any = t
-        if self._can_be_quick and out is None and type(t) in (Tensor, Parameter) and one.is_cpu:
-            key = (one.dtype, one.shape, op, impl)
-            plan = self._plans.get(key) or self._plan(key)
-            if plan is not None and one.layout is torch.strided and one.is_contiguous():
-                return self._dispatcher.quick(plan, one, timeout)  # type: ignore[return-value]
-        elif out is None and not across and isinstance(t, Tensor) and t.is_cuda:
-            queued = self._queue_plan(t, op, impl)
-            if queued is not None:
-                check_not_capturing(t.get_device())
-                return self._dispatcher.quick(queued, t, timeout)
+        issuer = self._dispatcher.issuer
+        if issuer is not None and out is None and not across and (timeout is None or timeout >= 0):
+            handle = issuer.allreduce(t, op, impl)
+            if handle is not None:
+                if timeout is not None or self._dispatcher.timeout is not None:
+                    self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
+                return handle  # type: ignore[return-value]
+        if isinstance(t, Tensor) and not across and (quick := self._quickly(t, op, out, timeout, impl)) is not None:
+            return quick
         if across:
             return self._reduction_across("allreduce", t, op, timeout, impl)
         return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
@@ -168,20 +165,48 @@ class Reductions(Base):
 
     # --- building them --------------------------------------------------------------------------------------
 
+    def _quickly(self, t: Tensor, op: str, out: Tensor | None, timeout: float | None, impl: str) -> Handle[Any] | None:
+        """Issue an allreduce of one tensor that is a single native call, where it is one."""
+        if t.is_cuda:
+            queued = self._queue_plan(t, op, impl) if out is None else None
+            if queued is None:
+                return None
+            check_not_capturing(t.get_device())
+            return self._dispatcher.quick(queued, t, timeout)
+        if not self._can_be_quick or not t.is_cpu:
+            return None
+        key = (t.dtype, t.shape, op, impl)
+        plan = self._plans.get(key) or self._plan(key)
+        if plan is None or t.layout is not torch.strided or not t.is_contiguous():
+            return None
+        if out is None:
+            return self._dispatcher.quick(plan, t, timeout)
+        if not plan.carries:
+            return None
+        # All ranks go this way, those without `out` too: what ends up in `out` is no matter of others.
+        check_out(out, t, numel=t.numel())
+        into = partial(operations.into, out=out)
+        return self._dispatcher.carry(plan, t.clone(), claims_of([t], out), timeout, into)
+
     def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> ReductionPlan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
         kind, shape, op, impl = key
         numel = shape.numel()
         self._repertoire.check(impl)
-        if op not in _OPS or not numel or len(self._plans) > _MOST_PLANS or kind not in SUPPORTED:
+        if op not in _OPS or not numel or kind not in SUPPORTED:
             return None
+        if len(self._plans) > _MOST_PLANS:
+            self._plans.clear()
         known = check_op(op, kind)
         chosen = self._repertoire.pick(Wanted("allreduce", kind, known, numel), impl)
         begin = chosen.plan_allreduce(kind, numel, known)
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
-        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
+        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes, chosen.carries)
+        if plan.carries and self._dispatcher.issuer is not None:
+            code, reduction = DTYPES.index(kind), list(ReduceOp).index(known)
+            self._dispatcher.issuer.add(kind, shape, op, impl, what, what.word, numel, plan.nbytes, code, reduction)
         return plan
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:

@@ -12,13 +12,13 @@ import torch
 
 from aiodist.backends.base import Transport, ours
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.backends.shm import Group, Groups, Marks, Neighbourhood, ShmNative
+from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.gate import Entry, Gate, Gates
+from aiodist.communicator.gate import Entry, Gate
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -148,8 +148,7 @@ class Registry(Generic[C]):
         self._make = make
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
-        self._groups = Groups(Progress.current()) if near is not None else None
-        self._gates = Gates(Progress.current())
+        self._lanes = Lanes(Progress.current(), near) if near is not None else None
         self._alone = alone
         self._sharing = sharing
         self.accelerator: Accelerator | None = None
@@ -195,7 +194,7 @@ class Registry(Generic[C]):
         table: Table | None = None,
     ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
-        gate = partial(self._gate, name, transport, ranks) if transport.size > 1 else None
+        gate = partial(self._gate, transport, ranks, repertoire.within) if transport.size > 1 else None
         dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate)
         dispatcher.timeout = self._timeout
         if self.accelerator is not None:
@@ -217,31 +216,33 @@ class Registry(Generic[C]):
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
-        if self.near is None or self._groups is None:
+        if self.near is None or self._lanes is None:
             return None
         here = [rank for rank in ranks if rank in self.near.members]
         if len(here) == 1:
             return None
-        with transport_lock:  # else the progress thread, which looks after other groups, may tell a neighbour too
-            return ShmNative(Group(self.near, self._groups, name, here, here.index(self.near.rank)))
+        with transport_lock:  # else the progress thread, which looks after other lanes, may tell a neighbour too
+            return ShmNative(self._lanes, name, here, here.index(self.near.rank))
 
     def _gate(
         self,
-        name: str,
         transport: Transport,
         ranks: Sequence[int],
+        within: ShmNative | None,
         on_differ: Callable[[Entry], None],
         broken: Callable[[BaseException], None],
     ) -> Gate:
-        """Return the gate of a communicator of these world ranks."""
-        here = [rank for rank in ranks if self.near is not None and rank in self.near.members]
-        marks = None
-        if len(here) > 1 and self.near is not None:
-            with transport_lock:  # as for a group
-                marks = Marks(self.near, name, here, here.index(self.near.rank))
+        """Return the gate of a communicator of these world ranks, of which those `within` share memory."""
         leaders = self._leaders(ranks)
-        between = Between(transport, leaders, broken) if len(leaders) > 1 and transport.rank in leaders else None
-        return Gate(self._gates, marks, between, several=len(leaders) > 1, on_differ=on_differ)
+        several = len(leaders) > 1
+        between = Between(transport, leaders, broken) if several and transport.rank in leaders else None
+        lane = verdicts = None
+        if within is not None:
+            lane = within.ordered
+            if several:
+                with transport_lock:
+                    verdicts = within.open("verdicts")
+        return Gate(Progress.current(), lane, verdicts, between, several=several, on_differ=on_differ)
 
     def _leaders(self, ranks: Sequence[int]) -> list[int]:
         """Return the first rank of each group of `ranks` that share memory, in the numbers of their communicator."""
@@ -259,7 +260,7 @@ class Registry(Generic[C]):
             if dispatcher.gate is not None:
                 dispatcher.gate.close(why)
             if (within := dispatcher.repertoire.within) is not None:
-                within.group.give_up(why)
+                within.give_up(why)
 
     async def close_memory(self) -> None:
         """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""
@@ -267,10 +268,9 @@ class Registry(Generic[C]):
             self._progress.on_broken.remove(self._broken)
         if self.accelerator is not None:
             await self.accelerator.aclose()
-        if self.near is not None and self._groups is not None:
+        if self.near is not None and self._lanes is not None:
             with transport_lock:  # no poll is on its way
-                self._gates.close()
-                self._groups.close()
+                self._lanes.close()
                 self.near.close()
 
     def _device_failed(self, name: str, error: AiodistError) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 
+from aiodist.doctor.calls import ASK_CALLS, system_calls
 from aiodist.doctor.report import Answer, Finding, Report, State
 from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
@@ -337,6 +338,7 @@ def examine(
             found_gpus,
             found_nccl,
             _shared_memory(),
+            *system_calls(ask(ASK_CALLS)),
             cores(discover.cores(), os.cpu_count() or 1),
             uvloop(_version("uvloop")),
         ],

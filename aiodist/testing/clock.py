@@ -236,15 +236,7 @@ class _OneThread(Progress):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.timers = _LoopTimers(loop)
-
-    @property
-    def last_ran(self) -> float:
-        """Always just now: no await yields for the sake of fairness, which would depend on the machine's speed."""
-        return float("inf")
-
-    @last_ran.setter
-    def last_ran(self, when: float) -> None:
-        pass
+        self.fair = False  # which awaits yield would depend on the machine's speed
 
     def start(self, call: Callable[[], None]) -> None:
         """Make the call here and now, or after the one that is being made; from another thread: soon, on the loop's."""

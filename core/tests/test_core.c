@@ -3,12 +3,15 @@
 //     test_core [seed [operations]]
 //
 // In a second round of each, one rank gives the lane up somewhere: then every operation of every rank ends all the same.
+// Where the first rank chooses the order, ranks refuse operations, and tell the others.
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../core.h"
 #include "../kernels.h"
@@ -19,6 +22,8 @@ typedef struct {
     uint8_t *segment;
     core_memory *memory;
     core_lane *lane;
+    core_engine *engine;
+    core_bell *bell;
 } rank_t;
 
 typedef struct {
@@ -27,6 +32,9 @@ typedef struct {
     uint64_t seed;
     int windows;  // 0 none, 1 all, 2 some
     int differs;  // the rank that brings another fingerprint, or -1
+    int refuser;  // the rank that refuses it where the lane is led, or -1
+    _Atomic bool refused;        // all are told
+    _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
 
 static unsigned ranks;
@@ -34,6 +42,9 @@ static rank_t rank[MOST_RANKS];
 static spec_t *specs;
 static unsigned operations, all_operations;
 static unsigned leaver, leaves_after;  // the rank that gives up, once it has seen so many operations through
+static bool led;      // the first rank chooses the order, the others submit in any
+static _Atomic unsigned finished;  // ranks: those that refused something drive on until all have
+static bool engines;  // threads of their own drive the lanes, and the ranks mostly wait
 
 static uint64_t next(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
@@ -110,6 +121,7 @@ static void make_specs(uint64_t seed) {
         s->count = next(&seed) % (most + 1);
         s->windows = (int)(next(&seed) % 3);
         s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
+        s->refuser = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
         s->seed = next(&seed);
         for (unsigned r = 0; r < ranks; r++) {
             uint64_t left = s->count;
@@ -133,6 +145,7 @@ typedef struct {
     unsigned number;
     uint8_t *in, *out;
     bool window;
+    bool heard;  // that it was refused
 } flight_t;
 
 #define EXPECT(condition, ...)                                                                       \
@@ -148,6 +161,7 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     const spec_t *s = &specs[number];
     unsigned item = core_itemsize(s->dtype);
     f->number = number;
+    f->heard = false;
     uint64_t brought = s->kind == CORE_ALLGATHER ? s->sent[0][me] : s->count, gives = s->count;
     if (s->kind == CORE_ALLTOALL) {
         brought = gives = 0;
@@ -165,12 +179,46 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
-        .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
+        .key = (uint64_t)number << CORE_KEY_BITS | s->seed % (1 << CORE_KEY_BITS), .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
     };
     if (!core_op_valid(&f->op, ranks)) abort();
-    while (!core_lane_hold(rank[me].lane)) sched_yield();
+}
+
+// Refuses it, and tells the others, who do so too.
+static void refuse(unsigned me, flight_t *f) {
+    if (f->heard) return;
+    f->heard = true;
+    core_lane_refuse(rank[me].lane, f->op.key);
+    core_lane_advance(rank[me].lane, 1000);
+    atomic_store(&specs[f->number].refused, true);
+}
+
+static void submit(unsigned me, flight_t *f, uint64_t *state) {
+    bool refuses = led && specs[f->number].refuser == (int)me;
+    if (refuses && next(state) % 3) {
+        atomic_store(&f->op.state, CORE_REFUSED);
+        refuse(me, f);
+        if (next(state) % 2) return;  // else it is submitted all the same
+    }
     core_lane_submit(rank[me].lane, &f->op);
-    core_lane_release(rank[me].lane);
+    if (refuses) refuse(me, f);
+    if (engines) core_engine_notice(rank[me].engine, rank[me].lane, next(state) % 3 == 0);
+    core_lane_advance(rank[me].lane, 1000);
+}
+
+// Begins operations [begun, end), and submits them.
+static void begin_some(unsigned me, flight_t *flights, unsigned begun, unsigned end, uint64_t *state) {
+    unsigned order[IN_FLIGHT], n = end - begun;
+    for (unsigned i = 0; i < n; i++) {
+        order[i] = begun + i;
+        begin(me, &flights[(begun + i) % IN_FLIGHT], (begun + i) % IN_FLIGHT, begun + i);
+    }
+    for (unsigned i = n; led && me > 0 && i-- > 1;) {
+        unsigned j = (unsigned)(next(state) % (i + 1)), swapped = order[i];
+        order[i] = order[j];
+        order[j] = swapped;
+    }
+    for (unsigned i = 0; i < n; i++) submit(me, &flights[order[i] % IN_FLIGHT], state);
 }
 
 static void let_go(flight_t *f) {
@@ -180,14 +228,17 @@ static void let_go(flight_t *f) {
 
 // Returns false where it was given up.
 static bool check(unsigned me, flight_t *f) {
-    const spec_t *s = &specs[f->number];
-    bool differ = s->differs >= 0;
+    spec_t *s = &specs[f->number];
+    bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || refused;
     if (leaver < ranks && core_op_state(&f->op) == CORE_ABANDONED) {
         EXPECT(f->op.differs < ranks, "rank %u has left", f->op.differs);
         let_go(f);
         return false;
     }
-    EXPECT(core_op_state(&f->op) == (differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
+    EXPECT(!refused || (led && s->refuser >= 0), "refused by nobody");
+    atomic_fetch_add(core_op_state(&f->op) == CORE_DONE ? &s->done : &s->not, 1);
+    EXPECT(s->done == 0 || s->not == 0, "done by %u ranks, and by %u not", s->done, s->not);
+    EXPECT(core_op_state(&f->op) == (refused ? CORE_REFUSED : differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
     uint64_t begin = 0;
     for (unsigned q = 0; q < ranks && !differ; q++) {
         uint64_t n = s->kind == CORE_ALLTOALL ? s->received[me][q] : s->kind == CORE_ALLGATHER ? s->sent[0][q] : 0;
@@ -228,49 +279,57 @@ static void *run(void *number) {
     unsigned begun = 0, over = 0;
     while (over < operations) {
         unsigned depth = 1 + (unsigned)(next(&state) % IN_FLIGHT);
-        while (begun < operations && begun - over < depth) {
-            begin(me, &flights[begun % IN_FLIGHT], begun % IN_FLIGHT, begun);
-            begun++;
+        unsigned end = over + depth < operations ? over + depth : operations;
+        if (begun < end) {
+            begin_some(me, flights, begun, end, &state);
+            begun = end;
         }
         while (over < begun && (next(&state) % 4 || begun == operations)) {
             flight_t *f = &flights[over % IN_FLIGHT];
             while (core_op_state(&f->op) == CORE_PENDING) {
-                bool moved = false;
-                if (core_lane_hold(rank[me].lane)) {
-                    moved = core_lane_advance(rank[me].lane, 20000);
-                    core_lane_release(rank[me].lane);
-                }
-                if (!moved) sched_yield();
+                if (atomic_load(&specs[f->number].refused)) refuse(me, f);
+                if (engines && next(&state) % 8) usleep(20);
+                else if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
             }
             check(me, f);
             over++;
-            if (me == leaver && over == leaves_after) {
-                while (!core_lane_hold(rank[me].lane)) sched_yield();
-                core_lane_abandon(rank[me].lane);
-                core_lane_release(rank[me].lane);
-            }
+            if (me == leaver && over == leaves_after) core_lane_abandon(rank[me].lane);
         }
     }
+    atomic_fetch_add(&finished, 1);
+    while (atomic_load(&finished) < ranks)
+        if (!core_lane_advance(rank[me].lane, 20000)) sched_yield();
     free(flights);
     return NULL;
 }
 
+static void told(void *context, core_op *op) { (void)context, (void)op; }
+
 // Has `ranks` threads make all operations; `leaver` gives up on the way, where there is such a rank.
 static void play(void) {
     pthread_t threads[MOST_RANKS];
+    finished = 0;
+    for (unsigned k = 0; k < operations; k++) specs[k].refused = specs[k].done = specs[k].not = 0;
     for (unsigned r = 0; r < ranks; r++) {
         rank[r].segment = aligned_alloc(4096, SEGMENT_BYTES);
         memset(rank[r].segment, 0, 2 << 20);
         rank[r].memory = core_memory_new();
         core_memory_map(rank[r].memory, 0, rank[r].segment, SEGMENT_BYTES);
-        rank[r].lane =
-            core_lane_open(r, ranks, rank[r].segment, rank[r].segment + (1 << 20), STAGE_BYTES, (core_place){0, 1 << 20});
+        core_lane_options options = {
+            .rank = r, .ranks = ranks, .led = led, .block = rank[r].segment, .stage = rank[r].segment + (1 << 20),
+            .stage_bytes = STAGE_BYTES, .stage_at = {0, 1 << 20}, .ended = told,
+        };
+        rank[r].lane = core_lane_open(&options);
+        rank[r].bell = (core_bell *)(rank[r].segment + (1 << 19));
+        rank[r].engine = engines ? core_engine_start(rank[r].bell, 1000) : NULL;
     }
     for (unsigned r = 0; r < ranks; r++)
         for (unsigned q = 0; q < ranks; q++)
-            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory);
+            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory, rank[q].bell);
+    for (unsigned r = 0; engines && r < ranks; r++) core_engine_add(rank[r].engine, rank[r].lane);
     for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
     for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
+    for (unsigned r = 0; engines && r < ranks; r++) core_engine_stop(rank[r].engine);
     for (unsigned r = 0; r < ranks; r++) {
         core_lane_close(rank[r].lane);
         core_memory_free(rank[r].memory);
@@ -288,11 +347,15 @@ int main(int argc, char **argv) {
         operations = all_operations * 8 / (ranks > 8 ? ranks : 8);  // as many elements in all
         core_kernels_limit((int)((seed + c) % 3));
         make_specs(seed + c);
-        leaver = MOST_RANKS;
-        play();
-        leaver = (unsigned)(next(&seed) % ranks);
-        leaves_after = 1 + (unsigned)(next(&seed) % operations);
-        play();
+        for (unsigned form = 0; form < 4; form++) {
+            led = form & 1;
+            engines = form & 2;
+            leaver = MOST_RANKS;
+            play();
+            leaver = (unsigned)(next(&seed) % ranks);
+            leaves_after = 1 + (unsigned)(next(&seed) % operations);
+            play();
+        }
         printf("%u ranks: %u operations, and as many of which rank %u left after %u\n", ranks, operations, leaver, leaves_after);
     }
     free(specs);

@@ -43,16 +43,22 @@ static core_memory *memory[MOST_RANKS];
         exit(1);                                                                                       \
     }
 
+static void ended(void *context, core_op *op) { (void)context, (void)op; }
+
 static void open_lane(unsigned me) {
     rank = me;
     struct segment *mine = segments[me];
-    lane = core_lane_open(me, ranks, &mine->block, mine->stage, STAGE, (core_place){0, offsetof(struct segment, stage)});
+    core_lane_options options = {
+        .rank = me, .ranks = ranks, .block = &mine->block, .stage = mine->stage, .stage_bytes = STAGE,
+        .stage_at = {0, offsetof(struct segment, stage)}, .ended = ended,
+    };
+    lane = core_lane_open(&options);
     EXPECT(lane != NULL, "no lane");
     for (unsigned q = 0; q < ranks; q++) {
         if (q == me) continue;
         memory[q] = core_memory_new();
         core_memory_map(memory[q], 0, segments[q], sizeof *mine);
-        core_lane_join(lane, q, &segments[q]->block, memory[q]);
+        core_lane_join(lane, q, &segments[q]->block, memory[q], NULL);
     }
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aiodist.backends.shm import memory
 from aiodist.backends.shm.memory import Arena, Place
+from aiodist.backends.shm.moving import move
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KINDS = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
@@ -260,7 +261,13 @@ def test_a5_a_forked_child_takes_nothing_from_its_parent() -> None:
         others.clear()
         gc.collect()
 
-    for act in (lambda: None, collected):
+    def refused() -> None:
+        t = torch.ones(5)
+        with pytest.raises(RuntimeError, match="this arena is the parent's of a forked child"):
+            move(arena, {"t": t})
+        assert t.sum() == 5
+
+    for act in (lambda: None, collected, refused):
         _in_child(act)
         assert resident(arena) == before
         assert arena.segments[0].holes == holes

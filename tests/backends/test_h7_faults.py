@@ -32,6 +32,11 @@ class Boom(RuntimeError):
     """What nobody expects."""
 
 
+def _steps(coll: Communicator) -> object:
+    within = coll._dispatcher.repertoire.within
+    return None if within is None else within._steps()
+
+
 PLACES: Places = {
     "transport": (lambda coll: coll._dispatcher.transport, ("isend", "irecv")),
     "mailbox": (lambda coll: coll._dispatcher.mailbox, ("_send", "_take", "_arrived", "_listen")),
@@ -43,7 +48,7 @@ PLACES: Places = {
         lambda coll: coll._dispatcher.repertoire.within,
         ("start", "plan_allreduce"),
     ),
-    "board": (lambda coll: getattr(coll._dispatcher.repertoire.within, "group", None), ("submit", "_post", "_do")),
+    "lane": (_steps, ("submit",)),
     "peer": (
         lambda coll: next(iter(getattr(coll._dispatcher.transport, "_peers", {}).values()), None),
         ("send", "offer", "fetch"),

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import endtoend, jobs, models, prefetching, training
+from benchmarks import endtoend, jobs, models, prefetching, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -80,6 +82,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["nosuch"], "python -m benchmarks: nosuch: expected one of allreduce, "),
         (["train", "--model", "gpt"], "--model gpt: expected some of mlp"),
         (["end2end", "--model", "mlp"], "--model mlp: expected some of digits"),
         (["ps", "--model", "mlp"], "--model: ps trains nothing"),
@@ -153,19 +156,44 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_n3_training_is_measured(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WARMUPS", 1)
     monkeypatch.setattr(training, "_LAG_SECONDS", 0.01)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     found, others = run_ranks(2, partial(measure, TRAIN))
     assert others == []
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before
     impls = ["aiodist:datapar", "aiodist:pipelined", "aiodist:sync", "none"]
-    assert [(r.op, r.impl, r.ranks, r.batch, r.nbytes) for r in found] == [
+    steps = [record for record in found if record.thread is None]
+    assert [(r.op, r.impl, r.ranks, r.batch, r.nbytes) for r in steps] == [
         ("train:tiny1000", impl, 2, 1, 5120) for impl in impls
     ]
-    for record in found:
+    for record in steps:
         assert record.seconds is not None
         assert 0 < record.seconds <= (record.p99 or 0)
         assert (record.loop_lag is not None) == (record.impl != "none")
         assert (record.overlap is not None) == (record.impl in ("aiodist:datapar", "aiodist:pipelined"))
+    for impl in impls:
+        cpu = {r.thread: r.cpu for r in found if (r.op, r.impl) == ("train:tiny1000:cpu", impl)}
+        assert {threads.OTHERS, "MainThread" if impl == "none" else "aiodist-compute"} <= set(cpu)
+        assert all(seconds is not None and seconds >= 0 for seconds in cpu.values())
+
+
+def test_n3_cpu_seconds_are_those_of_each_thread() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def works() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        began.set()
+        ended.wait(30)
+
+    before = threads.cpu_seconds()
+    thread = threading.Thread(target=works, name="works 1")
+    thread.start()
+    assert began.wait(30)
+    spent = threads.since(before)
+    ended.set()
+    thread.join()
+    assert 0.05 <= spent["works"] < 0.1
+    assert "works" not in before
 
 
 @pytest.mark.thorough
@@ -174,12 +202,14 @@ def test_n3_bench_train_beside_ddp(outside: None, tmp_path: Path) -> None:
     done = bench("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
-    assert [(r["op"], r["impl"], r["batch"]) for r in records] == [
+    steps = [r for r in records if "thread" not in r]
+    assert [(r["op"], r["impl"], r["batch"]) for r in steps] == [
         ("train:tiny1000", impl, 2) for impl in ("aiodist:datapar", "none", "ddp")
     ]
-    assert all(r["seconds"] > 0 for r in records)
+    assert all(r["seconds"] > 0 for r in steps)
     assert {"overlap", "loop_lag"} <= set(records[0])
-    assert "tiny1000 2 aiodist:datapar - none, a parameter" in done.stdout
+    assert "tiny1000 2 aiodist:datapar / none" in done.stdout
+    assert "CPU of each thread" in done.stdout
 
 
 async def trained(names: tuple[str, ...]) -> list[torch.Tensor]:
@@ -246,14 +276,19 @@ def test_n3_steps_are_held_against_those_of_the_same_run() -> None:
         step("conv", 32, "none", 60),
         step("tiny1000", 1, "aiodist:datapar", 14),
         step("tiny1000", 1, "none", 12),
+        Record("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread=threads.OTHERS, cpu=0.003),
+        Record("train:conv:cpu", "aiodist:datapar", 2, batch=32, thread="aiodist-progress", cpu=0.003),
+        Record("train:conv:cpu", "none", 2, batch=32, thread=threads.OTHERS, cpu=0.0005),
+        Record("train:conv:cpu", "ddp", 2, batch=32, thread=threads.OTHERS, cpu=0.005),
     ]
     found = {verdict.what: (round(verdict.value, 3), verdict.target, verdict.reached) for verdict in verdicts(records)}
     assert found == {
-        "mlp 32 aiodist:datapar / none": (1.2, 1.35, True),
+        "mlp 32 aiodist:datapar / none": (1.2, 1.05, False),
         "mlp 32 aiodist:datapar / ddp": (0.8, 1.0, True),
         "mlp 32 aiodist:pipelined / datapar": (0.972, 1.0, True),
-        "conv 32 aiodist:datapar / none": (1.1, 1.06, False),
-        "tiny1000 1 aiodist:datapar - none, a parameter": (2.0, 3.0, True),
+        "conv 32 aiodist:datapar / none": (1.1, 1.04, False),
+        "tiny1000 1 aiodist:datapar / none": (1.167, 1.15, False),
+        "conv 32 aiodist:datapar - none, CPU of all threads but the computing": (2.5, 2.0, False),
         "mlp 32 aiodist:datapar, loop lag": (6.0, 5.0, False),
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import aiodist
-from aiodist.bench import cli, collectives
+from aiodist.bench import awaits, beside, cli, collectives
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
 from aiodist.bench.registry import BENCHMARKS, COLLECTIVES, load
@@ -51,9 +51,42 @@ def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
     assert found[-1].nbytes == (0 if op == "barrier" else last // (4 * ranks) * 4 * ranks if op in CUT else last)
 
 
+async def measure_awaits() -> list[Record]:
+    async with aiodist.init() as coll:
+        plan = Plan("await", coll.size, ("auto",), (), sizes=(4,), repeat=1)
+        return await awaits.measure(Session(plan, coll, ("auto",), (), coll.barrier))
+
+
+def test_t1_handles_at_once_are_gathered_beside_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(session: Session) -> list[Record]:
+        return []
+
+    monkeypatch.setattr(awaits, "COUNTS", {10: 1, 30: 1})
+    monkeypatch.setattr(beside, "LARGE", 64 << 10)
+    monkeypatch.setattr(beside, "measure", nothing)
+    found, others = run_ranks(2, measure_awaits)
+    assert others == []
+    many = [
+        (f"{op}_{count}", impl)
+        for count in (10, 30)
+        for op, impl in (
+            ("gather", "aiodist:auto"),
+            ("gather", "asyncio:finished"),
+            ("aiodist_gather", "aiodist:auto"),
+            ("issue", "aiodist:auto"),
+        )
+    ]
+    assert [(r.op, r.impl) for r in found] == [
+        ("await_small", "aiodist:auto"),
+        *many,
+        ("allreduce", "aiodist:auto"),
+    ]
+    assert all(record.seconds for record in found)
+
+
 def test_t1_every_benchmark_can_be_loaded() -> None:
     assert all(callable(load(benchmark.module)) for benchmark in (*BENCHMARKS.values(), *suite.BENCHMARKS.values()))
-    with pytest.raises(ConfigError, match=r"bench sync: expected one of allreduce, .*await"):
+    with pytest.raises(ConfigError, match=r"^sync: expected one of allreduce, .*await"):
         cli.run("sync", BENCHMARKS, cli.Options())
 
 

@@ -34,7 +34,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 
@@ -73,31 +73,53 @@ def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: 
     found = find_mpi("auto", os.environ.get("PATH", os.defpath))
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
-    options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi]
+    options = ["--impl", "auto", "--against", "mpi4py,gloo", "--repeat", "1", "--mpi", mpi, "--sizes", "4,1KiB"]
     done = bench("await", *options, "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
     timed = [(r["op"], r["nbytes"]) for r in records if r["impl"] == "aiodist:auto" and "value" not in r]
     assert timed == [
-        *[("await_small", nbytes) for nbytes in (4, 64, 1024)],
-        *[(op, 4) for op in ("gather_1000", "aiodist_gather_1000", "issue")],
+        *[("await_small", nbytes) for nbytes in (4, 1024)],
+        ("comparing", 4),
+        *[(f"{op}_{count}", 4) for count in (1000, 20_000) for op in ("gather", "aiodist_gather", "issue")],
         ("allreduce", 64 << 20),
+        ("wake_up", 4),
     ]
+    assert [r["impl"] for r in records if r["op"] == "comparing"] == ["aiodist:auto", "gloo", "gloo:detail"]
     values = {r["op"]: r["value"] for r in records if "value" in r}
     assert list(values) == [
-        *("parked_cpu", "loop_lag", "loop_lag_small"),
+        *("parked_cpu", "peer_computes_cpu", "loop_lag_idle", "loop_lag", "loop_lag_small"),
         *("progress_busy", "backward_beside_pending", "await_busy"),
     ]
     assert all(value >= 0 for value in values.values())
     beside = {r["nbytes"] for r in records if r["op"] == "await_small" and r["impl"] == "mpi4py:iallreduce"}
-    assert beside == {4, 64, 1024}
+    assert beside == {4, 1024}
     assert "speeds to reach" in done.stdout
+    assert "over Open MPI" in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mpi", ["openmpi"])
+def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: str) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    found = find_mpi("auto", os.environ.get("PATH", os.defpath))
+    if found is None or found.flavour != mpi:
+        pytest.skip("no Open MPI")
+    options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi, "--busy"]
+    done = bench("await", *options, "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "out.json").read_text())
+    impls = ["aiodist:auto", "mpi4py:allreduce", "mpi4py:iallreduce"]
+    assert [(r["op"], r["impl"]) for r in records] == [("await_small:busy", impl) for impl in impls]
+    assert "each with a process that spins" in done.stdout
+    for figure in ("median", "mean"):
+        assert f"busy cores: await aiodist:auto 4 B / mpi4py:iallreduce, {figure}" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["sync"], "bench sync: expected one of allreduce"),
+        (["sync"], "aiodist bench: sync: expected one of allreduce"),
         (["allreduce", "--sizes", "64,many"], "--sizes 'many': expected bytes"),
         (["allreduce", "--sizes", "6"], "--sizes 6: expected a multiple of 4"),
         (["allreduce", "--impl", "magic"], "--impl magic: expected some of auto"),

@@ -59,7 +59,7 @@ def test_a6_an_edit_is_about_its_range_and_nothing_else() -> None:
         assert after.choice("cpu", "one", "allreduce", nbytes) == expected
     for hosts, operation in (("several", "allreduce"), ("one", "broadcast")):
         assert after.ranges(hosts=hosts, operation=operation) == before.ranges(hosts=hosts, operation=operation)
-    assert before.choice("cpu", "one", "allreduce", 1000) == "mpi"
+    assert before.choice("cpu", "one", "allreduce", 1000) == "shm"
     over = after.edited(parse_edit("cpu one allreduce 0 - tree"))
     assert [str(edit) for edit in over.ranges(hosts="one", operation="allreduce")] == ["cpu one allreduce 0 - tree"]
 
@@ -84,14 +84,14 @@ def test_a6_hosts_decide_and_what_is_missing_is_replaced() -> None:
 
 def test_a6_a_later_step_is_no_librarys() -> None:
     transport = LocalTransport(LocalHub(), 0, 2)
-    two = Repertoire(transport, Table.usual("mpi"))
+    two = Repertoire(transport, Table.usual("mpi").edited(parse_edit("cpu one allgather 0 - mpi")))
     two.all["mpi"] = NativeCollectives("mpi", _Native())  # type: ignore[arg-type]
     wanted = Wanted("allgather", torch.uint8, None, 64)
     assert (two.pick(wanted).name, two.pick(wanted, later=True).name) == ("mpi", "doubling")
 
 
 class _Native:
-    finishes, inline_bytes, in_order = False, 0, True
+    finishes, inline_bytes, in_order, carries, recallable = False, 0, True, False, False
 
     def supports(self, wanted: Wanted) -> bool:
         return True

@@ -294,7 +294,7 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
     "split": lambda c: c.split(0),
     "hierarchy": lambda c: c.hierarchy(),
 }
-_LOCAL = {"arena", "availability", "empty", "statistics", "admit", "leave_to_thread", "abort", "aclose"}
+_LOCAL = {"arena", "availability", "empty", "share_", "statistics", "admit", "leave_to_thread", "abort", "aclose"}
 
 
 @pytest.mark.ranks(1, 3)

@@ -57,9 +57,12 @@ async def test_h1_an_await_calls_few_functions(coll: Communicator) -> None:
         issued.append(calls.count)
         await handle
     assert min(issued) <= MOST_CALLS[coll.backend]
-    with calls:
-        await handle  # which is over
-    assert calls.count <= 3
+    again = []
+    for _ in range(10):  # once in a millisecond an await lets the loop have a turn
+        with calls:
+            await handle  # which is over
+        again.append(calls.count)
+    assert min(again) <= 3
 
 
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))

@@ -6,24 +6,22 @@ they do not, up to 40 in flight, some of which the ranks disagree on; and has a 
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-CORE = Path(__file__).resolve().parents[2] / "core"
-COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-g"]
+from build_backend import aiodist_build as build
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+PROGRAM = build.ROOT / "core" / "tests" / "test_core.c"
+
+pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler that compiles the core")
 
 
 def built(folder: Path, *flags: str) -> Path:
     program = folder / "test_core"
-    sources = [*sorted(CORE.glob("*.c")), CORE / "tests" / "test_core.c"]
-    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
+    command = [*build.compiler(), *build.FLAGS, *build.WARNINGS, "-Werror", "-g", *flags]
+    command += [*map(str, build.LIBRARY), str(PROGRAM), "-o", str(program), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 

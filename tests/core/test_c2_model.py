@@ -55,7 +55,7 @@ def test_c2_model_holds_in_every_order(ranks: int, places: int, portion: int, se
 @pytest.mark.parametrize(
     ("file", "line", "wrong"),
     [
-        ("lane.c", " || k - lane->first->number >= ENTRIES", ""),
+        ("lane.c", " || (lane->first != NULL && k - lane->first->number >= ENTRIES)", ""),
         ("lane.c", "if (portion - oldest->portion >= PLACES)", "if (portion - oldest->portion > PLACES)"),
         ("lane.c", "if (lane->unsettled || ", "if ("),
         ("lane.c", "% PLACES].portion < consumed", "% PLACES].portion <= consumed"),

@@ -1,8 +1,10 @@
-"""Wheel, sdist and editable install, with the three links in aiodist/ and without them."""
+"""Wheel, sdist and editable install, with the three links in aiodist/ and without them; each has the extension."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,22 +16,34 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.thorough
+from build_backend import aiodist_build
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not aiodist_build.compiler(), reason="there is no C compiler that compiles the core"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("handles", "streams", "nn")
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "*.so")
 
-_HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+_HOOK = """
+import sys
+sys.path.insert(0, "build_backend")
+import aiodist_build
+getattr(aiodist_build, "build_" + sys.argv[1])(sys.argv[2])
+"""
+_QUICK = {"CFLAGS": "-O1 -Werror"}
 
 # -S: an editable install in the environment that runs the tests must not answer; its libraries come last.
 _IMPORT = """
 import site, sys
 site.addsitedir(sys.argv[1])
 sys.path.append(sys.argv[2])
-import aiodist, aiodist.handles, aiodist.streams
+import aiodist, aiodist.handles, aiodist.streams, aiodist._core
+aiodist._core.kernels()
 assert not {"handles", "streams", "nn"} & sys.modules.keys()
-print(aiodist.__file__, aiodist.handles.__file__, aiodist.streams.__file__, sep="\\n")
+print(aiodist.__file__, aiodist.handles.__file__, aiodist.streams.__file__, aiodist._core.__file__, sep="\\n")
 """
 
 
@@ -79,7 +93,8 @@ def build(tree: Path, kind: str, unpacked: Path) -> Path:
     made = unpacked.with_suffix(".made")
     made.mkdir()
     command = [sys.executable, "-c", _HOOK, kind, str(made)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=100)
+    environ = os.environ | _QUICK
+    done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     (archive,) = made.iterdir()
     if kind != "sdist":
@@ -108,7 +123,7 @@ def modules() -> list[str]:
 
 
 def import_from(site: Path, cwd: Path) -> list[Path]:
-    """Import aiodist with `site` as its site-packages; return the files of three of its packages."""
+    """Import aiodist with `site` as its site-packages; return the files of three of its packages, and the extension."""
     command = [sys.executable, "-I", "-S", "-c", _IMPORT, str(site), sysconfig.get_path("purelib")]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -120,7 +135,21 @@ def test_wheel_has_every_module_once_and_nothing_beside_aiodist(builds: Builds) 
     assert sorted(name for name in found if name.endswith(".py")) == modules()
     (info,) = builds.wheel.glob("*.dist-info")
     assert {name.split("/")[0] for name in found} == {"aiodist", info.name}
-    assert "aiodist/py.typed" in found
+    assert {"aiodist/py.typed", "aiodist/_core.pyi", f"aiodist/{extension()}"} <= found.keys()
+    assert [name for name in found if name.endswith((".c", ".h", ".o"))] == []
+
+
+def extension() -> str:
+    """Return the name of the extension's file."""
+    free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
+    return f"_core{sysconfig.get_config_var('EXT_SUFFIX')}" if free_threaded else "_core.abi3.so"
+
+
+@pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="it has no limited API")
+def test_one_wheel_serves_all_later_pythons(builds: Builds) -> None:
+    (info,) = builds.wheel.glob("*.dist-info")
+    said = (info / "WHEEL").read_text().splitlines()
+    assert {"Root-Is-Purelib: false", f"Tag: cp311-abi3-linux_{platform.machine()}"} <= set(said)
 
 
 def test_wheel_is_the_same_without_links_and_from_the_sdist(builds: Builds) -> None:
@@ -143,7 +172,11 @@ def test_sdist_has_the_folders_at_the_root_and_no_second_copy(builds: Builds) ->
     assert [path for path in builds.sdist.rglob("*") if path.is_symlink()] == []
     ours = [name for name in found if name.endswith(".py") and name.split("/")[0] in ("aiodist", *LINKS)]
     assert sorted(name if name.startswith("aiodist/") else f"aiodist/{name}" for name in ours) == modules()
-    assert {"LICENSE", "Makefile", "constraints.txt", "conftest.py", "tools/check.py"} <= found.keys()
+    assert {"LICENSE", "Makefile", "constraints.txt", "conftest.py", "setup.py", "tools/check.py"} <= found.keys()
+    for folder in ("core", "build_backend"):
+        sources = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".c", ".h", ".py")]
+        here = {path.relative_to(ROOT).as_posix() for path in sources}
+        assert here == {name for name in found if name.startswith(f"{folder}/")}
 
 
 def test_wheel_imports_from_elsewhere(builds: Builds, tmp_path: Path) -> None:
@@ -154,4 +187,4 @@ def test_wheel_imports_from_elsewhere(builds: Builds, tmp_path: Path) -> None:
 def test_editable_install_of_a_tree_without_links_imports(builds: Builds, tmp_path: Path) -> None:
     tree = builds.plain_tree
     expected = [tree / name / "__init__.py" for name in ("aiodist", "handles", "streams")]
-    assert import_from(builds.editable, tmp_path) == expected
+    assert import_from(builds.editable, tmp_path) == [*expected, tree / "aiodist" / extension()]

@@ -60,6 +60,8 @@ class GlooNative:
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
+    carries = False
+    recallable = False
 
     _group: ProcessGroup | None
     _rank: int

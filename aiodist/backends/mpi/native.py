@@ -71,6 +71,8 @@ class MpiNative:
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
+    carries = False
+    recallable = False
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm

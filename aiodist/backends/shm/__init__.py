@@ -1,20 +1,8 @@
 """Shared memory among the ranks of a host: an arena for tensors, collectives that work in it, and messages."""
 
-from aiodist.backends.shm.group import INLINE_BYTES, Group, Groups
-from aiodist.backends.shm.marks import Marks
+from aiodist.backends.shm.lanes import Lane, Lanes
 from aiodist.backends.shm.native import ShmNative
 from aiodist.backends.shm.neighbours import Met, Neighbourhood, meet
 from aiodist.backends.shm.transport import ShmTransport, open_world
 
-__all__ = [
-    "INLINE_BYTES",
-    "Group",
-    "Groups",
-    "Marks",
-    "Met",
-    "Neighbourhood",
-    "ShmNative",
-    "ShmTransport",
-    "meet",
-    "open_world",
-]
+__all__ = ["Lane", "Lanes", "Met", "Neighbourhood", "ShmNative", "ShmTransport", "meet", "open_world"]

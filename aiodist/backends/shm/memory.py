@@ -2,11 +2,13 @@
 
 A segment is a wide range of addresses with nothing behind it. A block has its pages reserved when it is made, so
 that lack of memory is an exception and not a SIGBUS in the middle of a reduction, and gives them back when the last
-tensor in it dies. No name in any file system belongs to it: nothing stays behind, however the process ends.
+tensor in it dies. A segment is sealed: nobody who has its descriptor can make it shorter, so that who maps it never
+looks past its end. No name in any file system belongs to it: nothing stays behind, however the process ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -22,13 +24,14 @@ import psutil
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Place"]
+__all__ = ["Arena", "Place", "check_segment", "segment_fd"]
 
 _SEGMENT_BYTES = 1 << 30  # of addresses
 _POPULATE_WRITE = 23  # madvise, from Linux 5.14 on: have the pages in the page table at once
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _SMALL_BYTES = 1 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Place(NamedTuple):
@@ -48,6 +51,7 @@ class Arena:
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
+        self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
@@ -77,8 +81,7 @@ class Arena:
     def close(self) -> None:
         """Give no more pages back one by one: others may still look, and all go with the last tensor and mapping."""
         with self._lock:
-            for segment in self.segments:
-                segment.kept = True
+            self._closed = True
 
     def locate(self, address: int, nbytes: int) -> Place | None:
         """Return where `nbytes` from `address` on lie, None when not in this arena."""
@@ -94,6 +97,8 @@ class Arena:
         return self.segments[place.segment].bytes[place.offset : place.offset + nbytes]
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
+        if os.getpid() != self._process:
+            raise RuntimeError("this arena is the parent's of a forked child: expected a call in its own process")
         with self._lock:
             for segment in sorted(self.segments, key=lambda s: not s.kept):
                 start = segment.take(nbytes)
@@ -141,7 +146,9 @@ class Arena:
             try:
                 while self._freed:
                     segment, start, stop = self._freed.popleft()
-                    segment.give_back(start, stop)
+                    if not (segment.kept or self._closed):
+                        segment.empty(start, stop)
+                    segment.free(start, stop)
             finally:
                 self._lock.release()
 
@@ -153,10 +160,9 @@ class _Segment:
         self.number = number
         self.nbytes = nbytes
         self.kept = kept
-        """Its pages stay, whether blocks are in them or not."""
-        self.fd = os.memfd_create(f"aiodist-{number}")
+        """Its pages are there from the beginning, and stay, whether blocks are in them or not."""
+        self.fd = segment_fd(f"aiodist-{number}", nbytes)
         try:
-            os.ftruncate(self.fd, nbytes)
             self.map = mmap.mmap(self.fd, nbytes)
         except BaseException:
             os.close(self.fd)
@@ -181,10 +187,12 @@ class _Segment:
         with suppress(OSError):  # an older kernel: each page costs a fault at its first use
             self.map.madvise(_POPULATE_WRITE, start, stop - start)
 
-    def give_back(self, start: int, stop: int) -> None:
+    def empty(self, start: int, stop: int) -> None:
+        """Give the pages behind these bytes back to the system."""
+        self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def free(self, start: int, stop: int) -> None:
         """Make a hole, joined with its neighbours."""
-        if not self.kept:
-            self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
         at = bisect_right(self.holes, (start, stop))
         if at < len(self.holes) and self.holes[at][0] == stop:
             stop = self.holes.pop(at)[1]
@@ -192,6 +200,33 @@ class _Segment:
             at -= 1
             start = self.holes.pop(at)[0]
         self.holes.insert(at, (start, stop))
+
+
+def segment_fd(name: str, nbytes: int) -> int:
+    """Return the descriptor of a new memfd of `nbytes` that stays as long as it is; raise OSError where none can be."""
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise OSError(error.errno, f"memfd_create: {error.strerror}") from error
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_segment(fd: int, nbytes: int) -> None:
+    """Raise ValueError, saying what was seen, unless `fd` is of `nbytes` and can never be shorter."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError("it is no memfd") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("it may shrink while it is mapped, for it is not sealed")
+    if (size := os.fstat(fd).st_size) != nbytes:
+        raise ValueError(f"{size} bytes are there")
 
 
 def _in_pages(nbytes: int) -> int:

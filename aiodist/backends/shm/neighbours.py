@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.shm.memory import Arena, Place
+from aiodist import _core
+from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
 from aiodist.backends.threads import in_thread
 from aiodist.control import exchange
 from aiodist.errors import BackendError
@@ -33,13 +35,14 @@ from aiodist.handles.progress import leave_bell, sleep_at
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["BOARD_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
+__all__ = ["NUMBERS_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
-_COUNT_AT, _ASLEEP_AT = 0, 64  # in the first page of a rank's memory
+_COUNT_AT, _ASLEEP_AT, _ENGINE_BELL_AT = 0, 64, 128  # in the first page of a rank's memory
+_ENGINE_SPIN_SECONDS = 50e-6
 _WORDS = struct.Struct("16q")
-BOARD_BYTES = _WORDS.size
+NUMBERS_BYTES = _WORDS.size
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -54,11 +57,13 @@ class Neighbour:
         """Where things lie in its memory, by the names it gave them."""
         self.left: set[str] = set()
         """The names of groups that it is no longer in."""
-        self._boards: dict[str, bytearray] = {}
+        self._numbers: dict[str, bytearray] = {}
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._segments: dict[int, Tensor] = {}
+        self.core = _core.Memory()
+        """What is mapped of its memory, for the compiled core."""
         self._bell: FutexBell | None = None
 
     def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
@@ -98,53 +103,58 @@ class Neighbour:
 
     def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
         if "segment" in message:
-            self._descriptors[message["segment"]] = (fds[0], message["nbytes"])
+            for fd in fds:  # none where this process has no descriptor left: who wants to map it is told
+                self._descriptors[message["segment"]] = (fd, message["nbytes"])
         elif "left" in message:
             self.places.pop(message["left"], None)
-            self._boards.pop(message["left"], None)
             self.left.add(message["left"])
         elif "place" in message:
             self.places[message["place"]] = Place(*message["at"])
-        elif "board" in message:
-            _WORDS.pack_into(self.board(message["board"]), 0, *message["words"])
-        elif "words" in message:
-            for at, word in message["at"]:
-                struct.pack_into("Q", self.board(message["words"], message["of"]), 8 * at, word)
+        elif "numbers" in message:
+            _WORDS.pack_into(self.numbers(message["numbers"]), 0, *message["are"])
 
-    def board(self, name: str, nbytes: int = BOARD_BYTES) -> bytearray:
-        """Return the numbers it last sent of its board `name`, kept up to date by `listen`."""
-        return self._boards.setdefault(name, bytearray(nbytes))
+    def numbers(self, name: str) -> bytearray:
+        """Return the numbers it last sent as its `name`, kept up to date by `listen`."""
+        return self._numbers.setdefault(name, bytearray(NUMBERS_BYTES))
 
-    def seen(self, name: str, nbytes: int, *, ordered: bool) -> memoryview | None:
-        """Return what can be seen of its memory called `name`: itself where stores are `ordered`, else a copy.
-
-        None while it has told of no such memory.
-        """
+    def seen(self, name: str, nbytes: int) -> memoryview | None:
+        """Return its memory called `name`; None while it has told of no such memory."""
         if name not in self.places:
             self.listen()
         place = self.places.get(name)
         if place is None:
             return None
-        return memory_of(self.memory(place, nbytes)) if ordered else memoryview(self.board(name, nbytes))
+        return memory_of(self.memory(place, nbytes))
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
-        """Return the bytes at `place`, mapped on first use; raise BackendError for a place it never told of."""
-        segment = self._segments.get(place.segment)
+        """Return the bytes at `place`, mapped on first use; raise BackendError for a place outside its memory."""
+        segment, end = self.mapped(place.segment), place.offset + nbytes
+        if not 0 <= place.offset <= end <= segment.numel():
+            seen = f"bytes {place.offset} to {end} of segment {place.segment}"
+            raise BackendError(f"rank {self.rank} names {seen} of its memory: expected some of {segment.numel()}")
+        return segment[place.offset : end]
+
+    def mapped(self, number: int) -> Tensor:
+        """Return a segment of its memory, mapped on first use; raise BackendError for one it never told of."""
+        segment = self._segments.get(number)
         if segment is None:
-            segment = self._segments[place.segment] = self._map(place.segment)
-        return segment[place.offset : place.offset + nbytes]
+            segment = self._segments[number] = self._map(number)
+            self.core.map(number, memory_of(segment))
+        return segment
 
     def _map(self, number: int) -> Tensor:
         if number not in self._descriptors:
             self.listen()
         if number not in self._descriptors:
-            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which it never sent")
+            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which never came")
         fd, nbytes = self._descriptors.pop(number)
         try:
+            check_segment(fd, nbytes)
             with torch.inference_mode(False):  # the first to need it may be in that mode
                 return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        except OSError as error:
-            raise BackendError(f"{nbytes} bytes of rank {self.rank}'s memory cannot be mapped: {error}") from error
+        except (OSError, ValueError) as error:
+            what = f"segment {number} of rank {self.rank}'s memory, {nbytes} bytes as it says,"
+            raise BackendError(f"{what} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
 
@@ -154,6 +164,11 @@ class Neighbour:
         if self._bell is None:
             self._bell = _bell(self.memory(Place(0, 0), mmap.PAGESIZE))
         return self._bell
+
+    @property
+    def engine_bell(self) -> memoryview:
+        """What its engine sleeps at."""
+        return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_BELL_AT:]
 
     def ring(self) -> None:
         """Wake its progress thread, if that sleeps."""
@@ -182,13 +197,13 @@ class Neighbourhood:
         self._told = 0
         self._leaving: dict[str, tuple[frozenset[int], Tensor]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
+        self._control.zero_()
         self.bell = _bell(self._control)
+        self.engine = _core.Engine(memory_of(self._control)[_ENGINE_BELL_AT:], _ENGINE_SPIN_SECONDS)
+        """The thread that drives collectives while no thread of Python does."""
+        _alive.add(self)
         self.publish()
         sleep_at(self.bell)
-
-    def ring(self, neighbours: Sequence[Neighbour]) -> None:
-        """Wake the progress threads of those that sleep: as `Neighbour.ring`, with one fence for all."""
-        self.bell.ring_those([neighbour.bell for neighbour in neighbours])
 
     def publish(self) -> None:
         """Send the descriptors of segments that the others have not been sent yet."""
@@ -234,9 +249,21 @@ class Neighbourhood:
     def close(self) -> None:
         """Let go of the others' memory; ours stays while tensors are in it."""
         leave_bell(self.bell)
+        self.engine.stop()
         self.arena.close()
         for neighbour in self.neighbours.values():
             neighbour.close()
+
+
+_alive: WeakSet[Neighbourhood] = WeakSet()
+
+
+def _after_fork() -> None:
+    for near in list(_alive):
+        near.engine.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def memory_of(t: Tensor) -> memoryview:
@@ -308,6 +335,7 @@ def _listen() -> tuple[socket.socket | None, str]:
         futex_number()
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
+        os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse it, or have no seals
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0aiodist-{secrets.token_hex(8)}")
         listener.listen(1024)

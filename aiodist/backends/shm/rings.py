@@ -2,7 +2,7 @@
 
 Only the sender writes the ring, and only the receiver says how much of it may be written again. What is stored in a
 ring is seen before the number that counts it: by itself where the processor keeps the order of stores, else because
-the numbers travel over the socket (see `boards`).
+the numbers travel over the socket, which delivers them after what was stored before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.shm.memory import Place
-from aiodist.backends.shm.neighbours import BOARD_BYTES, Neighbour, Neighbourhood, memory_of
+from aiodist.backends.shm.neighbours import NUMBERS_BYTES, Neighbour, Neighbourhood, memory_of
 
 __all__ = ["DRAINED", "RETURNED", "SENT", "TAKEN", "Inbox", "Numbers", "Outbox", "Record", "copy_bytes", "move_bytes"]
 
@@ -68,19 +68,21 @@ class Numbers:
     """What this rank and a neighbour tell each other by numbers that only grow."""
 
     def __init__(self, near: Neighbourhood, neighbour: Neighbour, slots: Tensor) -> None:
-        """`slots` are this rank's own numbers, `BOARD_BYTES` for each rank, in order of ranks."""
+        """`slots` are this rank's own numbers, `NUMBERS_BYTES` for each rank, in order of ranks."""
         self._near = near
         self._neighbour = neighbour
-        at = near.members.index(neighbour.rank) * BOARD_BYTES
-        self.mine = memory_of(slots)[at : at + BOARD_BYTES].cast("q")
-        self.theirs = memoryview(bytearray(BOARD_BYTES)).cast("q")
+        at = near.members.index(neighbour.rank) * NUMBERS_BYTES
+        self.mine = memory_of(slots)[at : at + NUMBERS_BYTES].cast("q")
+        self.theirs = memoryview(bytearray(NUMBERS_BYTES)).cast("q")
         self.met = False
         """The neighbour's are known."""
 
     @staticmethod
     def slots(near: Neighbourhood) -> Tensor:
         """Return memory for the numbers of one rank, and tell the others where it is."""
-        return near.place(_NAME, BOARD_BYTES * len(near.members), [rank for rank in near.members if rank != near.rank])
+        return near.place(
+            _NAME, NUMBERS_BYTES * len(near.members), [rank for rank in near.members if rank != near.rank]
+        )
 
     def meet(self) -> bool:
         """Return True once the neighbour's numbers are known."""
@@ -90,10 +92,10 @@ class Numbers:
             place = neighbour.places.get(_NAME)
             if place is not None:
                 if self._near.ordered:
-                    at = place.offset + self._near.members.index(self._near.rank) * BOARD_BYTES
-                    theirs = memory_of(neighbour.memory(Place(place.segment, at), BOARD_BYTES))
+                    at = place.offset + self._near.members.index(self._near.rank) * NUMBERS_BYTES
+                    theirs = memory_of(neighbour.memory(Place(place.segment, at), NUMBERS_BYTES))
                 else:
-                    theirs = memoryview(neighbour.board(_NAME))
+                    theirs = memoryview(neighbour.numbers(_NAME))
                 self.theirs = theirs.cast("q")
                 self.met = True
         return self.met
@@ -101,7 +103,7 @@ class Numbers:
     def ring(self) -> None:
         """Have the neighbour look."""
         if not self._near.ordered:
-            self._neighbour.tell({"board": _NAME, "words": self.mine.tolist()})
+            self._neighbour.tell({"numbers": _NAME, "are": self.mine.tolist()})
         if self.met or self.meet():
             self._neighbour.ring()
 

@@ -276,37 +276,13 @@ def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:
 def _usual(library: str | None, hosts: str, operation: str, *, shares: bool) -> _Steps:
     if hosts == "several" and operation in _IN_LEVELS:
         return ((0, "hierarchical"),)
+    if hosts == "one" and (shares or library is not None):
+        return ((0, "shm"),)  # at any size, wherever tensors lie: which way inside is best, the core sees
     if library is None:
         return ((0, "direct"),)
-    if hosts == "several" or not shares:
-        # A library must not meet operations that differ. Our own schedules are compared beside, which costs no time.
-        short, long = _SCHEDULE[operation]
-        return (0, short), (_SHORT_BYTES, long), (COMPARED_BYTES, library)
-    return _OVER_MPI[operation] if library == "mpi" else ((0, "shm"),)
-
-
-# One host over Open MPI 5.0.11: 2 ranks on 2 cores that others use too, ordinary float32 tensors, in us, the 20th
-# percentile of samples taken in turn (`aiodist tune` prints medians of the same); in brackets shm in an arena.
-#   allreduce       256 KiB  mpi 64, halving 141, shm 191 (75)     1 MiB  mpi 213, halving 217, shm 259 (135)
-#                   4 MiB    shm 674 (294), mpi 1722
-#   broadcast       64 KiB   mpi 30, direct 39, shm 133 (99)       4 MiB  shm 1209 (1040), mpi 1311, direct 1751
-#   reduce          64 KiB   mpi 50, tree 53, shm 136 (94)         1 MiB  tree 259, shm 345 (194), mpi 82786
-#                   4 MiB    shm 707 (450), tree 1044
-#   allgather       8 MiB    doubling 1992, shm 2678 (2257)        32 MiB shm 4053 (3936), doubling 4621
-#   reduce_scatter  256 KiB  mpi 93, halving 109, shm 216 (158)    1 MiB  halving 161, mpi 210, shm 264 (227)
-#                   4 MiB    shm 619 (549), halving 646, mpi 1037
-#   scan            1 MiB    mpi 210, doubling 208, shm 618 (317)  16 MiB mpi 10434, shm 11518 (3186)
-# Allgather's sizes, a first step, are the library's where they are short. Over gloo, whose collectives take 300 us, shm
-# is the better at any size.
-_OVER_MPI: Mapping[str, _Steps] = {
-    # Buckets of gradients lie in an arena: they gain from 256 KiB on, ordinary tensors from about 1 MiB.
-    "allreduce": ((0, "mpi"), (512 << 10, "shm")),
-    "broadcast": ((0, "mpi"), (2 << 20, "shm")),
-    "reduce": ((0, "mpi"), (64 << 10, "tree"), (2 << 20, "shm")),
-    "allgather": ((0, "mpi"), (16 << 10, "doubling"), (16 << 20, "shm")),
-    "reduce_scatter": ((0, "mpi"), (512 << 10, "halving"), (2 << 20, "shm")),
-    "scan": ((0, "mpi"), (8 << 20, "shm")),
-}
+    # A library must not meet operations that differ. Our own schedules are compared beside, which costs no time.
+    short, long = _SCHEDULE[operation]
+    return (0, short), (_SHORT_BYTES, long), (COMPARED_BYTES, library)
 
 
 def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bool = True) -> tuple[str, ...]:
@@ -315,12 +291,9 @@ def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bo
     of_messages = short if nbytes < _SHORT_BYTES else long
     if device == "cuda":
         return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", of_messages, "direct"
-    if not shares and nbytes < COMPARED_BYTES:
-        return "hierarchical", "leaders", of_messages, *_LIBRARIES, "direct"
-    if nbytes < _SHORT_BYTES:
-        return *_LIBRARIES, short, "shm", "direct"
     # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
-    flat = (long, *_LIBRARIES) if operation == "reduce" else (*_LIBRARIES, long)
+    first = (not shares and nbytes < COMPARED_BYTES) or (operation == "reduce" and nbytes >= _SHORT_BYTES)
+    flat = (of_messages, *_LIBRARIES) if first else (*_LIBRARIES, of_messages)
     return "shm", "hierarchical", "leaders", *flat, "direct"
 
 

@@ -124,7 +124,10 @@ async def lacking() -> None:
 async def without() -> None:
     """Nobody shares memory: the same calls work."""
     async with opened(PATIENT) as coll:
-        t = coll.empty((5,), dtype=torch.float64).fill_(1)
+        t = coll.share_(coll.empty((5,), dtype=torch.float64).fill_(1))
+        at = t.data_ptr()
+        assert coll.share_(t) is t
+        assert t.data_ptr() == at, "it moved"
         coll.arena(100)
         await coll.allreduce(t)
         say("sum:", t.sum().item())

@@ -1,0 +1,180 @@
+"""The compiled core: collectives of a host, and waiting for them; see `core/`."""
+
+from collections.abc import Callable, Generator, MutableMapping, Sequence, Sized
+from types import CodeType
+from typing import Any
+
+Buffer = memoryview | bytearray
+
+BLOCK_BYTES: int
+BELL_BYTES: int
+STAGE_BYTES_PER_RANK: int
+KEY_BITS: int
+
+def kernels() -> str: ...
+
+class Memory:
+    def map(self, segment: int, buffer: Buffer, /) -> None: ...
+
+class Engine:
+    def __init__(self, bell: Buffer, spin: float, /) -> None: ...
+    def stop(self) -> None: ...
+    def forget(self) -> None: ...
+
+class Completions:
+    event: int
+    pending: int
+    @property
+    def heavy(self) -> bool: ...
+    def poll(self, seconds: float, /) -> bool: ...
+    def tell(self) -> bool: ...
+    def sleep(self) -> bool: ...
+    def woken(self) -> bool: ...
+
+class Operation:
+    met: int
+
+class Lane:
+    arena_bytes: int
+    ordinary_bytes: int
+    @property
+    def lent_bytes(self) -> int: ...
+    def __init__(
+        self,
+        completions: Completions,
+        engine: Engine,
+        rank: int,
+        ranks: int,
+        led: bool,
+        block: Buffer,
+        stage: Buffer,
+        segment: int,
+        offset: int,
+        map: Callable[[int, int], object],
+        fail: Callable[[int, int], BaseException],
+        /,
+    ) -> None: ...
+    def join(self, rank: int, block: Buffer, memory: Memory, bell: Buffer, /) -> None: ...
+    def submit(
+        self,
+        kind: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        print: int,
+        key: int,
+        in_: int,
+        out: int,
+        count: int,
+        sent: Sequence[int] | None,
+        received: Sequence[int] | None,
+        segment: int,
+        offset: int,
+        done: Callable[[BaseException | None], object],
+        keep: object,
+        /,
+    ) -> Operation: ...
+    def refuse(self, key: int, /) -> None: ...
+    def abandon(self) -> None: ...
+    def close(self) -> None: ...
+
+class Handle:
+    _progress: Any
+    op: str
+    seq: int
+    nbytes: int
+    _origin: tuple[CodeType, int] | None
+    _account: Any
+    _status: Any
+    _value: Any
+    _traceback: Any
+    _waiters: Any
+    _callbacks: Any
+    _event: Any
+    _canceller: Any
+    _expires: float | None
+    _late: Callable[[], dict[int, str]] | None
+    keep: Any
+    fence: Any
+    source: int | None
+    tag: int | None
+    version: int | None
+    _consumed: bool
+    _detached: bool
+    _looked_at: bool
+    polled: bool
+    def __init__(
+        self,
+        progress: Pacer,
+        op: str,
+        seq: int = 0,
+        nbytes: int = 0,
+        origin: tuple[CodeType, int] | None = None,
+        account: object = None,
+    ) -> None: ...
+    def __await__(self) -> Generator[Any, None, Any]: ...
+    def done(self) -> bool: ...
+    @property
+    def is_pending(self) -> bool: ...
+    @property
+    def in_lane(self) -> bool: ...
+    def _sleep(self, seconds: float, /) -> bool: ...
+
+def set_statuses(pending: object, returned: object, /) -> None: ...
+
+class Pacer:
+    last_ran: float
+    spin_seconds: float
+    polls: int
+    crowded: bool
+    fair: bool
+    armed: bool
+    thread_id: int
+
+class Claims(Sized):
+    def claim(self, start: int, nbytes: int, writes: bool, owner: object, /) -> object: ...
+    def release(self, start: int, nbytes: int, writes: bool, /) -> None: ...
+    def __len__(self) -> int: ...
+
+class Log:
+    seq: int
+    awaited: Any
+    kept: list[Any]
+    def record(self, what: object, origin: tuple[CodeType, int], /) -> None: ...
+
+class Issuer:
+    open: bool
+    def __init__(
+        self,
+        lane: Lane,
+        claims: Claims,
+        log: Log,
+        pacer: Pacer,
+        account: object,
+        pending: MutableMapping[Any, Any],
+        inbox: Sized,
+        ours: dict[str, bool],
+        watch: object,
+        locate: Callable[[Any], tuple[int, int] | None],
+        failed: Callable[[Any, Any], object],
+        handle: type[Handle],
+        tensor: type[Any],
+        parameter: type[Any],
+        /,
+    ) -> None: ...
+    def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...
+    def add(
+        self,
+        dtype: object,
+        shape: object,
+        op: str,
+        impl: str,
+        what: object,
+        word: int,
+        count: int,
+        nbytes: int,
+        code: int,
+        reduction: int,
+        /,
+    ) -> None: ...
+    def forget(self) -> None: ...

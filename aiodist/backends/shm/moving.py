@@ -1,0 +1,126 @@
+"""Moves tensors that exist into an arena, with all their views: their storages take memory of the arena for their own.
+
+torch lets two storages swap memory (`UntypedStorage._swap_data_ptr_`, from 2.13 on). Tensors, what autograd has saved
+and what is tied hold on to the storage, not to its memory, so all of them see the new one; no version counter moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn.parameter import is_lazy
+
+from aiodist.backends.shm.memory import Arena
+from aiodist.errors import BackendUnavailable
+from aiodist.handles import in_flight
+
+__all__ = ["move"]
+
+_MOST_SPARE = 2  # a storage of more times the tensors in it is somebody else's
+
+
+class _Moved(NamedTuple):
+    """A storage that is to move, claimed as an operation claims what it writes."""
+
+    start: int
+    nbytes: int
+    writes: bool
+    storage: UntypedStorage
+    name: str
+
+
+def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
+    """Move the storages of `named` tensors into `arena`; what is there already stays.
+
+    Nothing has moved where this raises ValueError, naming the tensor that cannot move and why, BufferInFlight or
+    BackendUnavailable. A MemoryError says how many have: each is moved whole or not at all.
+    """
+    waiting = _found(arena, named)
+    if not waiting:
+        return
+    if not hasattr(UntypedStorage, "_swap_data_ptr_"):
+        raise BackendUnavailable(
+            f"torch {torch.__version__} cannot move tensors (it has no UntypedStorage._swap_data_ptr_): "
+            "expected torch 2.13 or later, or tensors made by empty()"
+        )
+    claims, moved = [one[:4] for one in waiting], 0
+    in_flight.acquire_all(claims, "share_()")
+    try:
+        for one in waiting:
+            old = _exchanged(arena, one.storage)
+            in_flight.release_all(claims[moved : moved + 1])  # before others are given that memory
+            moved += 1
+            del old
+    except MemoryError as error:
+        said = f"{one.name} cannot move into the arena: {error}"
+        if len(waiting) > 1:
+            said += f"; {moved} of {len(waiting)} storages have moved, those from {one.name} on have not"
+        raise MemoryError(said) from error
+    finally:
+        in_flight.release_all(claims[moved:])
+
+
+def _exchanged(arena: Arena, storage: UntypedStorage) -> Tensor:
+    """Give `storage` memory of the arena with the same bytes; return what holds the old."""
+    block = arena.empty((storage.nbytes(),), torch.uint8)
+    other = block.untyped_storage()
+    other.copy_(storage)
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+    return block
+
+
+def _found(arena: Arena, named: Mapping[str, Tensor]) -> list[_Moved]:
+    """Return the storages outside the arena, each once, in order; raise ValueError for one that cannot move."""
+    found: dict[int, _Moved] = {}
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for name, t in named.items():
+        storage = _storage_of(name, t)
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        if not nbytes or arena.locate(start, nbytes) is not None:
+            continue
+        _check_own(name, t, storage)
+        found.setdefault(start, _Moved(start, nbytes, True, storage, name))
+        seen.setdefault(start, set()).add((t.data_ptr(), t.nbytes))
+    for one in found.values():
+        used = sum(nbytes for _, nbytes in seen[one.start])
+        if one.nbytes > _MOST_SPARE * used:
+            raise ValueError(
+                f"{one.name} has {used} bytes of a storage of {one.nbytes}, all of which would move: "
+                f"expected {-(-one.nbytes // _MOST_SPARE)} at least, see clone()"
+            )
+    return list(found.values())
+
+
+def _storage_of(name: str, t: Tensor) -> UntypedStorage:
+    """Return the storage of `t`; raise ValueError where it has none in the host's memory."""
+    if is_lazy(t):
+        raise ValueError(f"{name} is uninitialized: expected a module that was called once, or had its sizes given")
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(f"{name} is a {type(t).__name__}, which is made of other tensors: expected a plain tensor")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
+    if not t.is_cpu:
+        raise ValueError(f"{name} lives on {t.device}: expected the CPU, whose memory alone is the arena's")
+    try:
+        t.data_ptr()  # what waits to be copied is copied now
+        storage = t.untyped_storage()
+        storage.data_ptr()
+        return storage
+    except RuntimeError as error:  # within torch.vmap and the like
+        raise ValueError(f"{name} has no memory of its own: expected a plain tensor") from error
+
+
+def _check_own(name: str, t: Tensor, storage: UntypedStorage) -> None:
+    """Raise ValueError where others hold on to the address of the storage's memory."""
+    if t.is_shared():
+        raise ValueError(f"{name} is shared with other processes already (share_memory_): expected memory of its own")
+    if t.is_pinned():
+        raise ValueError(f"{name} is pinned for a CUDA device: expected memory that is not")
+    if not storage.resizable():
+        raise ValueError(
+            f"{name} lies in memory that is not torch's alone (of numpy, a file, torch.load): "
+            "expected a tensor whose memory torch allocated and nobody else has seen, see clone()"
+        )

@@ -1,0 +1,268 @@
+"""What others feel of an await, and it of them: parked waits, the loop's lateness, threads that compute meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING
+
+import torch
+
+from aiodist.bench.timing import WARMUPS, percentile, ticker
+
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
+
+__all__ = ["LARGE", "measure"]
+
+LARGE = 64 << 20
+MIDDLE = 4 << 20
+
+_LATE_SECONDS = 2.0
+_PEER_COMPUTES_SECONDS = 0.1
+_PARKED_SECONDS = 0.05
+_BUSY_SECONDS = 0.3
+_STORM_SECONDS = 1.0
+_PARAMETERS = 1000
+
+
+async def measure(session: Session) -> list[Record]:
+    """Measure all of them."""
+    records = []
+    for measured in (
+        _parked_cpu,
+        _peer_computes_cpu,
+        _wake_up,
+        _loop_lag_idle,
+        _loop_lag,
+        _loop_lag_small,
+        _progress_busy,
+        _backward_beside_pending,
+        _await_busy,
+    ):
+        records += await measured(session)
+    return records
+
+
+def _tensor(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes // 4,), 0.0)
+
+
+async def _anew(session: Session, t: torch.Tensor) -> None:
+    """Overwrite a large tensor, as before each timed call."""
+    await session.fence()
+    t.fill_(1)
+    await session.fence()
+
+
+def _last(session: Session) -> bool:
+    """This rank is the one that the others wait for."""
+    return session.coll.size > 1 and session.coll.rank == session.coll.size - 1
+
+
+# --- waiting for a rank that is late -----------------------------------------------------------------------------
+
+
+async def _parked_cpu(session: Session) -> list[Record]:
+    """The last rank sleeps for 2 s: CPU seconds per second of those who wait."""
+    share = await _cpu_of_wait(session, lambda: asyncio.sleep(_LATE_SECONDS))
+    return await session.valued("parked_cpu", session.name, share, 4)
+
+
+async def _peer_computes_cpu(session: Session) -> list[Record]:
+    """The last rank computes for 100 ms: CPU seconds per second of those who wait, the median of some times."""
+    a = torch.ones(192, 192)
+
+    async def late() -> None:
+        _compute(a, _PEER_COMPUTES_SECONDS)
+
+    shares = [await _cpu_of_wait(session, late) for _ in range(session.plan.repeat or 20)]
+    known = [share for share in shares if share is not None]
+    return await session.valued("peer_computes_cpu", session.name, statistics.median(known) if known else None, 4)
+
+
+async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) -> float | None:
+    """Have the last rank do `late` before it comes; return what the others used meanwhile, None on the last."""
+    t = _tensor(4)
+    await session.fence()
+    if _last(session):
+        await late()
+    began, used = perf_counter(), process_time()
+    await session.allreduce(t)
+    return None if _last(session) else (process_time() - used) / (perf_counter() - began)
+
+
+async def _wake_up(session: Session) -> list[Record]:
+    """From the call of the last rank, 50 ms late, to the moment at which the others go on.
+
+    The clock is one for all processes of a host; on several hosts this is not measured.
+    """
+    if session.coll.nodes > 1:
+        return []
+    t = _tensor(4)
+    woken: list[float] = []
+    for turn in range(WARMUPS + (session.plan.repeat or 40)):
+        await session.fence()
+        if _last(session):
+            await asyncio.sleep(_PARKED_SECONDS)
+        called = perf_counter()
+        await session.allreduce(t)
+        went_on = perf_counter()
+        told = await session.coll.broadcast_object(called, root=session.coll.size - 1)
+        if turn >= WARMUPS and not _last(session):
+            woken.append(went_on - told)
+    return await session.timed("wake_up", 4, {session.name: woken})
+
+
+# --- a ticker on the loop ----------------------------------------------------------------------------------------
+
+
+async def _loop_lag_idle(session: Session) -> list[Record]:
+    """A ticker beside nothing: what the loop's own timers are late by, on this machine at this time."""
+    async with ticker() as lateness:
+        await asyncio.sleep(_STORM_SECONDS)
+    return await session.valued("loop_lag_idle", "none", percentile(lateness, 99))
+
+
+async def _loop_lag(session: Session) -> list[Record]:
+    """A ticker while 64 MiB reductions are awaited, one after the other.
+
+    Nothing is overwritten here: it would hold up the loop, and what is measured is no speed.
+    """
+    return await _lag_beside(session, "loop_lag", LARGE, 4)
+
+
+async def _loop_lag_small(session: Session) -> list[Record]:
+    """A ticker during a storm of 4 B awaits."""
+    return await _lag_beside(session, "loop_lag_small", 4, 200)
+
+
+async def _lag_beside(session: Session, op: str, nbytes: int, times: int) -> list[Record]:
+    t = _tensor(nbytes)
+
+    async def repeat() -> None:
+        for _ in range(times):
+            await session.allreduce(t)
+
+    await repeat()
+    await session.fence()
+    async with ticker() as lateness:
+        await _for_seconds(session, repeat)
+    return await session.valued(op, session.name, percentile(lateness, 99), nbytes)
+
+
+async def _for_seconds(session: Session, body: Callable[[], Awaitable[None]]) -> None:
+    """Repeat `body` for about a second, on every rank as often."""
+    began = perf_counter()
+    going = True
+    while going:
+        await body()
+        going = await session.coll.allreduce(int(perf_counter() - began < _STORM_SECONDS), op="min") > 0
+
+
+# --- beside what computes ----------------------------------------------------------------------------------------
+
+
+async def _progress_busy(session: Session) -> list[Record]:
+    """64 MiB, then 300 ms of torch on the loop's thread: the await after it, over the transfer's own time."""
+    t, a = _tensor(LARGE), torch.ones(192, 192)
+    own, after = [], []
+    for turn in range(2 + min(session.plan.repeat or 5, 10)):
+        alone = await _clocked(session, t)
+        await _anew(session, t)
+        handle = session.allreduce(t)
+        _compute(a, _BUSY_SECONDS)
+        began = perf_counter()
+        await handle
+        if turn >= 2:
+            own.append(alone)
+            after.append(perf_counter() - began)
+    ratio = statistics.median(after) / statistics.median(own)
+    return await session.valued("progress_busy", session.name, ratio, LARGE)
+
+
+def _compute(a: torch.Tensor, seconds: float) -> None:
+    until = perf_counter() + seconds
+    while perf_counter() < until:
+        a @ a
+
+
+async def _clocked(session: Session, t: torch.Tensor) -> float:
+    """Return the seconds of one awaited allreduce of what was just written."""
+    await _anew(session, t)
+    began = perf_counter()
+    await session.allreduce(t)
+    return perf_counter() - began
+
+
+async def _backward_beside_pending(session: Session) -> list[Record]:
+    """Backward of 1,000 small parameters on a thread, with a receive pending on the loop and without, in turn."""
+    coll, dst = session.coll, (session.coll.rank + 1) % session.coll.size
+    message, into = _tensor(4), _tensor(4)
+    parameters = [torch.ones(16, requires_grad=True) for _ in range(_PARAMETERS)]
+    ready: list[torch.Tensor] = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(ready.append)  # as data-parallel training has them
+    alone, beside = [], []
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as compute:
+        for turn in range(3 + (session.plan.repeat or 20)):
+            await session.fence()
+            without = await loop.run_in_executor(compute, _backward, parameters)
+            await session.fence()
+            handle = coll.recv(into, (coll.rank - 1) % coll.size)
+            with_one = await loop.run_in_executor(compute, _backward, parameters)
+            await session.fence()
+            await coll.send(message, dst)
+            await handle
+            if turn >= 3:
+                alone.append(without)
+                beside.append(with_one)
+    assert ready
+    ratio = statistics.median(beside) / statistics.median(alone)
+    return await session.valued("backward_beside_pending", session.name, ratio)
+
+
+def _backward(parameters: list[torch.Tensor]) -> float:
+    loss = torch.stack([(p * 2.0).sum() for p in parameters]).sum()
+    began = perf_counter()
+    loss.backward()
+    return perf_counter() - began
+
+
+async def _await_busy(session: Session) -> list[Record]:
+    """The mean of 4 MiB awaits beside a thread of pure Python, over the mean without it, in turn."""
+    t = _tensor(MIDDLE)
+    for _ in range(WARMUPS):
+        await session.allreduce(t)
+    idle, busy = [], []
+    for _ in range(session.plan.repeat or 20):
+        idle += [await _clocked(session, t) for _ in range(5)]
+        with _busy_thread():
+            busy += [await _clocked(session, t) for _ in range(5)]
+    ratio = statistics.fmean(busy) / statistics.fmean(idle)
+    return await session.valued("await_busy", session.name, ratio, MIDDLE)
+
+
+@contextmanager
+def _busy_thread() -> Iterator[None]:
+    stop = False
+
+    def burn() -> None:
+        count = 0
+        while not stop:
+            count += 1
+
+    thread = threading.Thread(target=burn, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop = True
+        thread.join()

@@ -1,0 +1,29 @@
+// Futexes (futex(2)).
+#include "bell.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static void wait(_Atomic uint32_t *word, int how, uint32_t value, uint64_t nanoseconds) {
+    struct timespec limit = {(time_t)(nanoseconds / 1000000000u), (long)(nanoseconds % 1000000000u)};
+    syscall(SYS_futex, word, how, value, nanoseconds ? &limit : NULL, NULL, 0);
+}
+
+void core_bell_ring(core_bell *bell) {
+    atomic_fetch_add(&bell->count, 1);
+    syscall(SYS_futex, &bell->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds) {
+    wait(&bell->count, FUTEX_WAIT, heard, nanoseconds);
+}
+
+void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) {
+    wait(word, FUTEX_WAIT_PRIVATE, value, nanoseconds);
+}
+
+void core_word_wake(_Atomic uint32_t *word) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}

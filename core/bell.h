@@ -1,0 +1,32 @@
+// How threads wait, and are woken.
+#ifndef CORE_BELL_H
+#define CORE_BELL_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "core.h"
+
+// Sleeps while the word holds `value`, for `nanoseconds` at most; 0 is for ever. Only within this process.
+void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds);
+void core_word_wake(_Atomic uint32_t *word);
+
+// Sleeps until `bell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
+void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds);
+
+static inline uint64_t core_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static inline void core_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif

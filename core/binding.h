@@ -1,0 +1,129 @@
+// What the files of the Python module share: binding.c (the module, lanes), handle.c (awaiting), issue.c (issuing).
+#ifndef CORE_BINDING_H
+#define CORE_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <structmember.h>
+
+#include "bell.h"
+#include "core.h"
+#include "ranges.h"
+
+enum {
+    SLICE = 20000,          // nanoseconds that a lane is driven at a time by a thread of Python
+    HEAVY_BYTES = 1 << 20,  // from here on the engine does it from the start
+    WHOLE_BYTES = 1 << 15,  // so much travels whole, wherever it lies
+};
+
+typedef struct Lane Lane;
+typedef struct Issuer Issuer;
+
+// What has ended on the lanes of one loop.
+typedef struct {
+    PyObject_HEAD
+    _Atomic(core_op *) ended;    // whose `done` is to be called, the newest first; any thread pushes, one takes all
+    _Atomic(core_op *) settled;  // those of handles, likewise
+    // Whether the loop is to be woken, by `event`, when something ends: always, but while its own thread drives lanes
+    // (and looks afterwards), and from a wake-up that was sent until the loop has heard it.
+    _Atomic bool sleeps;
+    _Atomic bool wants;          // some lane wants a segment
+    int event;
+    Py_ssize_t pending;          // operations whose `done` was not called yet
+    Lane *lanes;                 // the first of a list
+} Completions;
+
+typedef struct {
+    PyObject_HEAD
+    core_engine *engine;
+    Py_buffer bell;
+} Engine;
+
+struct Lane {
+    PyObject_HEAD
+    core_lane *lane;
+    Completions *completions;
+    Engine *engine;
+    PyObject *map, *fail;
+    unsigned rank, ranks;
+    Py_buffer *views;     // the block, the stage, and of each other rank: the block, the bell
+    PyObject **memories;  // of the other ranks
+    size_t count;
+    uint64_t arena_bytes, ordinary_bytes;  // of inputs that others worked on, and of those that were copied
+    bool closed;
+    Lane *next;
+};
+
+// What is awaited. `Handle` in Python is made of it.
+typedef struct {
+    PyObject_HEAD
+    PyObject *weak;
+    PyObject *progress, *op, *origin, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
+        *late, *keep, *fence, *source, *tag, *version;
+    long long seq;
+    Py_ssize_t nbytes;
+    char consumed, detached, looked_at, polled;
+    // While a lane does it: who issued it (which keeps it alive), the tensor, and the operation.
+    Issuer *issuer;
+    PyObject *tensor;
+    core_op native;
+} Handle;
+
+// What awaits look at of the progress of a loop. `Progress` in Python is made of it.
+typedef struct {
+    PyObject_HEAD
+    PyObject *weak;
+    double last_ran, spin_seconds;
+    unsigned long thread;
+    long long polls;
+    char crowded, fair, armed;
+} Pacer;
+
+// Which bytes are in flight.
+typedef struct {
+    PyObject_HEAD
+    core_ranges writes, reads;
+} Claims;
+
+extern PyTypeObject *handle_type, *pacer_type, *claims_type, *lane_type;
+extern PyObject *status_pending, *status_returned;
+
+int lanes_add(PyObject *module);
+int handle_add(PyObject *module);
+int issue_add(PyObject *module);
+
+// Tells the ends of all handles that are known; from any thread that has the GIL.
+void settle_all(Completions *);
+
+// The loop's own thread drives lanes from the first to the second: what ends meanwhile wakes nobody.
+void drive_begin(Completions *);
+void drive_end(Completions *);
+
+// The end of one of them: gives back what was claimed, and tells who waits.
+void issuer_settle(Handle *);
+Lane *issuer_lane(Issuer *);
+
+// Returns the range that keeps `owner` from having [start, start + nbytes), NULL where nothing does and it has it now;
+// `*failed` with an exception set.
+const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
+void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
+
+#define INCREF(object) Py_INCREF((PyObject *)(object))
+#define DECREF(object) Py_DECREF((PyObject *)(object))
+#define OFFERS(name, type, of, field, flags, doc) {name, type, offsetof(of, field), flags, doc}
+
+static inline void count_bytes(Lane *lane, core_place place, uint64_t nbytes) {
+    *(place.segment == CORE_NOWHERE || nbytes <= WHOLE_BYTES ? &lane->ordinary_bytes : &lane->arena_bytes) += nbytes;
+}
+
+static inline bool is_set(const PyObject *object) { return object != NULL && object != Py_None; }
+
+// Adds a type to the module; NULL with an exception set.
+static inline PyTypeObject *add_type(PyObject *module, PyType_Spec *spec) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddType(module, type) < 0) Py_CLEAR(type);
+    return type;
+}
+
+#endif

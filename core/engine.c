@@ -1,0 +1,150 @@
+// The engine: one thread of a process that drives lanes while nobody else does.
+//
+// Who waits for an operation drives its lane for some microseconds by itself, and a loop that turns does so at every
+// turn; the engine keeps off a lane that was driven lately. What it does when it has looked at all lanes:
+//
+//     something moved               looks again
+//     it waits for other ranks      looks for `spin` more, then LISTENS: those who say something wake it
+//     others drive what there is    DOZES for a millisecond
+//     nothing is under way          the same, for as long as something was lately; then SLEEPS, and a submit wakes it
+//
+// No wake-up is lost: it says how it is about to sleep, looks once more, and sleeps only if nothing moved. Who says or
+// submits something looks at `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring` of
+// lane.c, core_engine_notice) make sure that one of the two sees what the other did.
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "bell.h"
+#include "lane.h"
+
+enum {
+    KEEP_OFF = 20000,      // nanoseconds that a lane is left alone when another thread has driven it
+    SLICE = 200000,        // how long a lane is driven before the next one has its turn
+    DOZE = 1000000,
+    LINGER = 200000000,    // after the last operation
+};
+
+enum look { IDLE, OTHERS, STUCK, DROVE };
+
+struct core_engine {
+    core_bell *bell;
+    uint64_t spin;
+    pthread_t thread;
+    pthread_mutex_t mutex;  // of what follows; held while lanes are driven
+    core_lane **lanes;
+    size_t count, room;
+    bool others;            // some lane was left to another thread when it looked last
+    _Atomic bool stopping;
+};
+
+// Drives each lane once.
+static enum look look(core_engine *engine) {
+    enum look found = IDLE;
+    engine->others = false;
+    pthread_mutex_lock(&engine->mutex);
+    for (size_t i = 0; i < engine->count; i++) {
+        core_lane *lane = engine->lanes[i];
+        if (!core_lane_busy(lane)) continue;
+        uint64_t driven_at = atomic_load_explicit(&lane->driven_at, memory_order_relaxed);
+        enum look now = OTHERS;
+        if (driven_at == 0 || core_now() - driven_at > KEEP_OFF) now = lane_drive(lane, SLICE) ? DROVE : STUCK;
+        if (now == OTHERS) engine->others = true;
+        if (now > found) found = now;
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    return found;
+}
+
+// Sleeps, unless something changed meanwhile; true when it did sleep.
+static bool doze(core_engine *engine, enum core_sleep how) {
+    uint32_t heard = atomic_load(&engine->bell->count);
+    atomic_store(&engine->bell->sleep, how);
+    atomic_thread_fence(memory_order_seq_cst);
+    enum look found = look(engine);
+    bool sleeps = how == CORE_SLEEPS ? found == IDLE : how == CORE_LISTENS ? found == STUCK : found <= OTHERS;
+    sleeps = sleeps && !atomic_load(&engine->stopping);
+    // Nobody rings when others stop driving what they drove.
+    if (sleeps) core_bell_wait(engine->bell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
+    atomic_store(&engine->bell->sleep, CORE_AWAKE);
+    return sleeps;
+}
+
+static void *run(void *context) {
+    core_engine *engine = context;
+    uint64_t moved_at = core_now(), busy_at = moved_at;
+    while (!atomic_load_explicit(&engine->stopping, memory_order_relaxed)) {
+        enum look found = look(engine);
+        uint64_t now = core_now();
+        if (found != IDLE) busy_at = now;
+        if (found == DROVE) {
+            moved_at = now;
+        } else if (found == STUCK && now - moved_at < engine->spin) {
+            core_relax();
+        } else if (found == STUCK) {
+            if (doze(engine, CORE_LISTENS)) moved_at = core_now();  // who was woken looks for a while
+        } else {
+            doze(engine, found == IDLE && now - busy_at > LINGER ? CORE_SLEEPS : CORE_DOZES);
+        }
+    }
+    return NULL;
+}
+
+core_engine *core_engine_start(core_bell *bell, uint64_t spin) {
+    core_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) return NULL;
+    engine->bell = bell;
+    engine->spin = spin;
+    pthread_mutex_init(&engine->mutex, NULL);
+    sigset_t all, before;  // signals are for the threads of the program
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(&engine->thread, NULL, run, engine);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) {
+        free(engine);
+        return NULL;
+    }
+    return engine;
+}
+
+void core_engine_stop(core_engine *engine) {
+    atomic_store(&engine->stopping, true);
+    core_bell_ring(engine->bell);
+    pthread_join(engine->thread, NULL);
+    pthread_mutex_destroy(&engine->mutex);
+    free(engine->lanes);
+    free(engine);
+}
+
+int core_engine_add(core_engine *engine, core_lane *lane) {
+    int failed = 0;
+    pthread_mutex_lock(&engine->mutex);
+    if (engine->count == engine->room) {
+        size_t room = 2 * engine->room + 4;
+        core_lane **lanes = realloc(engine->lanes, room * sizeof *lanes);
+        if (lanes != NULL) {
+            engine->lanes = lanes;
+            engine->room = room;
+        }
+        failed = lanes == NULL ? -1 : 0;
+    }
+    if (!failed) engine->lanes[engine->count++] = lane;
+    pthread_mutex_unlock(&engine->mutex);
+    return failed;
+}
+
+void core_engine_remove(core_engine *engine, core_lane *lane) {
+    pthread_mutex_lock(&engine->mutex);
+    for (size_t i = 0; i < engine->count; i++)
+        if (engine->lanes[i] == lane) engine->lanes[i--] = engine->lanes[--engine->count];
+    pthread_mutex_unlock(&engine->mutex);
+}
+
+void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
+    if (engine == NULL) return;  // a forked child has none
+    if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    uint32_t sleep = atomic_load_explicit(&engine->bell->sleep, memory_order_relaxed);
+    if (sleep == CORE_SLEEPS || (now && sleep != CORE_AWAKE)) core_bell_ring(engine->bell);
+}

@@ -1,0 +1,297 @@
+// What is awaited: the state of a handle, and the way of an await that need not suspend.
+#include "binding.h"
+
+PyTypeObject *handle_type, *pacer_type;
+PyObject *status_pending, *status_returned;
+
+static PyObject *s_spin, *s_suspended, *s_yielding, *s_failed, *s_dropped;
+
+enum { FAIR = 1000000 };  // nanoseconds after which an await yields to the loop once
+
+// --- an iterator that has its result at once ---------------------------------------------------------------------
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *value;
+} Ready;
+
+static PyTypeObject *ready_type;
+
+static void ready_dealloc(Ready *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->value);
+    PyObject_Free(self);
+    DECREF(type);
+}
+
+static PyObject *ready_next(Ready *self) {
+    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, self->value, NULL);
+    if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
+    Py_XDECREF(stop);
+    return NULL;
+}
+
+static PySendResult ready_send(Ready *self, PyObject *sent, PyObject **result) {
+    (void)sent;
+    *result = self->value;
+    Py_INCREF(*result);
+    return PYGEN_RETURN;
+}
+
+static PyObject *ready_iter(PyObject *self) {
+    Py_INCREF(self);
+    return self;
+}
+
+static PyType_Slot ready_slots[] = {
+    {Py_tp_dealloc, ready_dealloc}, {Py_tp_iter, ready_iter}, {Py_tp_iternext, ready_next}, {Py_am_send, ready_send}, {0},
+};
+static PyType_Spec ready_spec = {
+    "aiodist._core.Ready", sizeof(Ready), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, ready_slots,
+};
+
+static PyObject *ready(PyObject *value) {
+    Ready *self = PyObject_New(Ready, ready_type);
+    if (self == NULL) return NULL;
+    Py_INCREF(value);
+    self->value = value;
+    return (PyObject *)self;
+}
+
+// --- handles -----------------------------------------------------------------------------------------------------
+
+static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)args, (void)named;
+    Handle *self = (Handle *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    self->status = status_pending;
+    Py_XINCREF(status_pending);
+    self->polled = 1;
+    return (PyObject *)self;
+}
+
+static int handle_init(Handle *self, PyObject *args, PyObject *named) {
+    static char *names[] = {"progress", "op", "seq", "nbytes", "origin", "account", NULL};
+    PyObject *progress, *op, *origin = NULL, *account = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOO", names, &progress, &op, &self->seq, &self->nbytes, &origin, &account))
+        return -1;
+    Py_INCREF(progress), Py_INCREF(op), Py_XINCREF(origin), Py_XINCREF(account);
+    self->progress = progress;
+    self->op = op;
+    self->origin = origin;
+    self->account = account;
+    return 0;
+}
+
+// All objects that a handle refers to.
+#define HANDLE_REFERENCES(self)                                                                                            \
+    {                                                                                                                      \
+        &self->progress, &self->op, &self->origin, &self->account, &self->status, &self->value, &self->traceback,          \
+            &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->keep,    \
+            &self->fence, &self->source, &self->tag, &self->version, &self->tensor                                         \
+    }
+
+static int handle_traverse(Handle *self, visitproc visit, void *arg) {
+    PyObject **const references[] = HANDLE_REFERENCES(self);
+    for (size_t i = 0; i < sizeof references / sizeof *references; i++) Py_VISIT(*references[i]);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    return 0;
+}
+
+static int handle_clear(Handle *self) {
+    PyObject **const references[] = HANDLE_REFERENCES(self);
+    for (size_t i = 0; i < sizeof references / sizeof *references; i++) Py_CLEAR(*references[i]);
+    return 0;
+}
+
+static void handle_finalize(Handle *self) {
+    if (self->consumed || self->status == status_pending || self->status == NULL) return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallMethodObjArgs((PyObject *)self, s_dropped, NULL);
+    if (result == NULL) PyErr_WriteUnraisable((PyObject *)self);
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+static void handle_dealloc(Handle *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    if (self->weak != NULL) PyObject_ClearWeakRefs((PyObject *)self);
+    handle_clear(self);
+    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(self);
+    DECREF(type);
+}
+
+// Looks for a while whether it ends; true where something of Python must do so.
+static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
+    if (self->issuer == NULL) return true;
+    Lane *lane = issuer_lane(self->issuer);
+    Completions *completions = lane->completions;
+    uint64_t spins = (uint64_t)(pacer->spin_seconds * 1e9), until = now + spins;
+    uint64_t fair = (uint64_t)(pacer->last_ran * 1e9) + FAIR;
+    drive_begin(completions);
+    while (true) {
+        bool moved = core_lane_load(lane->lane) < HEAVY_BYTES && core_lane_advance(lane->lane, SLICE);
+        settle_all(completions);
+        if (self->status != status_pending) break;
+        now = core_now();
+        if (moved) until = now + spins;
+        if (now >= until || now >= fair) break;
+        if (pacer->crowded) sched_yield();
+        else core_relax();
+    }
+    drive_end(completions);
+    // The engine goes on with what is left, and wakes the loop.
+    if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
+    return false;
+}
+
+static PyObject *handle_await(Handle *self) {
+    Pacer *pacer = (Pacer *)self->progress;
+    self->consumed = 1;
+    uint64_t now = core_now();
+    if (self->status == status_pending) {
+        if (spin(self, pacer, now)) {
+            PyObject *spun = PyObject_CallMethodObjArgs((PyObject *)pacer, s_spin, self, NULL);
+            if (spun == NULL) return NULL;
+            Py_DECREF(spun);
+        }
+        if (self->status == status_pending) return PyObject_CallMethodObjArgs((PyObject *)self, s_suspended, NULL);
+    }
+    // Awaits that never suspend would starve the loop: once a millisecond one of them yields.
+    if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR * 1e-9 && PyThread_get_thread_ident() == pacer->thread)
+        return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
+    if (self->status == status_returned) return ready(self->value == NULL ? Py_None : self->value);
+    return PyObject_CallMethodObjArgs((PyObject *)self, s_failed, NULL);
+}
+
+// Whether it goes on: a lane may have done it, and nobody have looked yet.
+static bool pending(Handle *self) {
+    if (self->status == status_pending && self->issuer != NULL) settle_all(issuer_lane(self->issuer)->completions);
+    return self->status == status_pending;
+}
+
+static PyObject *handle_done(Handle *self, PyObject *none) {
+    (void)none;
+    if (!pending(self)) Py_RETURN_TRUE;
+    self->looked_at = 1;
+    Py_RETURN_FALSE;
+}
+
+static PyObject *handle_is_pending(Handle *self, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(pending(self));
+}
+
+static PyObject *handle_in_lane(Handle *self, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(self->issuer != NULL);
+}
+
+static PyObject *handle_sleep(Handle *self, PyObject *seconds) {
+    double limit = PyFloat_AsDouble(seconds);
+    if (limit == -1 && PyErr_Occurred()) return NULL;
+    Issuer *issuer = self->issuer;
+    if (issuer != NULL) {
+        Lane *lane = issuer_lane(issuer);
+        INCREF(self), INCREF(issuer);  // another thread may settle it, which gives both back
+        core_engine_notice(lane->engine->engine, lane->lane, true);
+        Py_BEGIN_ALLOW_THREADS;
+        if (core_op_state(&self->native) == CORE_PENDING) core_op_wait(&self->native, (uint64_t)(limit * 1e9) + 1);
+        Py_END_ALLOW_THREADS;
+        settle_all(lane->completions);
+        DECREF(issuer), DECREF(self);
+    }
+    return PyBool_FromLong(self->status != status_pending);
+}
+
+#define OBJECT(name, field) OFFERS(name, T_OBJECT, Handle, field, 0, NULL)
+static PyMemberDef handle_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Handle, weak), READONLY, NULL},
+    OBJECT("_progress", progress), OBJECT("op", op), OBJECT("_origin", origin), OBJECT("_account", account),
+    OBJECT("_status", status), OBJECT("_value", value), OBJECT("_traceback", traceback), OBJECT("_waiters", waiters),
+    OBJECT("_callbacks", callbacks), OBJECT("_event", event), OBJECT("_canceller", canceller), OBJECT("_expires", expires),
+    OBJECT("_late", late), OBJECT("keep", keep), OBJECT("fence", fence), OBJECT("source", source), OBJECT("tag", tag),
+    OBJECT("version", version),
+    OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
+    OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
+    OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
+    {0},
+};
+static PyMethodDef handle_methods[] = {
+    {"done", (PyCFunction)handle_done, METH_NOARGS,
+     "Return True when it is over, however it ended; from any thread.\n\n"
+     "Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached."},
+    {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
+    {0},
+};
+static PyGetSetDef handle_getset[] = {
+    {"is_pending", (getter)handle_is_pending, NULL, "Whether it goes on; unlike `done()`, asking this is no sign that somebody waits.", NULL},
+    {"in_lane", (getter)handle_in_lane, NULL, "A lane does it, from the call on.", NULL},
+    {0},
+};
+static PyType_Slot handle_slots[] = {
+    {Py_tp_doc, "The state of a handle, and the way of an await that need not suspend."},
+    {Py_tp_new, handle_new}, {Py_tp_init, handle_init}, {Py_tp_dealloc, handle_dealloc}, {Py_tp_traverse, handle_traverse},
+    {Py_tp_clear, handle_clear}, {Py_tp_finalize, handle_finalize}, {Py_tp_members, handle_members},
+    {Py_tp_methods, handle_methods}, {Py_tp_getset, handle_getset}, {Py_am_await, handle_await}, {0},
+};
+static PyType_Spec handle_spec = {
+    "aiodist._core.Handle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots,
+};
+
+// --- the pace of a loop ------------------------------------------------------------------------------------------
+
+static void pacer_dealloc(Pacer *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->weak != NULL) PyObject_ClearWeakRefs((PyObject *)self);
+    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(self);
+    DECREF(type);
+}
+
+static PyMemberDef pacer_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Pacer, weak), READONLY, NULL},
+    OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "When the loop last ran our callback, in seconds of `perf_counter`."),
+    OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "How long an await may look before it suspends."),
+    OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "How often something was polled for the loop."),
+    OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "Ranks outnumber cores: a thread that looks lets others run in between."),
+    OFFERS("fair", T_BOOL, Pacer, fair, 0, "Awaits that never suspend yield now and then."),
+    OFFERS("armed", T_BOOL, Pacer, armed, 0, "The loop polls at its next iteration."),
+    OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "The loop's thread."),
+    {0},
+};
+static PyType_Slot pacer_slots[] = {
+    {Py_tp_doc, "What awaits look at of the progress of a loop."},
+    {Py_tp_dealloc, pacer_dealloc}, {Py_tp_members, pacer_members}, {0},
+};
+static PyType_Spec pacer_spec = {
+    "aiodist._core.Pacer", sizeof(Pacer), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, pacer_slots,
+};
+
+static PyObject *set_statuses(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *pending, *returned;
+    if (!PyArg_ParseTuple(args, "OO", &pending, &returned)) return NULL;
+    Py_INCREF(pending), Py_INCREF(returned);
+    status_pending = pending;
+    status_returned = returned;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"set_statuses", set_statuses, METH_VARARGS, "set_statuses(pending, returned): what handles have for a status."}, {0},
+};
+
+int handle_add(PyObject *module) {
+    s_spin = PyUnicode_InternFromString("spin");
+    s_suspended = PyUnicode_InternFromString("_suspended");
+    s_yielding = PyUnicode_InternFromString("_yielding");
+    s_failed = PyUnicode_InternFromString("_failed");
+    s_dropped = PyUnicode_InternFromString("_dropped");
+    return !(ready_type = add_type(module, &ready_spec)) || !(handle_type = add_type(module, &handle_spec)) ||
+                   !(pacer_type = add_type(module, &pacer_spec)) || PyModule_AddFunctions(module, functions) < 0
+               ? -1 : 0;
+}

@@ -1,0 +1,101 @@
+"""H1, H10: what a lane does goes on, and can be waited for in a thread, while the loop stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+import aiodist
+from aiodist import Communicator
+
+processes = pytest.mark.ranks(2, 3, backend=("openmpi", "shm"))
+
+
+@processes
+@pytest.mark.parametrize("numel", [1, 10_000, 3_000_000])
+async def test_h10_a_thread_waits_while_the_loop_stands_still(coll: Communicator, numel: int) -> None:
+    await coll.barrier()
+    t = torch.full((numel,), float(coll.rank))
+    handle = coll.allreduce(t)
+    seen: list[bool] = []
+
+    def wait() -> None:
+        seen.append(bool((handle.wait(30) == sum(range(coll.size))).all()))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until = time.monotonic() + 30
+    while thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)  # noqa: ASYNC251  - the loop stands still
+    assert seen == [True]
+    assert handle.done()
+    assert await handle is t
+
+
+@processes
+async def test_h10_a_thread_that_waits_for_too_short_a_time_is_told(coll: Communicator) -> None:
+    t = torch.ones(3)
+    if coll.rank == 0:
+        handle = coll.allreduce(t)
+        with pytest.raises(aiodist.OperationTimeout, match=r"not done within 0\.05 s"):
+            await asyncio.to_thread(handle.wait, 0.05)
+    else:
+        await asyncio.sleep(0.3)
+        handle = coll.allreduce(t)
+    assert (await handle).tolist() == [coll.size] * 3
+
+
+@processes
+async def test_h4_callbacks_and_several_awaits_of_what_a_lane_does(coll: Communicator) -> None:
+    await coll.barrier()
+    if coll.rank == 0:
+        await asyncio.sleep(0.05)
+    handle = coll.allreduce(torch.ones(5))
+    told: list[object] = []
+    handle.add_done_callback(told.append)
+    results = await asyncio.gather(*[asyncio.ensure_future(_awaited(handle)) for _ in range(3)])
+    assert all(result is results[0] for result in results)
+    await asyncio.sleep(0.01)
+    assert told == [handle]
+
+
+async def _awaited(handle: aiodist.Handle[torch.Tensor]) -> torch.Tensor:
+    return await handle
+
+
+@processes
+async def test_h1_a_loop_that_does_something_else_is_told_at_once(coll: Communicator) -> None:
+    """The loop sleeps: a callback runs when the last rank has come, not when the loop wakes for another reason."""
+    await coll.barrier()
+    over = asyncio.Event()
+    if coll.rank:
+        await asyncio.sleep(0.2)
+    handle = coll.allreduce(torch.ones(5))
+    handle.add_done_callback(lambda _: over.set())
+    began = time.monotonic()
+    async with asyncio.timeout(20):
+        await over.wait()
+    assert time.monotonic() - began < 10
+    await handle
+
+
+@processes
+async def test_h6_an_await_that_is_cancelled_leaves_the_lane_alone(coll: Communicator) -> None:
+    await coll.barrier()
+    t = torch.ones(3)
+    if coll.rank == 0:
+        handle = coll.allreduce(t)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await handle
+        with pytest.raises(aiodist.BufferInFlight):
+            coll.allreduce(t)
+    else:
+        await asyncio.sleep(0.3)
+        handle = coll.allreduce(t)
+    assert (await handle).tolist() == [coll.size] * 3
+    await coll.barrier()
