@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from build_backend import aiodist_build as build
+
 CORE = Path(__file__).resolve().parents[2] / "core"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DCORE_STOPS", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-g"]
@@ -19,8 +21,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 
 def built(folder: Path, *flags: str, core: Path = CORE) -> Path:
     program = folder / "test_faults"
-    sources = [*sorted(core.glob("*.c")), core / "tests" / "test_faults.c"]
-    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm"]
+    sources = [*(core / path.name for path in build.LIBRARY), core / "tests" / "test_faults.c"]
+    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 
