@@ -461,10 +461,13 @@ class Progress(_core.Pacer):
         self.armed = False
         self.parked = True
         _thread.wake(self)
-        for driven in self._driven:
-            if not driven.sleep():
-                self.loop.call_soon(self.resume)
-                return
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Have the loop woken when something ends, or at once where something has."""
+        asleep = [driven.sleep() for driven in self._driven]
+        if not all(asleep):
+            self.loop.call_soon(self.resume)
 
     def resume(self) -> None:
         """Something has ended while the loop did not poll: look, and poll again; on the loop's thread.
@@ -479,8 +482,8 @@ class Progress(_core.Pacer):
             self.let_go()
         elif not self.computing:
             self._arm()
-        elif not all([driven.sleep() for driven in self._driven]):
-            self.loop.call_soon(self.resume)
+        else:
+            self._sleep()
 
     # --- handing over to the loop ------------------------------------------------------------------------
 
