@@ -242,8 +242,10 @@ static PyObject *origin_of(Issuer *self) {
         Py_XDECREF(code);
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
         PyObject *filename = PyObject_GetAttr(code, s_filename);
-        PyObject *ours = filename == NULL ? NULL : PyDict_GetItemWithError(self->ours, filename);
+        PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
         Py_XDECREF(filename);
+        Py_XDECREF(ours);
+        if (ours == NULL) PyErr_Clear();
         if (ours != Py_True) break;
     }
     if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);

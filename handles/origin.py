@@ -16,8 +16,6 @@ from aiodist.handles.pending import Pending
 __all__ = ["Origin", "described", "is_ours", "known_files", "listed", "whence"]
 
 _SHOWN = 3
-known_files: dict[str, bool] = {}
-"""Of each file seen in a traceback so far: whether it is one of ours, see `is_ours`."""
 
 
 def _folders() -> tuple[str, ...]:
@@ -35,12 +33,21 @@ _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
 
 
+class _Files(dict[str, bool]):
+    """Whether a file is one of ours, remembered: a look costs as much as one in a dict."""
+
+    def __missing__(self, filename: str) -> bool:
+        ours = self[filename] = filename.startswith(_OURS)
+        return ours
+
+
+known_files = _Files()
+"""Of each file: whether it is one of ours, see `is_ours`."""
+
+
 def is_ours(filename: str) -> bool:
     """Return True for a file of aiodist's or asyncio's, which nobody asks about."""
-    ours = known_files.get(filename)
-    if ours is None:
-        ours = known_files[filename] = filename.startswith(_OURS)
-    return ours
+    return known_files[filename]
 
 
 def whence(depth: int) -> tuple[CodeType, int]:
@@ -48,10 +55,7 @@ def whence(depth: int) -> tuple[CodeType, int]:
     frame = _getframe(depth)
     while True:
         code = frame.f_code
-        ours = known_files.get(code.co_filename)
-        if ours is None:
-            ours = is_ours(code.co_filename)
-        if not ours or frame.f_back is None:
+        if not known_files[code.co_filename] or frame.f_back is None:
             return code, frame.f_lasti
         frame = frame.f_back
 

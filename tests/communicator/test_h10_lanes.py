@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +101,17 @@ async def test_h6_an_await_that_is_cancelled_leaves_the_lane_alone(coll: Communi
         handle = coll.allreduce(t)
     assert (await handle).tolist() == [coll.size] * 3
     await coll.barrier()
+
+
+@processes
+async def test_h7_the_line_of_what_a_lane_does_is_the_users(coll: Communicator) -> None:
+    """Through code of aiodist's that has not called anything before."""
+    t = torch.ones(7)
+    await coll.allreduce(t)  # from now on a lane does it from the call on
+    space: dict[str, object] = {}
+    inside = f"{Path(aiodist.__file__).parent}/never_seen.py"
+    exec(compile("def call(coll, t): return coll.allreduce(t)", inside, "exec"), space)
+    call: Any = space["call"]
+    handle = call(coll, t)
+    assert str(handle.origin).startswith(f"{__file__}:")
+    await handle
