@@ -117,7 +117,15 @@ static void engine_dealloc(Engine *self) {
     Py_DECREF(type);
 }
 
+static PyObject *engine_spin(Engine *self, PyObject *seconds) {
+    double spin = PyFloat_AsDouble(seconds);
+    if (spin == -1 && PyErr_Occurred()) return NULL;
+    if (self->engine != NULL) core_engine_spin(self->engine, (uint64_t)(spin * 1e9));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef engine_methods[] = {
+    {"spin", (PyCFunction)engine_spin, METH_O, "spin(seconds): look for so long before it sleeps, from now on."},
     {"stop", (PyCFunction)engine_stop, METH_NOARGS, "Drive nothing any more."},
     {"forget", (PyCFunction)engine_forget, METH_NOARGS, "This is a forked child, where there is no such thread."},
     {0},

@@ -188,6 +188,7 @@ void core_lane_release(core_lane *);
 // does. NULL where no thread can be had.
 typedef struct core_engine core_engine;
 core_engine *core_engine_start(core_bell *bell, uint64_t spin);
+void core_engine_spin(core_engine *, uint64_t spin);  // from now on
 void core_engine_stop(core_engine *);  // it has driven its lanes for the last time; they stay
 int core_engine_add(core_engine *, core_lane *);  // -1: no memory
 void core_engine_remove(core_engine *, core_lane *);

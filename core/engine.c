@@ -29,7 +29,7 @@ enum look { IDLE, OTHERS, STUCK, DROVE };
 
 struct core_engine {
     core_bell *bell;
-    uint64_t spin;
+    _Atomic uint64_t spin;
     pthread_t thread;
     pthread_mutex_t mutex;  // of what follows; held while lanes are driven
     core_lane **lanes;
@@ -79,7 +79,7 @@ static void *run(void *context) {
         if (found != IDLE) busy_at = now;
         if (found == DROVE) {
             moved_at = now;
-        } else if (found == STUCK && now - moved_at < engine->spin) {
+        } else if (found == STUCK && now - moved_at < atomic_load_explicit(&engine->spin, memory_order_relaxed)) {
             core_relax();
         } else if (found == STUCK) {
             if (doze(engine, CORE_LISTENS)) moved_at = core_now();  // who was woken looks for a while
@@ -94,7 +94,7 @@ core_engine *core_engine_start(core_bell *bell, uint64_t spin) {
     core_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return NULL;
     engine->bell = bell;
-    engine->spin = spin;
+    atomic_init(&engine->spin, spin);
     pthread_mutex_init(&engine->mutex, NULL);
     sigset_t all, before;  // signals are for the threads of the program
     sigfillset(&all);
@@ -107,6 +107,8 @@ core_engine *core_engine_start(core_bell *bell, uint64_t spin) {
     }
     return engine;
 }
+
+void core_engine_spin(core_engine *engine, uint64_t spin) { atomic_store_explicit(&engine->spin, spin, memory_order_relaxed); }
 
 void core_engine_stop(core_engine *engine) {
     atomic_store(&engine->stopping, true);

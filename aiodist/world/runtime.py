@@ -171,6 +171,8 @@ def _limit_spinning(world: Communicator) -> None:
     """A rank that spins where another waits for the core only keeps it waiting."""
     if world.local_size > len(os.sched_getaffinity(0)):
         Progress.current().crowded = True
+        if (near := world.parts.registry.near) is not None:
+            near.engine.spin(0.0)
 
 
 # --- running -------------------------------------------------------------------------------------------------
