@@ -213,12 +213,20 @@ static void completions_dealloc(Completions *self) {
     Py_DECREF(type);
 }
 
+void lane_keep(Lane *lane, const core_op *op, PyObject *memory) {
+    uint32_t state = core_op_state(op);
+    if ((state != CORE_ABANDONED && state != CORE_BROKEN) || op->in_at.segment == CORE_NOWHERE) return;
+    if (lane->limbo == NULL) lane->limbo = PyList_New(0);
+    if (lane->limbo == NULL || PyList_Append(lane->limbo, memory) < 0) PyErr_WriteUnraisable((PyObject *)lane);
+}
+
 // Tells the end of one operation, which is forgotten then. What `done` raises is for `sys.unraisablehook`.
 static void tell(Operation *o) {
     enum core_state state = core_op_state(&o->op);
     PyObject *done = o->done, *keep = o->keep, *error = NULL, *result = NULL;
     o->done = o->keep = NULL;
     o->lane->completions->pending--;
+    lane_keep(o->lane, &o->op, keep);
     if (state == CORE_DONE) result = PyObject_CallFunctionObjArgs(done, Py_None, NULL);
     else if ((error = PyObject_CallFunction(o->lane->fail, "iI", (int)state, o->op.differs)) != NULL)
         result = PyObject_CallFunctionObjArgs(done, error, NULL);
@@ -457,11 +465,13 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
 static int lane_traverse(Lane *self, visitproc visit, void *arg) {
     Py_VISIT(self->map);
     Py_VISIT(self->fail);
+    Py_VISIT(self->limbo);
     Py_VISIT(Py_TYPE((PyObject *)self));
     return 0;
 }
 
 static int lane_clear(Lane *self) {
+    Py_CLEAR(self->limbo);
     Py_CLEAR(self->map);
     Py_CLEAR(self->fail);
     return 0;

@@ -49,6 +49,7 @@ struct Lane {
     unsigned rank, ranks;
     Py_buffer *views;     // the block, the stage, and of each other rank: the block, the bell
     PyObject **memories;  // of the other ranks
+    PyObject *limbo;      // a list: what others may still work on of operations that were given up; NULL while empty
     size_t count;
     uint64_t arena_bytes, ordinary_bytes;  // of inputs that others worked on, and of those that were copied
     bool closed;
@@ -92,6 +93,9 @@ extern PyObject *status_pending, *status_returned;
 int lanes_add(PyObject *module);
 int handle_add(PyObject *module);
 int issue_add(PyObject *module);
+
+// Keeps `memory` as long as `lane`, where others may still work on it: its operation was given up while they could.
+void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 
 // Tells the ends of all handles that are known; from any thread that has the GIL.
 void settle_all(Completions *);

@@ -366,6 +366,7 @@ void issuer_settle(Handle *h) {
     h->tensor = NULL;
     claims_release(self->claims, (uintptr_t)h->native.in, h->nbytes > 0 ? (size_t)h->nbytes : 0, true);
     PyObject *told = NULL;
+    lane_keep(self->lane, &h->native, tensor);
     if (core_op_state(&h->native) != CORE_DONE) {
         PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)core_op_state(&h->native), h->native.differs);
         if (error != NULL) told = PyObject_CallFunctionObjArgs(self->failed, h, error, NULL);

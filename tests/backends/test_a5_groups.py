@@ -432,6 +432,29 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         assert all(held(near) - before <= lanes for near, before in zip(here.nears, used, strict=True))
 
 
+async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too() -> None:
+    """Else it would be lent to somebody else, who finds numbers in it that a rank behind wrote."""
+    async with world(2) as here:
+        natives = here.group("given up")
+        await asyncio.gather(*[here.issue(r, begun("allreduce", torch.ones(9)), 1, natives) for r in range(2)])
+        before = held(here.nears[0])
+        t = here.shared(0, torch.ones(3_000_000))
+        end = here.issue(0, begun("allreduce", t), 2, natives)
+        with transport_lock:
+            natives[0].give_up(CommunicatorClosed("given up"))
+        with pytest.raises(CommunicatorClosed):
+            await end
+        nbytes = t.nbytes
+        del t, end
+        gc.collect()
+        assert held(here.nears[0]) >= before + nbytes
+        with transport_lock:
+            natives[1].give_up(CommunicatorClosed("given up too"))
+            here.nears[0].leave("nothing", [1], None)  # it looks who has left
+        gc.collect()
+        assert held(here.nears[0]) < before + nbytes
+
+
 def held(near: Neighbourhood) -> int:
     return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in near.arena.segments)
 

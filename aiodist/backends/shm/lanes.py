@@ -210,7 +210,8 @@ class Lane:
         self._why.append(error)
         self._lane.abandon()
         # What others still have to see of it stays until they look no more either.
-        self._near.leave(self._name, [other.rank for other in self._others.values()], self._memory)
+        # So does what they may still work on of operations that were given up, which the lane keeps.
+        self._near.leave(self._name, [other.rank for other in self._others.values()], (self._memory, self._lane))
         del self._memory
 
     def release(self) -> None:

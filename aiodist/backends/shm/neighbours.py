@@ -195,7 +195,7 @@ class Neighbourhood:
         self.ordered = platform.machine() == "x86_64" if ordered is None else ordered
         self.arena = Arena()
         self._told = 0
-        self._leaving: dict[str, tuple[frozenset[int], Tensor]] = {}
+        self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()
         self.bell = _bell(self._control)
@@ -222,7 +222,7 @@ class Neighbourhood:
             self.neighbours[rank].tell({"place": name, "at": where})
         return made
 
-    def leave(self, name: str, others: Sequence[int], memory: Tensor) -> None:
+    def leave(self, name: str, others: Sequence[int], memory: object) -> None:
         """Look at what is called `name` no more; keep our part of it until `others` look no more either."""
         for rank in others:
             self.neighbours[rank].tell({"left": name})
