@@ -356,7 +356,7 @@ async def test_a1_predicted_times_are_of_the_order_of_real_runs(coll: aiodist.Co
     assert [(one.nbytes, one.impl) for one in found] == list(product((1 << 10, 16 << 10), impls))
     ratios = sorted(one.ratio for one in found)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
-    assert 0.1 < ratios[len(ratios) // 2] < 10, found
+    assert 0.1 < ratios[len(ratios) // 2] < 30, found  # four ranks may have two cores, and others beside them
 
 
 @pytest.mark.thorough
