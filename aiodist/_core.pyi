@@ -129,6 +129,7 @@ class Pacer:
     polls: int
     crowded: bool
     fair: bool
+    computing: set[int]
     armed: bool
     thread_id: int
 

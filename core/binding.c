@@ -256,10 +256,7 @@ static bool map_wanted(Completions *self) {
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
         unsigned rank;
         uint32_t segment;
-        if (lane->lane == NULL || !core_lane_hold(lane->lane)) {
-            if (lane->lane != NULL) atomic_store(&self->wants, true);  // looked at again at the next turn
-            continue;
-        }
+        while (!core_lane_hold(lane->lane)) core_relax();  // for as long as a step lasts
         if (core_lane_wants(lane->lane, &rank, &segment)) {
             PyObject *mapped = PyObject_CallFunction(lane->map, "II", rank, (unsigned)segment);
             Py_XDECREF(mapped);
@@ -281,7 +278,7 @@ static PyObject *completions_poll(Completions *self, PyObject *seconds) {
     while (true) {
         if (!map_wanted(self)) return NULL;
         for (Lane *lane = self->lanes; lane != NULL; lane = lane->next)
-            if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < HEAVY_BYTES)
+            if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < POLLED_BYTES)
                 core_lane_advance(lane->lane, SLICE);
         if ((told = tell_all(self)) > 0 || limit <= 0) break;
         uint64_t now = core_now();
@@ -317,7 +314,7 @@ static PyObject *completions_heavy(Completions *self, void *closure) {
     (void)closure;
     uint64_t load = 0;
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) load += core_lane_load(lane->lane);
-    return PyBool_FromLong(load >= HEAVY_BYTES);
+    return PyBool_FromLong(load >= POLLED_BYTES);
 }
 
 static PyObject *completions_tell(Completions *self, PyObject *none) {
@@ -556,7 +553,7 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
     self->completions->pending++;
     Py_INCREF((PyObject *)o);  // until its end is told
     core_lane_submit(self->lane, &o->op);
-    bool heavy = core_lane_load(self->lane) >= HEAVY_BYTES;
+    bool heavy = core_lane_load(self->lane) >= POLLED_BYTES;
     if (!heavy) core_lane_advance(self->lane, SLICE);
     if (core_lane_busy(self->lane)) core_engine_notice(self->engine->engine, self->lane, core_lane_load(self->lane) > 0);
     return (PyObject *)o;

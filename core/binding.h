@@ -13,7 +13,11 @@
 
 enum {
     SLICE = 20000,          // nanoseconds that a lane is driven at a time by a thread of Python
-    HEAVY_BYTES = 1 << 20,  // from here on the engine does it from the start
+    // From so much under way on the engine does it from the start: an await would look for longer than a millisecond;
+    // a poller has other things to look at; and a thread that computes needs the GIL, which an await holds.
+    AWAITED_BYTES = 1 << 23,
+    POLLED_BYTES = 1 << 20,
+    BESIDE_BYTES = 1 << 18,
     WHOLE_BYTES = 1 << 15,  // so much travels whole, wherever it lies
 };
 
@@ -79,7 +83,12 @@ typedef struct {
     unsigned long thread;
     long long polls;
     char crowded, fair, armed;
+    PyObject *computing;  // a set: the threads that compute just now
 } Pacer;
+
+static inline uint64_t heavy_bytes(const Pacer *pacer) {
+    return pacer->computing != NULL && PySet_Size(pacer->computing) > 0 ? BESIDE_BYTES : AWAITED_BYTES;
+}
 
 // Which bytes are in flight.
 typedef struct {

@@ -148,5 +148,7 @@ void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
     if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     uint32_t sleep = atomic_load_explicit(&engine->bell->sleep, memory_order_relaxed);
-    if (sleep == CORE_SLEEPS || (now && sleep != CORE_AWAKE)) core_bell_ring(engine->bell);
+    // One that listens would not look before another rank rings, which may wait for what is left to do here.
+    bool wakes = sleep == CORE_SLEEPS || sleep == CORE_LISTENS || (now && sleep == CORE_DOZES);
+    if (wakes) core_bell_ring(engine->bell);
 }

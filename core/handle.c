@@ -130,10 +130,10 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     Lane *lane = issuer_lane(self->issuer);
     Completions *completions = lane->completions;
     uint64_t spins = (uint64_t)(pacer->spin_seconds * 1e9), until = now + spins;
-    uint64_t fair = (uint64_t)(pacer->last_ran * 1e9) + FAIR;
+    uint64_t heavy = heavy_bytes(pacer), fair = (uint64_t)(pacer->last_ran * 1e9) + FAIR;
     drive_begin(completions);
     while (true) {
-        bool moved = core_lane_load(lane->lane) < HEAVY_BYTES && core_lane_advance(lane->lane, SLICE);
+        bool moved = core_lane_load(lane->lane) < heavy && core_lane_advance(lane->lane, SLICE);
         settle_all(completions);
         if (self->status != status_pending) break;
         now = core_now();
@@ -247,12 +247,14 @@ static PyType_Spec handle_spec = {
 static void pacer_dealloc(Pacer *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->weak != NULL) PyObject_ClearWeakRefs((PyObject *)self);
+    Py_XDECREF(self->computing);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(self);
     DECREF(type);
 }
 
 static PyMemberDef pacer_members[] = {
+    OFFERS("computing", T_OBJECT, Pacer, computing, 0, "The threads of host streams that compute just now."),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Pacer, weak), READONLY, NULL},
     OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "When the loop last ran our callback, in seconds of `perf_counter`."),
     OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "How long an await may look before it suspends."),

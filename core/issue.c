@@ -353,9 +353,10 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     count_bytes(lane, place, plan->nbytes);
     core_lane_submit(lane->lane, &h->native);
     uint64_t load = core_lane_load(lane->lane);
-    if (load < HEAVY_BYTES) core_lane_advance(lane->lane, SLICE);
+    bool heavy = load >= heavy_bytes(self->pacer);
+    if (!heavy) core_lane_advance(lane->lane, SLICE);
     drive_end(completions);
-    if (h->status == status_pending) core_engine_notice(lane->engine->engine, lane->lane, load > 0);
+    if (h->status == status_pending) core_engine_notice(lane->engine->engine, lane->lane, heavy);
     return (PyObject *)h;
 }
 
