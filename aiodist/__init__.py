@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import codecs, data, handles, nn, ps, streams, testing
+    from aiodist import checkpoints, codecs, data, handles, nn, ps, streams, testing
     from aiodist.communicator import Communicator
     from aiodist.errors import (
         AiodistError,
@@ -63,6 +63,7 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_handle",
+    "checkpoints",
     "codecs",
     "data",
     "gather",
@@ -109,7 +110,7 @@ _HOMES: Final = {
     "run": "aiodist.world.runtime",
     "timeout": "aiodist.handles",
 }
-_MODULES: Final = frozenset({"codecs", "data", "handles", "nn", "ps", "streams", "testing"})
+_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing"})
 
 
 def _version() -> str:

@@ -8,13 +8,68 @@ Buffer = memoryview | bytearray
 
 BLOCK_BYTES: int
 BELL_BYTES: int
+NUMBERS_BYTES: int
 STAGE_BYTES_PER_RANK: int
 KEY_BITS: int
+DIFFERENT: int
+ABANDONED: int
+REFUSED: int
+UNLIKE: int
 
 def kernels() -> str: ...
+def arrived(rings: tuple[Rings, ...], until: float, /) -> bool: ...
 
 class Memory:
     def map(self, segment: int, buffer: Buffer, /) -> None: ...
+
+class Bell:
+    def __init__(self, memory: Buffer = ..., /) -> None: ...
+    def ring(self) -> None: ...
+    def call(self) -> None: ...
+    def wait(self, seconds: float | None, for_all: bool = True) -> None: ...
+
+class Rings:
+    def __init__(self, numbers: Buffer, nbytes: int, /) -> None: ...
+    @property
+    def arrived(self) -> bool: ...
+    @property
+    def fill(self) -> int: ...
+    @property
+    def met(self) -> bool: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def is_mapped(self) -> bool: ...
+    @property
+    def returned(self) -> int: ...
+    @property
+    def drained(self) -> int: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    def meet(self, numbers: Buffer, /) -> None: ...
+    def open(self, memory: Buffer, segment: int, offset: int, /) -> None: ...
+    def map(self, memory: Buffer, /) -> None: ...
+    def put(
+        self,
+        kind: int,
+        comm: int,
+        tag: int,
+        number: int,
+        nbytes: int,
+        segment: int,
+        offset: int,
+        size: int = 0,
+        data: int | Buffer = 0,
+        /,
+    ) -> bool: ...
+    def first(self) -> tuple[int, int, int, int, int, int, int, int] | None: ...
+    def copy(self, address: int, /) -> None: ...
+    def data(self) -> bytes: ...
+    def take(self) -> None: ...
+    def give_back(self, nbytes: int, /) -> None: ...
+    def drain(self) -> None: ...
 
 class Engine:
     def __init__(self, bell: Buffer, spin: float, /) -> None: ...
@@ -95,6 +150,7 @@ class Handle:
     _canceller: Any
     _expires: float | None
     _late: Callable[[], dict[int, str]] | None
+    _finisher: Callable[[], object] | None
     keep: Any
     fence: Any
     source: int | None
@@ -125,6 +181,7 @@ def set_statuses(pending: object, returned: object, /) -> None: ...
 
 class Pacer:
     last_ran: float
+    looked_in_vain: float
     spin_seconds: float
     polls: int
     crowded: bool
@@ -132,6 +189,7 @@ class Pacer:
     computing: set[int]
     armed: bool
     thread_id: int
+    def look_until(self, now: float, /) -> float: ...
 
 class Claims(Sized):
     def claim(self, start: int, nbytes: int, writes: bool, owner: object, /) -> object: ...
@@ -144,8 +202,30 @@ class Log:
     kept: list[Any]
     def record(self, what: object, origin: tuple[CodeType, int], /) -> None: ...
 
+class Plan:
+    def __init__(
+        self,
+        what: object,
+        name: str,
+        otherwise: Callable[[Any, Any, Any, list[Any]], None] | None,
+        word: int,
+        kind: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        like: int,
+        count: int,
+        nbytes: int,
+        target_nbytes: int,
+        writes: bool,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        /,
+    ) -> None: ...
+
 class Issuer:
     open: bool
+    threads: bool
     def __init__(
         self,
         lane: Lane,
@@ -155,6 +235,7 @@ class Issuer:
         account: object,
         pending: MutableMapping[Any, Any],
         inbox: Sized,
+        to_fail: dict[int, Any],
         ours: dict[str, bool],
         watch: object,
         locate: Callable[[Any], tuple[int, int] | None],
@@ -165,18 +246,6 @@ class Issuer:
         /,
     ) -> None: ...
     def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...
-    def add(
-        self,
-        dtype: object,
-        shape: object,
-        op: str,
-        impl: str,
-        what: object,
-        word: int,
-        count: int,
-        nbytes: int,
-        code: int,
-        reduction: int,
-        /,
-    ) -> None: ...
+    def issue(self, plan: Plan, t: object, target: object, result: object, out: object, /) -> Handle | None: ...
+    def add(self, dtype: object, shape: object, op: str | None, impl: str, plan: Plan, /) -> None: ...
     def forget(self) -> None: ...

@@ -17,8 +17,6 @@ from aiodist.errors import AiodistError, ConfigError
 if TYPE_CHECKING:
     from aiodist.launch.hosts import Host
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="aiodist",
     help="An asyncio-native distributed runtime for PyTorch.",

@@ -13,8 +13,6 @@ from enum import StrEnum
 
 from aiodist.errors import ConfigError
 
-__all__ = ["Environment", "Starter", "replace_variables", "servers", "variables", "wants_full_tracebacks"]
-
 
 def variables() -> dict[str, str]:
     """Return a copy of all environment variables."""

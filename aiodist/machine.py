@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["boot_id", "network", "process_table"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

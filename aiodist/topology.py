@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Device", "Means", "Topology", "bound", "named"]
-
 
 @dataclass(frozen=True)
 class Device:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["ANY", "OPERATIONS", "REDUCTIONS", "Impl", "Op", "ReduceOp"]
-
 ANY: Final = -1
 """Any source, any tag: for receives only."""
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from aiodist.bench.cli import terminal, writable
+from aiodist.bench.records import Verdict
 from aiodist.bench.report import check_plot, verdict_table
-from aiodist.bench.targets import Verdict
 from aiodist.errors import ConfigError
 from aiodist.ps.training import EASGD, Downpour, elastic_alpha
 

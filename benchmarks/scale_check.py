@@ -29,7 +29,7 @@ from aiodist.bench.units import seconds_text, size_text
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Handle
 from aiodist.schedules import Blocks
 from aiodist.types import ReduceOp

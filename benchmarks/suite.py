@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+from aiodist.bench import registry
 from aiodist.bench.plan import PEERS, Plan, parse_names
-from aiodist.bench.registry import TARGETS, Benchmark
+from aiodist.bench.registry import Benchmark
 from aiodist.errors import ConfigError
 
 __all__ = ["BENCHMARKS", "JOBS", "MODELS", "batches", "models", "servers"]
@@ -15,6 +17,7 @@ MODELS = {"mlp": (32, 256), "conv": (32,), "transformer": (4, 32), "tiny1000": (
 JOBS = ("digits", "transformer")
 """What is trained from end to end, with loader, evaluation and checkpoints."""
 _TARGETS = "benchmarks.targets"
+_OF_AWAITS = "benchmarks.await_targets"
 
 
 def models(plan: Plan) -> tuple[str, ...]:
@@ -66,14 +69,15 @@ BENCHMARKS = {
             peers=(*PEERS, "shm-c") if op == "allreduce" else PEERS,
             default_impls=("auto", "arena"),
             check=_check,
-            targets=TARGETS,
+            targets=_OF_AWAITS,
         )
         for op in ("allreduce", "broadcast", "reduce_scatter", "allgather")
     },
+    "await": replace(registry.BENCHMARKS["await"], check=_check, targets=_OF_AWAITS),
     "train": Benchmark(
         "train",
         "benchmarks.training",
-        impls=("datapar", "pipelined", "sync"),
+        impls=("datapar", "pipelined", "sync", "powersgd", "topk", "bf16"),
         peers=("none", "ddp"),
         default_impls=("datapar", "pipelined", "sync"),
         sized=False,
@@ -86,6 +90,16 @@ BENCHMARKS = {
         impls=("prefetch",),
         peers=("plain", "dataloader"),
         default_impls=("prefetch",),
+        sized=False,
+        check=_check,
+        targets=_TARGETS,
+    ),
+    "codecs": Benchmark(
+        "codecs",
+        "benchmarks.coding",
+        impls=("int8", "sign", "topk"),
+        peers=("int8-hook",),
+        default_impls=("int8", "sign", "topk"),
         sized=False,
         check=_check,
         targets=_TARGETS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from aiodist.bench.records import Record
-from aiodist.bench.targets import Verdict, ratio
+from aiodist.bench.records import Record, Verdict
+from benchmarks.await_targets import ratio
 from benchmarks.threads import OTHERS
 
 __all__ = ["verdicts"]
@@ -14,7 +14,15 @@ __all__ = ["verdicts"]
 def verdicts(records: Iterable[Record]) -> list[Verdict]:
     """Return what the records have figures for, ours against the peer measured in the same run."""
     found = list(records)
-    return [*_steps(found), *_step_cpu(found), *_lags(found), *_epochs(found), *_jobs(found), *_served(found)]
+    return [
+        *_steps(found),
+        *_step_cpu(found),
+        *_lags(found),
+        *_epochs(found),
+        *_jobs(found),
+        *_served(found),
+        *_codecs(found),
+    ]
 
 
 _OVER_NONE = {("mlp", 32): 1.05, ("transformer", 4): 1.06, ("conv", 32): 1.04, ("tiny1000", 1): 1.15}
@@ -122,6 +130,28 @@ def _served(records: Sequence[Record]) -> list[Verdict]:
         if mine.op == "serving" and mine.value is not None:
             lines.append(Verdict(f"step beside 10 pulls/s of {mine.impl}", mine.value, "x", 1.05))
     return lines
+
+
+_FEWER_SECONDS = {"powersgd": 1 / 5, "topk": 1 / 3, "bf16": 1 / 1.7}
+"""Steps of the mlp between two hosts at 1 Gb/s that compress, against plain ones."""
+
+
+def _codecs(records: Sequence[Record]) -> list[Verdict]:
+    """Coding on one core, and steps that compress."""
+    coded = {r.impl.removeprefix("aiodist:"): r for r in records if r.op == "codecs" and r.seconds}
+    lines = [
+        Verdict(f"{name}, encoded and added", (r.nbytes or 0) / (r.seconds or 1.0) / 1e9, "GB/s", 1.5, at_least=True)
+        for name, r in coded.items()
+        if name in ("int8", "sign")
+    ]
+    if {"int8", "int8-hook"} <= set(coded):
+        lines.append(Verdict("int8 / int8-hook", ratio(coded["int8"].seconds, coded["int8-hook"].seconds), "x", 1.0))
+    steps = {r.impl.removeprefix("aiodist:"): r.seconds for r in records if (r.op, r.batch) == ("train:mlp", 32)}
+    return lines + [
+        Verdict(f"mlp 32 {name} / datapar, for two hosts at 1 Gb/s", ratio(steps[name], steps["datapar"]), "x", target)
+        for name, target in _FEWER_SECONDS.items()
+        if name in steps and "datapar" in steps
+    ]
 
 
 _PUSHES_AND_PULLS = (

@@ -7,8 +7,9 @@ import os
 import statistics
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aiodist import codecs
 from aiodist.bench.records import Record
 from aiodist.bench.timing import percentile, ticker
 from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
@@ -96,15 +98,17 @@ def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 
 @asynccontextmanager
-async def _datapar(setting: Setting) -> AsyncIterator[Trainer]:
-    net = await DataParallel.create(models.build(setting.model), setting.coll)
+async def _datapar(
+    setting: Setting, name: str = "datapar", compress: codecs.Codec | None = None
+) -> AsyncIterator[Trainer]:
+    net = await DataParallel.create(models.build(setting.model), setting.coll, compress=compress)
     optimizer = _optimizer(list(net.parameters()))
 
     async def step() -> None:
         await net.step(lambda: setting.loss(net), optimizer)
 
     try:
-        yield Trainer("aiodist:datapar", step, net=net)
+        yield Trainer(f"aiodist:{name}", step, net=net)
     finally:
         await net.aclose()
 
@@ -169,7 +173,15 @@ async def _ddp(setting: Setting) -> AsyncIterator[Trainer]:
     yield _blocking("ddp", setting, nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True))
 
 
-TRAINERS = {"datapar": _datapar, "pipelined": _pipelined, "sync": _sync, "none": _none, "ddp": _ddp}
+COMPRESSED = {"powersgd": codecs.PowerSGD(4), "topk": codecs.TopK(0.01), "bf16": codecs.BFloat16()}
+TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] = {
+    "datapar": _datapar,
+    "pipelined": _pipelined,
+    "sync": _sync,
+    "none": _none,
+    "ddp": _ddp,
+    **{name: partial(_datapar, name=name, compress=codec) for name, codec in COMPRESSED.items()},
+}
 """The contenders by name: all ranks open the same in the same order."""
 
 

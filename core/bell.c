@@ -12,6 +12,7 @@ static void wait(_Atomic uint32_t *word, int how, uint32_t value, uint64_t nanos
 }
 
 void core_bell_ring(core_bell *bell) {
+    atomic_store_explicit(&bell->rung_at, core_now(), memory_order_relaxed);
     atomic_fetch_add(&bell->count, 1);
     syscall(SYS_futex, &bell->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }

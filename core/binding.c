@@ -11,8 +11,7 @@
 
 // --- memory ------------------------------------------------------------------------------------------------------
 
-// Fills `view` with writable memory; false with an exception set.
-static bool memory_of(PyObject *buffer, Py_buffer *view, size_t least) {
+bool memory_of(PyObject *buffer, Py_buffer *view, size_t least) {
     if (PyObject_GetBuffer(buffer, view, PyBUF_WRITABLE) < 0) return false;
     if ((size_t)view->len >= least) return true;
     PyErr_Format(PyExc_ValueError, "memory of %zd bytes: expected at least %zu", view->len, least);
@@ -60,7 +59,7 @@ static PyObject *memory_map(Memory *self, PyObject *args) {
 }
 
 static PyMethodDef memory_methods[] = {
-    {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): it is mapped here. Before any lane wants it."},
+    {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): it is mapped here, once."},
     {0},
 };
 static PyType_Slot memory_slots[] = {
@@ -102,9 +101,9 @@ static PyObject *engine_stop(Engine *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
-// In a forked child there is no such thread: what it had belongs to the parent.
 static PyObject *engine_forget(Engine *self, PyObject *none) {
     (void)none;
+    if (self->engine != NULL) core_engine_forget(self->engine);
     self->engine = NULL;
     Py_RETURN_NONE;
 }
@@ -127,7 +126,7 @@ static PyObject *engine_spin(Engine *self, PyObject *seconds) {
 static PyMethodDef engine_methods[] = {
     {"spin", (PyCFunction)engine_spin, METH_O, "spin(seconds): look for so long before it sleeps, from now on."},
     {"stop", (PyCFunction)engine_stop, METH_NOARGS, "Drive nothing any more."},
-    {"forget", (PyCFunction)engine_forget, METH_NOARGS, "This is a forked child, where there is no such thread."},
+    {"forget", (PyCFunction)engine_forget, METH_NOARGS, "This is a forked child: have nobody drive what is the parent's."},
     {0},
 };
 static PyType_Slot engine_slots[] = {
@@ -292,9 +291,7 @@ static PyObject *completions_poll(Completions *self, PyObject *seconds) {
 static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
-    if (atomic_load(&self->ended) != NULL || atomic_load(&self->settled) != NULL || atomic_load(&self->wants)) {
-        Py_RETURN_FALSE;
-    }
+    if (atomic_load(&self->ended) != NULL || atomic_load(&self->settled) != NULL || atomic_load(&self->wants)) Py_RETURN_FALSE;
     for (Lane *lane = self->lanes; lane != NULL; lane = lane->next)
         if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
     Py_RETURN_TRUE;
@@ -327,7 +324,7 @@ static PyMethodDef completions_methods[] = {
     {"poll", (PyCFunction)completions_poll, METH_O,
      "poll(seconds): drive what is under way, and tell what ended; look for so long, or until something has ended."},
     {"sleep", (PyCFunction)completions_sleep, METH_NOARGS,
-     "Have `event` readable when something ends; False where something has: then it will not be."},
+     "Have `event` readable when something ends, and the engine see to it; False where something has ended already."},
     {"woken", (PyCFunction)completions_woken, METH_NOARGS,
      "`event` was readable: settle handles; True where `poll` has more to do."},
     {0},
@@ -449,6 +446,7 @@ static PyObject *lane_close(Lane *self, PyObject *none) {
     (void)none;
     if (self->closed || self->completions == NULL) Py_RETURN_NONE;
     self->closed = true;
+    while (atomic_load(&self->drivers) > 0) sched_yield();  // all has ended: they are about to leave
     if (self->engine->engine != NULL) core_engine_remove(self->engine->engine, self->lane);
     Lane **at = &self->completions->lanes;
     while (*at != NULL && *at != self) at = &(*at)->next;
@@ -636,14 +634,19 @@ static int fill(PyObject *module) {
         PyErr_SetString(PyExc_ImportError, "aiodist._core is for one interpreter of a process");
         return -1;
     }
-    if (handle_add(module) || issue_add(module) || !add_type(module, &memory_spec) || !add_type(module, &engine_spec) ||
+    if (bells_add(module) || handle_add(module) || ledger_add(module) || issue_add(module) || rings_add(module) ||
+        !add_type(module, &memory_spec) || !add_type(module, &engine_spec) ||
         !add_type(module, &completions_spec) || !(operation_type = add_type(module, &operation_spec)) ||
         !(lane_type = add_type(module, &lane_spec)))
         return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
                    PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
                    PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||
-                   PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS)
+                   PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS) ||
+                   PyModule_AddIntConstant(module, "DIFFERENT", CORE_DIFFERENT) ||
+                   PyModule_AddIntConstant(module, "ABANDONED", CORE_ABANDONED) ||
+                   PyModule_AddIntConstant(module, "REFUSED", CORE_REFUSED) ||
+                   PyModule_AddIntConstant(module, "UNLIKE", CORE_UNLIKE)
                ? -1 : 0;
 }
 

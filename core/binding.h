@@ -1,4 +1,5 @@
-// What the files of the Python module share: binding.c (the module, lanes), handle.c (awaiting), issue.c (issuing).
+// What the files of the Python module share: binding.c (the module, lanes), bells.c (sleeping), handle.c
+// (awaiting), issue.c (issuing), rings.c (messages).
 #ifndef CORE_BINDING_H
 #define CORE_BINDING_H
 
@@ -56,6 +57,7 @@ struct Lane {
     PyObject *limbo;      // a list: what others may still work on of operations that were given up; NULL while empty
     size_t count;
     uint64_t arena_bytes, ordinary_bytes;  // of inputs that others worked on, and of those that were copied
+    _Atomic unsigned drivers;  // threads that drive it without the GIL just now
     bool closed;
     Lane *next;
 };
@@ -65,13 +67,14 @@ typedef struct {
     PyObject_HEAD
     PyObject *weak;
     PyObject *progress, *op, *origin, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
-        *late, *keep, *fence, *source, *tag, *version;
+        *late, *finisher, *keep, *fence, *source, *tag, *version;
     long long seq;
     Py_ssize_t nbytes;
     char consumed, detached, looked_at, polled;
-    // While a lane does it: who issued it (which keeps it alive), the tensor, and the operation.
+    // While a lane does it: who issued it (which keeps it alive), how, on what, and the operation. It writes `target`,
+    // for a caller who gave `out`, and `result` is to be returned; NULL: `tensor`, and nothing for `out`.
     Issuer *issuer;
-    PyObject *tensor;
+    PyObject *plan, *tensor, *target, *result, *out;
     core_op native;
 } Handle;
 
@@ -79,16 +82,12 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *weak;
-    double last_ran, spin_seconds;
+    double last_ran, looked_in_vain, spin_seconds;
     unsigned long thread;
     long long polls;
     char crowded, fair, armed;
     PyObject *computing;  // a set: the threads that compute just now
 } Pacer;
-
-static inline uint64_t heavy_bytes(const Pacer *pacer) {
-    return pacer->computing != NULL && PySet_Size(pacer->computing) > 0 ? BESIDE_BYTES : AWAITED_BYTES;
-}
 
 // Which bytes are in flight.
 typedef struct {
@@ -96,31 +95,50 @@ typedef struct {
     core_ranges writes, reads;
 } Claims;
 
-extern PyTypeObject *handle_type, *pacer_type, *claims_type, *lane_type;
+// What a communicator issued, in order.
+typedef struct {
+    PyObject_HEAD
+    long long seq;
+    PyObject *kept, *awaited;
+} Log;
+
+static inline uint64_t heavy_bytes(const Pacer *pacer) {
+    return pacer->computing != NULL && PySet_Size(pacer->computing) > 0 ? BESIDE_BYTES : AWAITED_BYTES;
+}
+
+extern PyTypeObject *pacer_type, *lane_type, *claims_type, *log_type;
 extern PyObject *status_pending, *status_returned;
 
-int lanes_add(PyObject *module);
+int bells_add(PyObject *module);
 int handle_add(PyObject *module);
 int issue_add(PyObject *module);
+int ledger_add(PyObject *module);
+int rings_add(PyObject *module);
+
+// Fills `view` with writable memory; false with an exception set.
+bool memory_of(PyObject *buffer, Py_buffer *view, size_t least);
 
 // Keeps `memory` as long as `lane`, where others may still work on it: its operation was given up while they could.
 void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 
+// Returns the range that keeps `owner` from having [start, start + nbytes), NULL where nothing does and it has it now;
+// `*failed` with an exception set.
+const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
+void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
+
+// Takes note of the next operation; false with an exception set.
+bool log_record(Log *, PyObject *what, PyObject *origin);
+
 // Tells the ends of all handles that are known; from any thread that has the GIL.
 void settle_all(Completions *);
 
-// The loop's own thread drives lanes from the first to the second: what ends meanwhile wakes nobody.
+// The calling thread drives lanes from the first to the second: what ends meanwhile does not wake the loop.
 void drive_begin(Completions *);
 void drive_end(Completions *);
 
 // The end of one of them: gives back what was claimed, and tells who waits.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);
-
-// Returns the range that keeps `owner` from having [start, start + nbytes), NULL where nothing does and it has it now;
-// `*failed` with an exception set.
-const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
-void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
 #define INCREF(object) Py_INCREF((PyObject *)(object))
 #define DECREF(object) Py_DECREF((PyObject *)(object))

@@ -50,7 +50,7 @@ struct entry {
     _Atomic uint64_t number;
     uint64_t print;
     uint64_t consumed;  // as the word of that name, when this was written: it saves reading another line
-    uint32_t form;
+    uint8_t form, kind;
     uint32_t at;        // STAGED: where in the stage
     uint8_t tiny[TINY_BYTES];
 
@@ -59,7 +59,10 @@ struct entry {
     uint64_t key;       // in a lane that the first rank leads
     uint32_t stage_bytes;
     uint32_t rounds;    // how many portions this rank has to lend
-    uint64_t stride;    // CORE_ALLTOALL: bytes from one rank's block to the next, in what is lent
+    union {
+        uint64_t stride;  // CORE_ALLTOALL: bytes from one rank's block to the next, in what is lent
+        uint64_t like;    // CORE_ALLGATHER: as it was given
+    };
     uint64_t nbytes;    // of what is lent in the first portion
 
     uint8_t bytes[SHORT_BYTES];

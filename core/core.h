@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// A barrier only compares: the others may have brought something else of that fingerprint.
 enum core_kind {
     CORE_BARRIER, CORE_ALLREDUCE, CORE_REDUCE, CORE_SCAN, CORE_BROADCAST, CORE_REDUCE_SCATTER, CORE_ALLGATHER,
     CORE_ALLTOALL, CORE_KINDS
@@ -27,6 +28,7 @@ enum core_state {
     CORE_ABANDONED,  // this rank or another one gave the lane up; what the outputs hold is unspecified
     CORE_BROKEN,     // another rank's words make no sense: its memory was overwritten
     CORE_REFUSED,    // this rank or another one takes no part in it: core_lane_refuse; nothing was written
+    CORE_UNLIKE,     // the fingerprints agree, but not all ranks brought this kind, or what `like` says; nothing was written
     CORE_WATCHED,    // as CORE_PENDING; a thread sleeps until it ends (core_op_wait)
 };
 
@@ -34,7 +36,10 @@ enum core_state {
 typedef struct core_memory core_memory;
 core_memory *core_memory_new(void);  // NULL: no memory
 void core_memory_free(core_memory *);
-int core_memory_map(core_memory *, uint32_t segment, void *base, size_t nbytes);  // -1: no memory
+// Each segment once; one thread at a time, also while lanes that look into it are driven. -1: no memory, or a number from
+// CORE_SEGMENTS on.
+#define CORE_SEGMENTS 4096
+int core_memory_map(core_memory *, uint32_t segment, void *base, size_t nbytes);
 
 // Where something lies in the memory of its rank. No segment: nobody else can reach it.
 #define CORE_NOWHERE UINT32_MAX
@@ -49,6 +54,7 @@ typedef struct core_op {
     uint8_t kind, dtype, reduction;
     uint32_t root;
     uint64_t print;          // fingerprint, see core_prints_merge
+    uint64_t like;           // of an allgather: what the fingerprint leaves open, and must be alike for it to be done
     uint64_t key;            // where the first rank chooses the order: tells operations under way apart; see CORE_KEY_BITS
     void *in, *out;          // one and the same where it works in place
     uint64_t count;          // of `in`; of a broadcast and an allgather: what all bring together
@@ -100,6 +106,7 @@ static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
 typedef struct core_bell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
     _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: its process alone writes it
+    _Atomic uint64_t rung_at;             // when it was last
 } core_bell;
 enum core_sleep {
     CORE_AWAKE,
@@ -190,8 +197,13 @@ typedef struct core_engine core_engine;
 core_engine *core_engine_start(core_bell *bell, uint64_t spin);
 void core_engine_spin(core_engine *, uint64_t spin);  // from now on
 void core_engine_stop(core_engine *);  // it has driven its lanes for the last time; they stay
+uint64_t core_engine_wakes_in(const core_engine *);  // how long it took lately from a ring until it ran: nanoseconds
 int core_engine_add(core_engine *, core_lane *);  // -1: no memory
 void core_engine_remove(core_engine *, core_lane *);
+
+// In a forked child, where there is no such thread: what its lanes have under way is the parent's, in memory that both
+// map. Nobody drives them any more; nothing that is under way ends.
+void core_engine_forget(core_engine *);
 
 // Something was submitted to `lane`. With `now` the engine drives it at once, else where nobody else does so for long.
 void core_engine_notice(core_engine *, core_lane *, bool now);

@@ -25,11 +25,11 @@ enum {
     LINGER = 200000000,    // after the last operation
 };
 
-enum look { IDLE, OTHERS, STUCK, DROVE };
+enum look { IDLE, OTHERS, STUCK, MOVED_ON };
 
 struct core_engine {
     core_bell *bell;
-    _Atomic uint64_t spin;
+    _Atomic uint64_t spin, wakes_in;
     pthread_t thread;
     pthread_mutex_t mutex;  // of what follows; held while lanes are driven
     core_lane **lanes;
@@ -47,13 +47,22 @@ static enum look look(core_engine *engine) {
         core_lane *lane = engine->lanes[i];
         if (!core_lane_busy(lane)) continue;
         uint64_t driven_at = atomic_load_explicit(&lane->driven_at, memory_order_relaxed);
-        enum look now = OTHERS;
-        if (driven_at == 0 || core_now() - driven_at > KEEP_OFF) now = lane_drive(lane, SLICE) ? DROVE : STUCK;
+        enum drive drive = HELD;
+        if (driven_at == 0 || core_now() - driven_at > KEEP_OFF) drive = lane_drive(lane, SLICE);
+        enum look now = drive == HELD ? OTHERS : drive == STILL ? STUCK : MOVED_ON;
         if (now == OTHERS) engine->others = true;
         if (now > found) found = now;
     }
     pthread_mutex_unlock(&engine->mutex);
     return found;
+}
+
+// It has been woken, unless its time was up: how long that took is averaged over the last few times.
+static void learn(core_engine *engine, uint64_t fell_asleep) {
+    uint64_t rung_at = atomic_load_explicit(&engine->bell->rung_at, memory_order_relaxed), now = core_now();
+    if (rung_at < fell_asleep || rung_at > now) return;
+    uint64_t before = atomic_load_explicit(&engine->wakes_in, memory_order_relaxed);
+    atomic_store_explicit(&engine->wakes_in, before - before / 4 + (now - rung_at) / 4, memory_order_relaxed);
 }
 
 // Sleeps, unless something changed meanwhile; true when it did sleep.
@@ -64,8 +73,12 @@ static bool doze(core_engine *engine, enum core_sleep how) {
     enum look found = look(engine);
     bool sleeps = how == CORE_SLEEPS ? found == IDLE : how == CORE_LISTENS ? found == STUCK : found <= OTHERS;
     sleeps = sleeps && !atomic_load(&engine->stopping);
-    // Nobody rings when others stop driving what they drove.
-    if (sleeps) core_bell_wait(engine->bell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
+    if (sleeps) {
+        uint64_t fell_asleep = core_now();
+        // Nobody rings when others stop driving what they drove.
+        core_bell_wait(engine->bell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
+        learn(engine, fell_asleep);
+    }
     atomic_store(&engine->bell->sleep, CORE_AWAKE);
     return sleeps;
 }
@@ -77,7 +90,7 @@ static void *run(void *context) {
         enum look found = look(engine);
         uint64_t now = core_now();
         if (found != IDLE) busy_at = now;
-        if (found == DROVE) {
+        if (found == MOVED_ON) {
             moved_at = now;
         } else if (found == STUCK && now - moved_at < atomic_load_explicit(&engine->spin, memory_order_relaxed)) {
             core_relax();
@@ -105,10 +118,15 @@ core_engine *core_engine_start(core_bell *bell, uint64_t spin) {
         free(engine);
         return NULL;
     }
+    pthread_setname_np(engine->thread, "aiodist-engine");
     return engine;
 }
 
 void core_engine_spin(core_engine *engine, uint64_t spin) { atomic_store_explicit(&engine->spin, spin, memory_order_relaxed); }
+
+uint64_t core_engine_wakes_in(const core_engine *engine) {
+    return engine == NULL ? 0 : atomic_load_explicit(&engine->wakes_in, memory_order_relaxed);
+}
 
 void core_engine_stop(core_engine *engine) {
     atomic_store(&engine->stopping, true);
@@ -141,6 +159,10 @@ void core_engine_remove(core_engine *engine, core_lane *lane) {
     for (size_t i = 0; i < engine->count; i++)
         if (engine->lanes[i] == lane) engine->lanes[i--] = engine->lanes[--engine->count];
     pthread_mutex_unlock(&engine->mutex);
+}
+
+void core_engine_forget(core_engine *engine) {
+    for (size_t i = 0; i < engine->count; i++) lane_forget(engine->lanes[i]);
 }
 
 void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {

@@ -1,12 +1,13 @@
 // What is awaited: the state of a handle, and the way of an await that need not suspend.
 #include "binding.h"
 
-PyTypeObject *handle_type, *pacer_type;
+PyTypeObject *pacer_type;
+static PyTypeObject *handle_type;
 PyObject *status_pending, *status_returned;
 
 static PyObject *s_spin, *s_suspended, *s_yielding, *s_failed, *s_dropped;
 
-enum { FAIR = 1000000 };  // nanoseconds after which an await yields to the loop once
+static const double FAIR = 1e-3;  // seconds after which an await yields to the loop once
 
 // --- an iterator that has its result at once ---------------------------------------------------------------------
 
@@ -87,8 +88,9 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
 #define HANDLE_REFERENCES(self)                                                                                            \
     {                                                                                                                      \
         &self->progress, &self->op, &self->origin, &self->account, &self->status, &self->value, &self->traceback,          \
-            &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->keep,    \
-            &self->fence, &self->source, &self->tag, &self->version, &self->tensor                                         \
+            &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
+            &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->plan,       \
+            &self->tensor, &self->target, &self->result, &self->out                                                        \
     }
 
 static int handle_traverse(Handle *self, visitproc visit, void *arg) {
@@ -124,28 +126,44 @@ static void handle_dealloc(Handle *self) {
     DECREF(type);
 }
 
+// Returns until when, in seconds, an await may look that begins now. Where many tasks await what is late they would keep
+// the loop from running, each for a while: so only the first one looks when the loop has not run for long.
+static double look_until(const Pacer *pacer, double now) {
+    return (pacer->looked_in_vain > pacer->last_ran ? pacer->last_ran : now) + FAIR;
+}
+
+// Returns for how long an await looks: about as long as it takes to be woken, since it loses at most twice what the best
+// choice would (Karlin et al. 1991, doi:10.1145/121132.286599). Where other processes use the cores that is long, and it
+// is a millisecond at most.
+static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
+    uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9), wakes_in = core_engine_wakes_in(engine);
+    bool alone = !pacer->crowded && least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
+    return !alone || wakes_in < least ? least : wakes_in < most ? wakes_in : most;
+}
+
 // Looks for a while whether it ends; true where something of Python must do so.
 static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     if (self->issuer == NULL) return true;
     Lane *lane = issuer_lane(self->issuer);
     Completions *completions = lane->completions;
-    uint64_t spins = (uint64_t)(pacer->spin_seconds * 1e9), until = now + spins;
-    uint64_t heavy = heavy_bytes(pacer), fair = (uint64_t)(pacer->last_ran * 1e9) + FAIR;
+    uint64_t spins = looks_for(pacer, lane->engine->engine), until = now + spins;
+    uint64_t heavy = heavy_bytes(pacer), limit = (uint64_t)(look_until(pacer, (double)now * 1e-9) * 1e9);
     drive_begin(completions);
     while (true) {
         bool moved = core_lane_load(lane->lane) < heavy && core_lane_advance(lane->lane, SLICE);
         settle_all(completions);
-        if (self->status != status_pending) break;
+        if (self->status != status_pending || self->issuer == NULL) break;
         now = core_now();
         if (moved) until = now + spins;
-        if (now >= until || now >= fair) break;
+        if (now >= until || now >= limit) break;
         if (pacer->crowded) sched_yield();
         else core_relax();
     }
     drive_end(completions);
+    if (self->status == status_pending) pacer->looked_in_vain = (double)now * 1e-9;
     // The engine goes on with what is left, and wakes the loop.
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
-    return false;
+    return self->status == status_pending && self->issuer == NULL;  // it goes on in another way
 }
 
 static PyObject *handle_await(Handle *self) {
@@ -161,7 +179,7 @@ static PyObject *handle_await(Handle *self) {
         if (self->status == status_pending) return PyObject_CallMethodObjArgs((PyObject *)self, s_suspended, NULL);
     }
     // Awaits that never suspend would starve the loop: once a millisecond one of them yields.
-    if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR * 1e-9 && PyThread_get_thread_ident() == pacer->thread)
+    if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR && PyThread_get_thread_ident() == pacer->thread)
         return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
     if (self->status == status_returned) return ready(self->value == NULL ? Py_None : self->value);
     return PyObject_CallMethodObjArgs((PyObject *)self, s_failed, NULL);
@@ -190,6 +208,29 @@ static PyObject *handle_in_lane(Handle *self, void *closure) {
     return PyBool_FromLong(self->issuer != NULL);
 }
 
+// Drives the lane for as long as an await would, without the GIL; true when the operation has ended.
+static bool drive_alone(const Handle *self, Lane *lane) {
+    const Pacer *pacer = (const Pacer *)self->progress;
+    core_engine *engine = lane->engine->engine;  // a forked child has none, and must not touch what its parent drives
+    if (lane->closed || engine == NULL) return core_op_state(&self->native) != CORE_PENDING;
+    uint64_t until = core_now() + looks_for(pacer, engine), heavy = heavy_bytes(pacer);
+    bool crowded = pacer->crowded;
+    atomic_fetch_add(&lane->drivers, 1);  // pairs with the look of lane_close
+    drive_begin(lane->completions);
+    Py_BEGIN_ALLOW_THREADS;
+    while (core_op_state(&self->native) == CORE_PENDING && core_lane_load(lane->lane) < heavy) {
+        bool moved = core_lane_advance(lane->lane, SLICE);
+        if (core_now() >= until) break;  // for longer the loop must not sleep through what ends on other lanes
+        if (moved) continue;
+        if (crowded) sched_yield();
+        else core_relax();
+    }
+    atomic_fetch_sub(&lane->drivers, 1);
+    Py_END_ALLOW_THREADS;
+    drive_end(lane->completions);
+    return core_op_state(&self->native) != CORE_PENDING;
+}
+
 static PyObject *handle_sleep(Handle *self, PyObject *seconds) {
     double limit = PyFloat_AsDouble(seconds);
     if (limit == -1 && PyErr_Occurred()) return NULL;
@@ -197,11 +238,13 @@ static PyObject *handle_sleep(Handle *self, PyObject *seconds) {
     if (issuer != NULL) {
         Lane *lane = issuer_lane(issuer);
         INCREF(self), INCREF(issuer);  // another thread may settle it, which gives both back
-        core_engine_notice(lane->engine->engine, lane->lane, true);
-        Py_BEGIN_ALLOW_THREADS;
-        if (core_op_state(&self->native) == CORE_PENDING) core_op_wait(&self->native, (uint64_t)(limit * 1e9) + 1);
-        Py_END_ALLOW_THREADS;
-        settle_all(lane->completions);
+        if (!drive_alone(self, lane)) {
+            core_engine_notice(lane->engine->engine, lane->lane, true);
+            Py_BEGIN_ALLOW_THREADS;
+            core_op_wait(&self->native, (uint64_t)(limit * 1e9) + 1);
+            Py_END_ALLOW_THREADS;
+            settle_all(lane->completions);
+        }
         DECREF(issuer), DECREF(self);
     }
     return PyBool_FromLong(self->status != status_pending);
@@ -213,8 +256,8 @@ static PyMemberDef handle_members[] = {
     OBJECT("_progress", progress), OBJECT("op", op), OBJECT("_origin", origin), OBJECT("_account", account),
     OBJECT("_status", status), OBJECT("_value", value), OBJECT("_traceback", traceback), OBJECT("_waiters", waiters),
     OBJECT("_callbacks", callbacks), OBJECT("_event", event), OBJECT("_canceller", canceller), OBJECT("_expires", expires),
-    OBJECT("_late", late), OBJECT("keep", keep), OBJECT("fence", fence), OBJECT("source", source), OBJECT("tag", tag),
-    OBJECT("version", version),
+    OBJECT("_late", late), OBJECT("_finisher", finisher), OBJECT("keep", keep), OBJECT("fence", fence),
+    OBJECT("source", source), OBJECT("tag", tag), OBJECT("version", version),
     OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
     OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
     OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
@@ -257,6 +300,7 @@ static PyMemberDef pacer_members[] = {
     OFFERS("computing", T_OBJECT, Pacer, computing, 0, "The threads of host streams that compute just now."),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Pacer, weak), READONLY, NULL},
     OFFERS("last_ran", T_DOUBLE, Pacer, last_ran, 0, "When the loop last ran our callback, in seconds of `perf_counter`."),
+    OFFERS("looked_in_vain", T_DOUBLE, Pacer, looked_in_vain, 0, "When an await last suspended, having looked in vain."),
     OFFERS("spin_seconds", T_DOUBLE, Pacer, spin_seconds, 0, "How long an await may look before it suspends."),
     OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "How often something was polled for the loop."),
     OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "Ranks outnumber cores: a thread that looks lets others run in between."),
@@ -265,9 +309,20 @@ static PyMemberDef pacer_members[] = {
     OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "The loop's thread."),
     {0},
 };
+static PyObject *pacer_look_until(Pacer *self, PyObject *now) {
+    double seconds = PyFloat_AsDouble(now);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    double spun = seconds + self->spin_seconds, limit = look_until(self, seconds);
+    return PyFloat_FromDouble(spun < limit ? spun : limit);
+}
+
+static PyMethodDef pacer_methods[] = {
+    {"look_until", (PyCFunction)pacer_look_until, METH_O, "look_until(now): until when an await may look that begins now."},
+    {0},
+};
 static PyType_Slot pacer_slots[] = {
-    {Py_tp_doc, "What awaits look at of the progress of a loop."},
-    {Py_tp_dealloc, pacer_dealloc}, {Py_tp_members, pacer_members}, {0},
+    {Py_tp_doc, "What awaits look at of the progress of a loop."}, {Py_tp_dealloc, pacer_dealloc},
+    {Py_tp_members, pacer_members}, {Py_tp_methods, pacer_methods}, {0},
 };
 static PyType_Spec pacer_spec = {
     "aiodist._core.Pacer", sizeof(Pacer), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, pacer_slots,

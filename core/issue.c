@@ -1,178 +1,90 @@
-// Issuing: what is in flight, what was issued, and the way of an allreduce that a lane does from the call on.
+// Issuing: the way of a collective that a lane does from the call on.
 #include "binding.h"
 
-#include "kernels.h"
+// --- plans -------------------------------------------------------------------------------------------------------
 
-// --- claims ------------------------------------------------------------------------------------------------------
-
-PyTypeObject *claims_type;
-
-const core_range *claims_acquire(Claims *self, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed) {
-    *failed = false;
-    uintptr_t end = start + nbytes;
-    const core_range *held = core_ranges_find(&self->writes, start, end);
-    if (held == NULL && writes) held = core_ranges_find(&self->reads, start, end);
-    if (held != NULL) return held;
-    if (core_ranges_insert(writes ? &self->writes : &self->reads, (core_range){start, end, owner}) < 0) {
-        PyErr_NoMemory();
-        *failed = true;
-        return NULL;
-    }
-    Py_INCREF(owner);
-    return NULL;
-}
-
-void claims_release(Claims *self, uintptr_t start, size_t nbytes, bool writes) {
-    PyObject *owner = core_ranges_remove(writes ? &self->writes : &self->reads, (core_range){start, start + nbytes, NULL});
-    Py_XDECREF(owner);
-}
-
-static PyObject *claims_claim(Claims *self, PyObject *args) {
-    unsigned long long start, nbytes;
-    int writes;
-    PyObject *owner;
-    if (!PyArg_ParseTuple(args, "KKpO", &start, &nbytes, &writes, &owner)) return NULL;
-    bool failed = false;
-    const core_range *held = nbytes == 0 ? NULL : claims_acquire(self, (uintptr_t)start, nbytes, writes, owner, &failed);
-    if (failed) return NULL;
-    PyObject *holder = held == NULL ? Py_None : held->owner;
-    Py_INCREF(holder);
-    return holder;
-}
-
-static PyObject *claims_give_back(Claims *self, PyObject *args) {
-    unsigned long long start, nbytes;
-    int writes;
-    if (!PyArg_ParseTuple(args, "KKp", &start, &nbytes, &writes)) return NULL;
-    if (nbytes > 0) claims_release(self, (uintptr_t)start, nbytes, writes);
-    Py_RETURN_NONE;
-}
-
-static Py_ssize_t claims_length(Claims *self) { return (Py_ssize_t)(self->writes.ranges + self->reads.ranges); }
-
-static PyObject *claims_new(PyTypeObject *type, PyObject *args, PyObject *named) {
-    (void)args, (void)named;
-    Claims *self = (Claims *)PyType_GenericAlloc(type, 0);
-    if (self != NULL) self->reads.overlap = true;
-    return (PyObject *)self;
-}
-
-static void claims_dealloc(Claims *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    core_ranges_free(&self->writes);
-    core_ranges_free(&self->reads);
-    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free(self);
-    DECREF(type);
-}
-
-static PyMethodDef claims_methods[] = {
-    {"claim", (PyCFunction)claims_claim, METH_VARARGS,
-     "claim(start, nbytes, writes, owner): return who has some of these bytes, None where nobody does, and `owner` now has."},
-    {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): give back what was claimed."},
-    {0},
-};
-static PyType_Slot claims_slots[] = {
-    {Py_tp_doc, "Which bytes are in flight: those that are written overlap nothing, those that are read may overlap."},
-    {Py_tp_new, claims_new}, {Py_tp_dealloc, claims_dealloc}, {Py_tp_methods, claims_methods}, {Py_sq_length, claims_length}, {0},
-};
-static PyType_Spec claims_spec = {
-    "aiodist._core.Claims", sizeof(Claims), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, claims_slots,
-};
-
-// --- the log of what was issued ----------------------------------------------------------------------------------
-
-enum { KEPT = 4096 };
-
+// How a lane does collectives of one kind, on tensors of one shape.
 typedef struct {
-    PyObject_HEAD
-    long long seq;
-    PyObject *kept, *awaited;
-} Log;
+    PyObject_VAR_HEAD
+    PyObject *what, *name, *otherwise;
+    core_op op;          // but for its tensors; the fingerprint not yet mixed with the number
+    uint64_t nbytes, target_nbytes;
+    char writes;         // this rank's part of it is written
+    uint64_t counts[];   // those sent, and those received, by rank
+} Plan;
 
-static PyTypeObject *log_type;
+static PyTypeObject *plan_type;
 
-static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *named) {
-    (void)args, (void)named;
-    Log *self = (Log *)PyType_GenericAlloc(type, 0);
+// Plan(what, name, otherwise, word, kind, dtype, reduction, root, like, count, nbytes, target_nbytes, writes, sent, received)
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)named;
+    PyObject *what, *name, *otherwise, *sent, *received;
+    unsigned char kind, dtype, reduction;
+    unsigned root;
+    unsigned long long word, like, count, nbytes, target_nbytes;
+    int writes;
+    if (!PyArg_ParseTuple(args, "OUOKbbbIKKKKpO!O!", &what, &name, &otherwise, &word, &kind, &dtype, &reduction, &root, &like,
+                          &count, &nbytes, &target_nbytes, &writes, &PyTuple_Type, &sent, &PyTuple_Type, &received))
+        return NULL;
+    Py_ssize_t sends = PyTuple_Size(sent), receives = PyTuple_Size(received);
+    Plan *self = (Plan *)PyType_GenericAlloc(type, sends + receives);
     if (self == NULL) return NULL;
-    self->kept = PyList_New(KEPT);
-    self->awaited = PyDict_New();
-    for (Py_ssize_t i = 0; self->kept != NULL && i < KEPT; i++) {
-        Py_INCREF(Py_None);
-        PyList_SetItem(self->kept, i, Py_None);
-    }
-    if (self->kept != NULL && self->awaited != NULL) return (PyObject *)self;
+    self->op = (core_op){
+        .kind = kind, .dtype = dtype, .reduction = reduction, .root = root, .print = word, .like = like, .count = count, .direct = true,
+        .sent = sends == 0 ? NULL : self->counts, .received = receives == 0 ? NULL : self->counts + sends,
+    };
+    self->nbytes = nbytes, self->target_nbytes = target_nbytes, self->writes = (char)writes;
+    self->what = what, self->name = name, self->otherwise = otherwise;
+    Py_INCREF(what), Py_INCREF(name), Py_INCREF(otherwise);
+    for (Py_ssize_t i = 0; i < sends + receives; i++)
+        self->counts[i] = PyLong_AsUnsignedLongLong(i < sends ? PyTuple_GetItem(sent, i) : PyTuple_GetItem(received, i - sends));
+    if (!PyErr_Occurred() && !core_op_valid(&self->op, UINT32_MAX))
+        PyErr_Format(PyExc_ValueError, "kind %d dtype %d op %d: no such operation", kind, dtype, reduction);
+    if (!PyErr_Occurred()) return (PyObject *)self;
     DECREF(self);
     return NULL;
 }
 
-static void log_dealloc(Log *self) {
+static int plan_traverse(Plan *self, visitproc visit, void *arg) {
+    Py_VISIT(self->what);
+    Py_VISIT(self->otherwise);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    return 0;
+}
+
+static int plan_clear(Plan *self) {
+    Py_CLEAR(self->otherwise);
+    return 0;
+}
+
+static void plan_dealloc(Plan *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->kept);
-    Py_XDECREF(self->awaited);
-    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free(self);
+    PyObject_GC_UnTrack(self);
+    plan_clear(self);
+    Py_XDECREF(self->what), Py_XDECREF(self->name);
+    PyObject_GC_Del(self);
     DECREF(type);
 }
 
-// Takes note of the next operation; false with an exception set.
-static bool record(Log *self, PyObject *what, PyObject *origin) {
-    PyObject *number = PyLong_FromLongLong(self->seq);
-    PyObject *entry = number == NULL ? NULL : PyTuple_Pack(3, number, what, origin);
-    if (entry == NULL || PyList_SetItem(self->kept, (Py_ssize_t)(self->seq % KEPT), entry) < 0) {
-        Py_XDECREF(number);
-        return false;
-    }
-    self->seq++;
-    bool told = true;
-    if (PyDict_Size(self->awaited) > 0) {
-        PyObject *tell = PyDict_GetItemWithError(self->awaited, number);
-        if (tell != NULL) {
-            Py_INCREF(tell);
-            PyObject *result = PyDict_DelItem(self->awaited, number) < 0 ? NULL : PyObject_CallNoArgs(tell);
-            told = result != NULL;
-            Py_XDECREF(result);
-            Py_DECREF(tell);
-        }
-        told = told && !PyErr_Occurred();
-    }
-    Py_DECREF(number);
-    return told;
-}
-
-static PyObject *log_record(Log *self, PyObject *args) {
-    PyObject *what, *origin;
-    if (!PyArg_ParseTuple(args, "OO", &what, &origin) || !record(self, what, origin)) return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef log_methods[] = {
-    {"record", (PyCFunction)log_record, METH_VARARGS, "record(what, origin): take note of the next operation, whose number is `seq`."},
-    {0},
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc,
+     "Plan(what, name, otherwise, word, kind, dtype, reduction, root, like, count, nbytes, target_nbytes, writes, sent, received): "
+     "how a lane does a collective. `otherwise(handle, t, out, claims)` goes on where the ranks brought what is not alike."},
+    {Py_tp_new, plan_new}, {Py_tp_dealloc, plan_dealloc}, {Py_tp_traverse, plan_traverse}, {Py_tp_clear, plan_clear}, {0},
 };
-static PyMemberDef log_members[] = {
-    OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
-    OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
-    OFFERS("kept", T_OBJECT, Log, kept, READONLY, "The newest records, each at its number modulo how many there are."),
-    {0},
+static PyType_Spec plan_spec = {
+    "aiodist._core.Plan", sizeof(Plan), sizeof(uint64_t), Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plan_slots,
 };
-static PyType_Slot log_slots[] = {
-    {Py_tp_doc, "What a communicator issued, in order."},
-    {Py_tp_new, log_new}, {Py_tp_dealloc, log_dealloc}, {Py_tp_methods, log_methods}, {Py_tp_members, log_members}, {0},
-};
-static PyType_Spec log_spec = {"aiodist._core.Log", sizeof(Log), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, log_slots};
 
 // --- issuing -----------------------------------------------------------------------------------------------------
 
-// How to reduce tensors of one kind.
+// Which plan is that of an allreduce.
 typedef struct {
-    PyObject *dtype, *shape, *op, *impl, *what;
-    uint64_t word, count, nbytes;
-    uint8_t code, reduction;
-} Plan;
+    PyObject *dtype, *shape, *op, *impl;
+    Plan *plan;
+} Known;
 
-enum { PLANS = 256 };
+enum { KNOWN = 256 };
 
 struct Issuer {
     PyObject_HEAD
@@ -180,15 +92,15 @@ struct Issuer {
     Claims *claims;
     Log *log;
     Pacer *pacer;
-    PyObject *account, *pending, *inbox, *ours, *watch, *locate, *failed;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *locate, *failed;
     PyTypeObject *handle, *tensor, *parameter;
-    char open;
-    Plan plans[PLANS];
+    char open, threads;
+    Known known[KNOWN];
 };
 
 static PyTypeObject *issuer_type;
 static PyObject *s_is_cpu, *s_dtype, *s_shape, *s_contiguous, *s_data_ptr, *s_back, *s_lasti, *s_filename, *s_watching,
-    *s_keep_watch, *s_told, *s_allreduce;
+    *s_keep_watch, *s_told;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -201,19 +113,24 @@ static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
 
 static bool same(PyObject *a, PyObject *b) { return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
 
-static Plan *plan_at(Issuer *self, const PyObject *dtype, PyObject *shape) {
+static Known *known_at(Issuer *self, const PyObject *dtype, PyObject *shape) {
     Py_hash_t hash = PyObject_Hash(shape);
     if (hash == -1) PyErr_Clear();
-    return &self->plans[((size_t)hash ^ (size_t)dtype >> 5) % PLANS];
+    return &self->known[((size_t)hash ^ (size_t)dtype >> 5) % KNOWN];
 }
 
-// Returns the plan for `t`, NULL where there is none, or it is not dense memory of the host.
+static void known_release(Known *known) {
+    Py_XDECREF(known->dtype), Py_XDECREF(known->shape), Py_XDECREF(known->op), Py_XDECREF(known->impl);
+    Py_XDECREF((PyObject *)known->plan);
+}
+
+// Returns the plan of an allreduce of `t`, NULL where there is none, or it is not dense memory of the host.
 static Plan *plan_for(Issuer *self, PyObject *t, PyObject *op, PyObject *impl) {
     PyObject *dtype = PyObject_GetAttr(t, s_dtype), *shape = PyObject_GetAttr(t, s_shape), *contiguous = NULL;
     Plan *plan = NULL;
     if (dtype != NULL && shape != NULL) {
-        plan = plan_at(self, dtype, shape);
-        if (plan->dtype != dtype || !same(plan->shape, shape) || !same(plan->op, op) || !same(plan->impl, impl)) plan = NULL;
+        const Known *known = known_at(self, dtype, shape);
+        if (known->dtype == dtype && same(known->shape, shape) && same(known->op, op) && same(known->impl, impl)) plan = known->plan;
     }
     if (plan != NULL && !has(t, s_is_cpu, Py_True)) plan = NULL;
     if (plan != NULL) {  // it raises where the layout is another than strided
@@ -287,8 +204,57 @@ static bool place_of(Issuer *self, PyObject *t, uint64_t nbytes, core_place *pla
     return known;
 }
 
-// Returns a handle that claims the memory of `t` and is in the log; NULL with an exception set.
-static Handle *issued(Issuer *self, const Plan *plan, PyObject *t, uint64_t address) {
+// What an operation owns of memory until it is over.
+typedef struct {
+    uintptr_t start;
+    size_t nbytes;
+    bool writes;
+} claim;
+
+// Returns how many `claims` an operation has: it reads its tensor and writes its target, where these are two; a tensor
+// inside its target is the target's.
+static unsigned claims_of(const Handle *h, claim claims[2]) {
+    const Plan *plan = (const Plan *)h->plan;
+    uintptr_t in = (uintptr_t)h->native.in, out = (uintptr_t)h->native.out;
+    if (plan->nbytes + plan->target_nbytes == 0) return 0;
+    claims[0] = (claim){in, plan->nbytes, plan->writes};
+    if (h->target == NULL) return 1;
+    bool inside = out <= in && in + plan->nbytes <= out + plan->target_nbytes;
+    unsigned count = plan->nbytes == 0 || inside ? 0 : 1;
+    claims[0].writes = false;
+    if (plan->target_nbytes > 0) claims[count++] = (claim){out, plan->target_nbytes, true};
+    return count;
+}
+
+static void release(Issuer *self, const claim *claims, unsigned count) {
+    for (unsigned i = 0; i < count; i++) claims_release(self->claims, claims[i].start, claims[i].nbytes, claims[i].writes);
+}
+
+// Has `h` own the memory that it works on; false with an exception set.
+static bool acquire(Issuer *self, Handle *h) {
+    claim claims[2];
+    unsigned count = claims_of(h, claims);
+    for (unsigned i = 0; i < count; i++) {
+        bool failed;
+        const claim *one = &claims[i];
+        const core_range *held = claims_acquire(self->claims, one->start, one->nbytes, one->writes, (PyObject *)h, &failed);
+        if (held == NULL && !failed) continue;
+        if (held != NULL) {  // said in Python
+            PyObject *said = PyObject_CallMethod((PyObject *)self->claims, "acquire", "KKOO", (unsigned long long)one->start,
+                                                 (unsigned long long)one->nbytes, one->writes ? Py_True : Py_False, h);
+            Py_XDECREF(said);
+        }
+        release(self, claims, i);
+        return false;
+    }
+    return true;
+}
+
+// Returns a handle that owns its memory and is in the log; NULL with an exception set.
+static Handle *issued(Issuer *self, Plan *plan, PyObject *const tensors[4], core_place place) {
+    uint64_t in = tensors[0] == Py_None ? 0 : address_of(tensors[0]);
+    uint64_t out = tensors[1] == tensors[0] || tensors[1] == Py_None ? in : address_of(tensors[1]);
+    if (PyErr_Occurred()) return NULL;
     Handle *h = (Handle *)PyType_GenericAlloc(self->handle, 0);
     PyObject *origin = h == NULL ? NULL : origin_of(self);
     if (origin == NULL) {
@@ -296,61 +262,61 @@ static Handle *issued(Issuer *self, const Plan *plan, PyObject *t, uint64_t addr
         return NULL;
     }
     h->progress = (PyObject *)self->pacer;
-    h->op = s_allreduce;
+    h->op = plan->name;
     h->account = self->account;
     h->status = status_pending;
-    INCREF(h->progress), Py_INCREF(h->op), Py_INCREF(h->account), Py_INCREF(h->status);
+    h->plan = (PyObject *)plan;
+    h->tensor = tensors[0];
+    h->target = tensors[1] == tensors[0] ? NULL : tensors[1];
+    h->result = tensors[2] == tensors[0] ? NULL : tensors[2];
+    h->out = tensors[3] == Py_None ? NULL : tensors[3];
+    INCREF(h->progress), Py_INCREF(h->op), Py_INCREF(h->account), Py_INCREF(h->status), Py_INCREF(h->plan), Py_INCREF(h->tensor);
+    Py_XINCREF(h->target), Py_XINCREF(h->result), Py_XINCREF(h->out);
     h->origin = origin;
     h->seq = self->log->seq;
     h->nbytes = (Py_ssize_t)plan->nbytes;
     h->polled = 1;
-    bool failed;
-    const core_range *held = claims_acquire(self->claims, address, plan->nbytes, true, (PyObject *)h, &failed);
-    if (held != NULL) {  // said in Python
-        PyObject *said = PyObject_CallMethod((PyObject *)self->claims, "acquire", "KKOO", (unsigned long long)address,
-                                             (unsigned long long)plan->nbytes, Py_True, h);
-        Py_XDECREF(said);
-    }
-    if (held != NULL || failed) {
+    h->native = plan->op;
+    h->native.print ^= (uint64_t)h->seq;
+    h->native.in = (void *)(uintptr_t)in, h->native.out = (void *)(uintptr_t)out;
+    h->native.in_at = place;
+    h->native.caller = h;
+    if (!acquire(self, h)) {
         DECREF(h);
         return NULL;
     }
-    if (!record(self->log, plan->what, origin) || PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
-        claims_release(self->claims, address, plan->nbytes, true);
+    if (!log_record(self->log, plan->what, origin) || PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
+        claim claims[2];
+        release(self, claims, claims_of(h, claims));
         DECREF(h);
         return NULL;
     }
-    INCREF(self), Py_INCREF(t), INCREF(h);  // until it is settled
+    INCREF(self), INCREF(h);  // until it is settled
     h->issuer = self;
-    h->tensor = t;
     return h;
 }
 
-// allreduce(t, op, impl): the handle; None where another way must be gone.
-static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
-    PyObject *t = args[0];
-    Plan *plan = NULL;
-    // Until the lane is joined somebody has to look for the other ranks: the other way has the loop do so.
-    if (self->open && (Py_TYPE(t) == self->tensor || Py_TYPE(t) == self->parameter) && core_lane_joined(self->lane->lane) &&
-        PyThread_get_thread_ident() == self->pacer->thread && PyObject_Size(self->inbox) == 0)
-        plan = plan_for(self, t, args[1], args[2]);
-    if (plan == NULL) Py_RETURN_NONE;
-    uint64_t address = address_of(t), number = (uint64_t)self->log->seq;
-    core_place place;
-    if (PyErr_Occurred() || !place_of(self, t, plan->nbytes, &place) || !keep_watch(self)) return NULL;
-    Handle *h = issued(self, plan, t, address);
+// Whether the calling thread may issue just now. Until the lane is joined somebody has to look for the other ranks: the
+// other way has the loop do so.
+static bool may_issue(Issuer *self, bool on_loop) {
+    return self->open && core_lane_joined(self->lane->lane) && (self->threads || on_loop) && PyObject_Size(self->inbox) == 0 &&
+           PyDict_Size(self->to_fail) == 0;
+}
+
+// Issues `plan` on (t, target, result, out).
+static PyObject *issue(Issuer *self, Plan *plan, PyObject *const tensors[4], bool on_loop) {
+    core_place place = {CORE_NOWHERE, 0};
+    // In place, the result of a reduction is left in its input.
+    bool windows = tensors[0] != Py_None && (plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
+    if ((windows && !place_of(self, tensors[0], plan->nbytes, &place)) || !keep_watch(self)) return NULL;
+    Handle *h = issued(self, plan, tensors, place);
     if (h == NULL) return NULL;
-    h->native = (core_op){
-        .kind = CORE_ALLREDUCE, .dtype = plan->code, .reduction = plan->reduction, .print = plan->word ^ number,
-        .in = (void *)(uintptr_t)address, .out = (void *)(uintptr_t)address, .count = plan->count, .in_at = place,
-        .caller = h, .direct = true,
-    };
+    // Meanwhile the loop may have found nothing pending, and have stopped to look.
+    if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
     Lane *lane = self->lane;
     Completions *completions = lane->completions;
-    self->pacer->polls++;
+    if (on_loop) self->pacer->polls++;  // a loop that issues is alive
     drive_begin(completions);
-    count_bytes(lane, place, plan->nbytes);
     core_lane_submit(lane->lane, &h->native);
     uint64_t load = core_lane_load(lane->lane);
     bool heavy = load >= heavy_bytes(self->pacer);
@@ -360,73 +326,110 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     return (PyObject *)h;
 }
 
+// allreduce(t, op, impl): the handle; None where another way must be gone.
+static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
+    PyObject *t = args[0];
+    Plan *plan = NULL;
+    bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
+    if ((Py_TYPE(t) == self->tensor || Py_TYPE(t) == self->parameter) && may_issue(self, on_loop)) plan = plan_for(self, t, args[1], args[2]);
+    if (plan == NULL) Py_RETURN_NONE;
+    PyObject *const tensors[4] = {t, t, t, Py_None};
+    return issue(self, plan, tensors, on_loop);
+}
+
+// issue(plan, t, target, result, out): the handle; None where another way must be gone.
+static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
+    bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
+    if (!may_issue(self, on_loop)) Py_RETURN_NONE;
+    return issue(self, (Plan *)args[0], args + 1, on_loop);
+}
+
+// The ranks agree on it, but not all brought what a lane can do together: it goes on in another way, with what it owns.
+static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
+    PyObject *owned = PyList_New(0);
+    for (unsigned i = 0; owned != NULL && i < count; i++) {
+        PyObject *memory = h->target != NULL && claims[i].writes ? h->target : h->tensor;
+        PyObject *one = Py_BuildValue("(KKOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
+                                      claims[i].writes ? Py_True : Py_False, memory);
+        if (one == NULL || PyList_Append(owned, one) < 0) Py_CLEAR(owned);
+        Py_XDECREF(one);
+    }
+    PyObject *out = h->out == NULL ? Py_None : h->out;
+    PyObject *told = owned == NULL ? NULL : PyObject_CallFunctionObjArgs(((Plan *)h->plan)->otherwise, h, h->tensor, out, owned, NULL);
+    Py_XDECREF(owned);
+    return told;
+}
+
 void issuer_settle(Handle *h) {
     Issuer *self = h->issuer;
-    PyObject *tensor = h->tensor;
+    uint32_t state = core_op_state(&h->native);
+    claim claims[2];
+    unsigned count = claims_of(h, claims);
     h->issuer = NULL;
-    h->tensor = NULL;
-    claims_release(self->claims, (uintptr_t)h->native.in, h->nbytes > 0 ? (size_t)h->nbytes : 0, true);
     PyObject *told = NULL;
-    lane_keep(self->lane, &h->native, tensor);
-    if (core_op_state(&h->native) != CORE_DONE) {
-        PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)core_op_state(&h->native), h->native.differs);
+    lane_keep(self->lane, &h->native, h->tensor);
+    if (state != CORE_UNLIKE) release(self, claims, count);
+    if (state == CORE_UNLIKE) {
+        told = go_on(h, claims, count);
+    } else if (state != CORE_DONE) {
+        PyObject *error = PyObject_CallFunction(self->lane->fail, "iI", (int)state, h->native.differs);
         if (error != NULL) told = PyObject_CallFunctionObjArgs(self->failed, h, error, NULL);
         Py_XDECREF(error);
     } else if (h->status == status_pending) {
+        count_bytes(self->lane, h->native.in_at, (uint64_t)h->nbytes);
         if (PyDict_DelItem(self->pending, (PyObject *)h) < 0) PyErr_Clear();
-        Py_INCREF(tensor), Py_INCREF(status_returned), Py_DECREF(status_pending);
-        h->value = tensor;
+        h->value = h->result != NULL ? h->result : h->tensor;
+        Py_INCREF(h->value), Py_INCREF(status_returned), Py_DECREF(status_pending);
         h->status = status_returned;
         if (is_set(h->waiters) || is_set(h->callbacks) || is_set(h->event))
             told = PyObject_CallMethodObjArgs((PyObject *)h, s_told, NULL);
     }
     if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)h);
     Py_XDECREF(told);
-    Py_DECREF(tensor);
+    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     DECREF(h);
     DECREF(self);
 }
 
-// add(dtype, shape, op, impl, what, word, count, nbytes, code, reduction)
+// add(dtype, shape, op, impl, plan)
 static PyObject *issuer_add(Issuer *self, PyObject *args) {
-    Plan made = {0};
-    unsigned long long word, count, nbytes;
-    if (!PyArg_ParseTuple(args, "OOOOOKKKbb", &made.dtype, &made.shape, &made.op, &made.impl, &made.what, &word, &count, &nbytes,
-                          &made.code, &made.reduction))
-        return NULL;
-    made.word = word, made.count = count, made.nbytes = nbytes;
-    Py_INCREF(made.dtype), Py_INCREF(made.shape), Py_INCREF(made.op), Py_INCREF(made.impl), Py_INCREF(made.what);
-    Plan *plan = plan_at(self, made.dtype, made.shape), before = *plan;
-    *plan = made;
-    Py_XDECREF(before.dtype), Py_XDECREF(before.shape), Py_XDECREF(before.op), Py_XDECREF(before.impl), Py_XDECREF(before.what);
+    Known made;
+    if (!PyArg_ParseTuple(args, "OOOOO!", &made.dtype, &made.shape, &made.op, &made.impl, plan_type, &made.plan)) return NULL;
+    Py_INCREF(made.dtype), Py_INCREF(made.shape), Py_INCREF(made.op), Py_INCREF(made.impl), INCREF(made.plan);
+    Known *known = known_at(self, made.dtype, made.shape), before = *known;
+    *known = made;
+    known_release(&before);
     Py_RETURN_NONE;
 }
 
 static PyObject *issuer_forget(Issuer *self, PyObject *none) {
     (void)none;
-    for (size_t i = 0; i < PLANS; i++) {
-        Plan before = self->plans[i];
-        self->plans[i] = (Plan){0};
-        Py_XDECREF(before.dtype), Py_XDECREF(before.shape), Py_XDECREF(before.op), Py_XDECREF(before.impl), Py_XDECREF(before.what);
+    for (size_t i = 0; i < KNOWN; i++) {
+        Known before = self->known[i];
+        self->known[i] = (Known){0};
+        known_release(&before);
     }
     Py_RETURN_NONE;
 }
 
 static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
-    PyObject *lane, *claims, *log, *pacer, *account, *pending, *inbox, *ours, *watch, *locate, *failed, *handle, *tensor,
+    PyObject *lane, *claims, *log, *pacer, *account, *pending, *inbox, *to_fail, *ours, *watch, *locate, *failed, *handle, *tensor,
         *parameter;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!OO!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
-                          &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &ours, &watch, &locate, &failed, &handle,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!OO!O!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
+                          &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours, &watch, &locate, &failed, &handle,
                           &tensor, &parameter))
         return NULL;
     Issuer *self = (Issuer *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->lane = (Lane *)lane, self->claims = (Claims *)claims, self->log = (Log *)log, self->pacer = (Pacer *)pacer;
-    self->account = account, self->pending = pending, self->inbox = inbox, self->ours = ours, self->watch = watch;
+    self->account = account, self->pending = pending, self->inbox = inbox, self->to_fail = to_fail, self->ours = ours, self->watch = watch;
     self->locate = locate, self->failed = failed;
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
-    PyObject *const kept[] = {lane, claims, log, pacer, account, pending, inbox, ours, watch, locate, failed, handle, tensor, parameter};
+    PyObject *const kept[] = {lane, claims, log, pacer, account, pending, inbox, to_fail, ours, watch, locate, failed, handle, tensor, parameter};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
     return (PyObject *)self;
@@ -435,16 +438,18 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->ours, self->watch, self->locate, self->failed, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->locate, self->failed, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
+    for (size_t i = 0; i < KNOWN; i++) Py_VISIT((PyObject *)self->known[i].plan);
     return 0;
 }
 
 static int issuer_clear(Issuer *self) {
-    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->ours, &self->watch, &self->locate, &self->failed};
+    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->locate, &self->failed};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
+    for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
     return 0;
 }
@@ -465,12 +470,18 @@ static void issuer_dealloc(Issuer *self) {
 static PyMethodDef issuer_methods[] = {
     {"allreduce", (PyCFunction)(void *)issuer_allreduce, METH_FASTCALL,
      "allreduce(t, op, impl): return the handle of an allreduce; None where it is to be issued in another way."},
-    {"add", (PyCFunction)issuer_add, METH_VARARGS,
-     "add(dtype, shape, op, impl, what, word, count, nbytes, code, reduction): this is how such tensors are reduced."},
+    {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
+     "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
+     "`result`, for a caller who gave `out`; None where it is to be issued in another way."},
+    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(dtype, shape, op, impl, plan): `allreduce` of such tensors is this."},
     {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Know no more how any tensors are reduced."},
     {0},
 };
-static PyMemberDef issuer_members[] = {OFFERS("open", T_BOOL, Issuer, open, 0, "Calls are not refused."), {0}};
+static PyMemberDef issuer_members[] = {
+    OFFERS("open", T_BOOL, Issuer, open, 0, "Calls are not refused."),
+    OFFERS("threads", T_BOOL, Issuer, threads, 0, "Other threads may call too, one at a time."),
+    {0},
+};
 static PyType_Slot issuer_slots[] = {
     {Py_tp_doc, "Issues what a lane does from the call on."},
     {Py_tp_new, issuer_new}, {Py_tp_dealloc, issuer_dealloc}, {Py_tp_traverse, issuer_traverse}, {Py_tp_clear, issuer_clear},
@@ -484,11 +495,9 @@ int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_is_cpu, "is_cpu"}, {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_contiguous, "is_contiguous"},
         {&s_data_ptr, "data_ptr"}, {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
-        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_allreduce, "allreduce"},
+        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
-    return !(claims_type = add_type(module, &claims_spec)) || !(log_type = add_type(module, &log_spec)) ||
-                   !(issuer_type = add_type(module, &issuer_spec))
-               ? -1 : 0;
+    return (plan_type = add_type(module, &plan_spec)) && (issuer_type = add_type(module, &issuer_spec)) ? 0 : -1;
 }

@@ -1,6 +1,7 @@
 #include "kernels.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -15,19 +16,46 @@ struct choice {
 typedef struct { float re, im; } c64;
 typedef struct { double re, im; } c128;
 
-static inline float widen_bf16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
-// Rounds to nearest, ties to even.
-static inline uint16_t narrow_bf16(float x) {
+static inline uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return bits;
+}
+
+// 16-bit floats by integer arithmetic without branches, which compilers turn into vectors; of the _Float16 that C has
+// they make a call for each element. What is narrowed is rounded to nearest, ties to even.
+
+static inline float widen_bf16(uint16_t x) { return float_of((uint32_t)x << 16); }
+
+static inline uint16_t narrow_bf16(float x) {
+    uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (uint16_t)(x != x ? 0x7fc0 : rounded);
+}
+
+enum { F16_SHIFT = 13, F16_BIAS = (127 - 15) << 23 };  // of its bits in those of a float
+
+// As `condition ? a : b`, with no branch for the compiler to make of it.
+static inline int32_t pick(bool condition, int32_t a, int32_t b) { return b ^ ((a ^ b) & -(int32_t)condition); }
+
+static inline float widen_f16(uint16_t x) {
+    int32_t size = x & 0x7fff, normal = (size << F16_SHIFT) + F16_BIAS;
+    int32_t subnormal = (int32_t)bits_of((float)size * 0x1p-24f);
+    int32_t bits = pick(size < 0x0400, subnormal, normal + pick(size < 0x7c00, 0, F16_BIAS));
+    return float_of((uint32_t)bits | (uint32_t)(x & 0x8000) << 16);
+}
+
+static inline uint16_t narrow_f16(float x) {
+    int32_t size = (int32_t)(bits_of(x) & 0x7fffffff);
+    int32_t normal = (size + 0xfff + (size >> F16_SHIFT & 1) - F16_BIAS) >> F16_SHIFT;
+    int32_t subnormal = (int32_t)(bits_of(float_of((uint32_t)size) + 0.5f) - 0x3f000000);  // the last bit of 0.5f is 2^-24
+    int32_t bits = pick(size < 0x477ff000, pick(size < 0x38800000, subnormal, normal), pick(size <= 0x7f800000, 0x7c00, 0x7e00));
+    return (uint16_t)((uint32_t)bits | (bits_of(x) >> 16 & 0x8000));
 }
 
 // clang warns where a loop stays as it is: products of complex numbers on the oldest processors.
@@ -50,13 +78,13 @@ static inline uint16_t narrow_bf16(float x) {
 #define WIDE ",prefer-vector-width=512"
 #endif
 
-#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET __attribute__((target("avx2")))
 #define NAMED(name) name##_avx2
 #include "kernels_of_target.h"
 #undef TARGET
 #undef NAMED
 
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c" WIDE)))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2" WIDE)))
 #define NAMED(name) name##_avx512
 #include "kernels_of_target.h"
 #undef TARGET
@@ -85,7 +113,7 @@ static int processor(void) {
     enum { XMM_AND_YMM = 0x6, AND_ZMM = 0xe6 };
     unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
     unsigned a, b, c, d, kept, unused;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_F16C)) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
     __asm__("xgetbv" : "=a"(kept), "=d"(unused) : "c"(0));
     if ((kept & XMM_AND_YMM) != XMM_AND_YMM || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
     return (kept & AND_ZMM) == AND_ZMM && (b & wide) == wide ? 2 : 1;

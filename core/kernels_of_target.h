@@ -112,7 +112,7 @@ REAL(double, f64)
     KERNEL(min_##NAME, T, float, WIDEN, NARROW, LEAST, PER)                                                           \
     KERNEL(max_##NAME, T, float, WIDEN, NARROW, GREATEST, PER)
 HALF(uint16_t, bf16, widen_bf16, narrow_bf16)
-HALF(_Float16, f16, (float), (_Float16))
+HALF(uint16_t, f16, widen_f16, narrow_f16)
 
 TARGET static inline c64 NAMED(times_c64)(c64 x, c64 y) {
     return (c64){x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};

@@ -84,45 +84,50 @@ bool core_lane_wants(const core_lane *lane, unsigned *rank, uint32_t *segment) {
 // --- memory of ranks ---------------------------------------------------------------------------------------------
 
 struct segment {
-    uint8_t *base;
+    _Atomic(uint8_t *) base;  // stored with release after nbytes; the acquire of lane_find pairs with it
     size_t nbytes;
 };
 
+// A segment may be mapped while lanes are driven that look for others, so what is there never moves.
+enum { CHUNK = 64, CHUNKS = CORE_SEGMENTS / CHUNK };
 struct core_memory {
-    struct segment *segments;
-    uint32_t count;
+    _Atomic(struct segment *) chunks[CHUNKS];
 };
 
 core_memory *core_memory_new(void) { return calloc(1, sizeof(core_memory)); }
 
 void core_memory_free(core_memory *memory) {
-    if (memory != NULL) free(memory->segments);
+    for (unsigned i = 0; memory != NULL && i < CHUNKS; i++) free(memory->chunks[i]);
     free(memory);
 }
 
 int core_memory_map(core_memory *memory, uint32_t segment, void *base, size_t nbytes) {
-    if (segment >= memory->count) {
-        struct segment *more = realloc(memory->segments, (segment + (size_t)1) * sizeof *more);
-        if (more == NULL) return -1;
-        memset(more + memory->count, 0, (segment + (size_t)1 - memory->count) * sizeof *more);
-        memory->segments = more;
-        memory->count = segment + 1;
+    if (segment >= CHUNK * CHUNKS) return -1;
+    struct segment *chunk = atomic_load_explicit(&memory->chunks[segment / CHUNK], memory_order_relaxed);
+    if (chunk == NULL) {
+        chunk = calloc(CHUNK, sizeof *chunk);
+        if (chunk == NULL) return -1;
+        atomic_store_explicit(&memory->chunks[segment / CHUNK], chunk, memory_order_release);
     }
-    memory->segments[segment] = (struct segment){base, nbytes};
+    chunk[segment % CHUNK].nbytes = nbytes;
+    atomic_store_explicit(&chunk[segment % CHUNK].base, base, memory_order_release);
     return 0;
 }
 
 enum found lane_find(core_lane *lane, unsigned rank, core_place place, uint64_t nbytes, const uint8_t **at) {
-    const core_memory *memory = lane->peers[rank].memory;
-    if (place.segment >= memory->count || memory->segments[place.segment].base == NULL) {
+    core_memory *memory = lane->peers[rank].memory;
+    if (place.segment >= CHUNK * CHUNKS) return OUTSIDE;
+    struct segment *chunk = atomic_load_explicit(&memory->chunks[place.segment / CHUNK], memory_order_acquire);
+    struct segment *segment = chunk == NULL ? NULL : &chunk[place.segment % CHUNK];
+    uint8_t *base = segment == NULL ? NULL : atomic_load_explicit(&segment->base, memory_order_acquire);
+    if (base == NULL) {
         lane->wants = true;
         lane->wanted_rank = rank;
         lane->wanted_segment = place.segment;
         return UNMAPPED;
     }
-    const struct segment *segment = &memory->segments[place.segment];
     if (place.offset > segment->nbytes || nbytes > segment->nbytes - place.offset) return OUTSIDE;
-    *at = segment->base + place.offset;
+    *at = base + place.offset;
     return FOUND;
 }
 
@@ -175,7 +180,8 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
     op->number = k;
-    if (lane->unsettled || (lane->first != NULL && k - lane->first->number >= ENTRIES)) return false;  // this rank itself needs the entry
+    if (lane->unsettled) return false;
+    if (lane->first != NULL && k - lane->first->number >= ENTRIES) return false;  // this rank itself needs the entry
     if (k >= ENTRIES && least_consumed(lane, false) < end && least_consumed(lane, true) < end) return false;
     op->base = lane->next_portion;
     bool whole = way_prepare(lane, op);
@@ -195,15 +201,17 @@ static bool post(core_lane *lane, core_op *op) {
         to = form == TINY ? entry->tiny : entry->bytes;
     }
     entry->print = op->print;
-    entry->form = form;
+    entry->form = (uint8_t)form;
+    entry->kind = op->kind;
     entry->consumed = lane->consumed;
-    if (form > TINY || !whole || lane->led) {
+    if (form > TINY || !whole || lane->led || op->kind == CORE_ALLGATHER) {
         entry->stage = lane->stage_at;
         entry->window = op->in_at;
         entry->key = op->key;
         entry->stage_bytes = (uint32_t)lane->stage_bytes;
         entry->rounds = (uint32_t)op->rounds;
         entry->nbytes = nbytes;
+        if (op->kind == CORE_ALLGATHER) entry->like = op->like;
     }
     if (to != NULL) {
         way_post(lane, op, entry, to);
@@ -269,10 +277,16 @@ static bool post_waiting(core_lane *lane) {
     return posted;
 }
 
-// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing; REFUSED:
-// one takes no part.
+// Whether what a rank posted under the same fingerprint is done together with `op`.
+static bool alike(const struct entry *entry, const core_op *op) {
+    return entry->kind == op->kind && (op->kind != CORE_ALLGATHER || entry->like == op->like);
+}
+
+// Looks whether the other ranks have posted the same. ENDED: they have; FAILED: one has posted another thing; UNLIKE: the
+// same, but not alike; REFUSED: one takes no part. Each rank sees all entries, so all but FAILED are found by all alike.
 static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
     enum outcome met = ENDED;
+    unsigned other = lane->ranks;
     op->met = op->print;
     *who = lane->rank;
     if (op->absent) return REFUSED;
@@ -288,11 +302,14 @@ static enum outcome meet(core_lane *lane, core_op *op, unsigned *who) {
         } else if (!core_prints_merge(&op->met, entry->print)) {
             *who = q;
             return FAILED;
-        } else if (entry->consumed > lane->peers[q].consumed) {
-            lane->peers[q].consumed = entry->consumed;
+        } else {
+            if (!alike(entry, op)) other = q;
+            if (entry->consumed > lane->peers[q].consumed) lane->peers[q].consumed = entry->consumed;
         }
     }
-    return met;
+    if (met != ENDED || other == lane->ranks || op->kind == CORE_BARRIER) return met;
+    *who = other;
+    return UNLIKE;
 }
 
 static uint64_t load_of(const core_op *op) {
@@ -371,8 +388,8 @@ static void withdraw(core_lane *lane) {
 static void abandon(core_lane *lane, enum core_state state, unsigned who) {
     lane->abandoned = state;
     lane->culprit = who;
-    lane->spoke = true;
-    atomic_store_explicit(&lane->mine->abandoned, 1, memory_order_release);
+    lane->spoke = lane->joined > 0;
+    if (lane->joined > 0) atomic_store_explicit(&lane->mine->abandoned, 1, memory_order_release);
     while (lane->first != NULL) end_first(lane, state, who);
 }
 
@@ -433,10 +450,10 @@ static enum outcome step(core_lane *lane) {
         if (lane->led && lane->rank != 0) who = 0;
     } else if (op->way == UNMET) {
         outcome = meet(lane, op, &who);
-        if (outcome == FAILED || outcome == REFUSED) {
+        if (outcome == FAILED || outcome == REFUSED || outcome == UNLIKE) {
             settle(lane, op, 1);
             lane_consume(lane, op->base + 1);
-            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : CORE_REFUSED, who);
+            end_first(lane, outcome == FAILED ? CORE_DIFFERENT : outcome == UNLIKE ? CORE_UNLIKE : CORE_REFUSED, who);
             return MOVED;
         }
         if (outcome == ENDED) STOP(MET);
@@ -502,20 +519,20 @@ static bool advance(core_lane *lane, uint64_t nanoseconds) {
 }
 
 bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
-    bool moved = lane_drive(lane, nanoseconds);
+    bool moved = lane_drive(lane, nanoseconds) == DROVE;
     if (core_lane_busy(lane)) atomic_store_explicit(&lane->driven_at, core_now(), memory_order_relaxed);
     return moved;
 }
 
-bool lane_drive(core_lane *lane, uint64_t nanoseconds) {
-    bool moved = false;
+enum drive lane_drive(core_lane *lane, uint64_t nanoseconds) {
+    enum drive drive = HELD;
     // Who submits while it is held leaves it to its holder, who looks after it has let go.
     while (core_lane_hold(lane)) {
-        moved = advance(lane, nanoseconds) || moved;
+        drive = advance(lane, nanoseconds) || drive == DROVE ? DROVE : STILL;
         core_lane_release(lane);
         if (atomic_load(&lane->inbox) == NULL) break;
     }
-    return moved;
+    return drive;
 }
 
 // Gives the lane up because of rank `who`, which may be this one.
@@ -530,5 +547,11 @@ static void give_up(core_lane *lane, unsigned who, bool lost) {
 }
 
 void core_lane_abandon(core_lane *lane) { give_up(lane, lane->rank, false); }
+
+void lane_forget(core_lane *lane) {
+    lane->joined = 0;
+    lane->wants = false;
+    core_lane_release(lane);  // who held it is a thread of the parent
+}
 
 void core_lane_lost(core_lane *lane, unsigned rank) { give_up(lane, rank, true); }

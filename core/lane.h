@@ -49,7 +49,8 @@ struct loan {
 };
 
 struct core_lane {
-    unsigned rank, ranks, joined;
+    unsigned rank, ranks;
+    unsigned joined;  // how many ranks' blocks are known; 0 in a forked child, which leaves its parent's alone
     struct block *mine;
     uint8_t *stage;
     uint64_t stage_bytes;
@@ -102,12 +103,17 @@ struct core_lane {
 };
 
 enum found { FOUND, UNMAPPED, OUTSIDE };
-enum outcome { WAITS, MOVED, ENDED, FAILED, REFUSED };
+enum outcome { WAITS, MOVED, ENDED, FAILED, REFUSED, UNLIKE };
 
 enum way { UNMET, DIRECT, HALVES, IN_PLACE };  // see ways.c
 
-// As core_lane_advance, but for the time at which it was driven, which is what the engine looks at.
-bool lane_drive(core_lane *, uint64_t nanoseconds);
+// As core_lane_advance, but for the time at which it was driven, which is what the engine looks at. HELD: another thread
+// holds it, so nobody knows whether something could move.
+enum drive { HELD, STILL, DROVE };
+enum drive lane_drive(core_lane *, uint64_t nanoseconds);
+
+// See core_engine_forget.
+void lane_forget(core_lane *);
 
 // Finds `nbytes` in the memory of another rank. UNMAPPED says by `wants` what is to be mapped.
 enum found lane_find(core_lane *, unsigned rank, core_place, uint64_t nbytes, const uint8_t **at);

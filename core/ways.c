@@ -77,11 +77,12 @@ static bool lends(const core_lane *lane, const core_op *op, unsigned rank) {
     }
 }
 
+// Of this rank, whose tensors these are.
 static bool takes(const core_op *op, unsigned rank) {
     switch (op->kind) {
         case CORE_BROADCAST: return rank != op->root;
         case CORE_REDUCE: return rank == op->root;
-        case CORE_SCAN: return rank > 0;
+        case CORE_SCAN: return rank > 0 || op->in != op->out;
         default: return true;
     }
 }

@@ -13,8 +13,6 @@ from aiodist.handles.origin import Origin, described
 if TYPE_CHECKING:
     from types import CodeType
 
-__all__ = ["Account", "Witness"]
-
 
 class Witness(Protocol):
     """What knows why operations are not over; it is asked with their `Handle`."""

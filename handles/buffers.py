@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-__all__ = ["InFlight", "in_flight"]
-
 Claimed = tuple[int, int, bool, object]  # first byte, how many, whether they are written, what keeps them alive
 
 

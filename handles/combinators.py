@@ -14,8 +14,6 @@ from aiodist.handles.progress import Progress
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
 
-__all__ = ["all_over", "as_completed", "gather"]
-
 T = TypeVar("T")
 
 
@@ -100,10 +98,7 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncIterator[Handle[T]]
     queue = _Queue()
     members = list(handles)
     for member in members:
-        if member.done():
-            queue.wake(member, None)
-        else:
-            member.add_waiter(queue)
+        member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
     try:
         for _ in members:
             while not queue.finished:

@@ -13,8 +13,6 @@ from aiodist.handles.handle import Handle, Scope, current_deadline, plight
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
 
-__all__ = ["Deadline", "Scopes", "timeout"]
-
 SHORT_SECONDS = 0.6
 """A wait that ends sooner cannot be left to those who look ten times a second."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Done", "join"]
-
 Done = Callable[[BaseException | None], None]
 """Called once, when the transfer is over: with None, or with its error."""
 

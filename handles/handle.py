@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
+from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from aiodist.handles.account import Witness
     from aiodist.handles.progress import Progress
-
-__all__ = ["Fence", "Handle", "Status", "Waiter", "plight"]
 
 T = TypeVar("T")
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
@@ -96,7 +95,7 @@ class Handle(_core.Handle, Generic[T]):
 
     Attributes:
         op: what was called, such as "allreduce".
-        seq: its number on its communicator or stream, from 0.
+        seq: its number on its communicator or stream, from 0; of a named operation, how often the name was used before.
         nbytes: bytes of this rank's part; on a receive, what arrived.
         source, tag: on a receive that is done, where it came from; else None.
         version: on a read of a parameter server that is done, the version that it saw; else None.
@@ -223,12 +222,14 @@ class Handle(_core.Handle, Generic[T]):
 
         For any thread but the loop's. Raises `RuntimeError` on the loop's thread, which it would block, and
         `OperationTimeout` when the time, or the operation's own, runs out: the operation goes on and can be
-        waited for again.
+        waited for again. Needs nothing of the loop, which may stand still. In a forked child, to which no pending
+        operation belongs, it raises `RuntimeError`.
         """
         self._consumed = True
         if self._progress.owns_thread():
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
         if self.is_pending:
+            self._progress.check_not_forked(self)
             self._block(timeout)
         return self._outcome()
 
@@ -236,7 +237,13 @@ class Handle(_core.Handle, Generic[T]):
         left = None if self._expires is None else max(0.0, self._expires - monotonic())
         if timeout is not None:
             left = timeout if left is None else min(left, timeout)
-        if not self.block(left):
+        polled = not self.in_lane
+        self._progress.thread_waits(1, polled=polled)
+        try:
+            over = self.block(left)
+        finally:
+            self._progress.thread_waits(-1, polled=polled)
+        if not over:
             raise self._expired() or self._lateness(timeout)
 
     def block(self, timeout: float | None = None) -> bool:
@@ -254,9 +261,17 @@ class Handle(_core.Handle, Generic[T]):
         with _event_lock:  # two threads must not each make one
             if self._event is None:
                 self._event = threading.Event()
-        return self._status is not _PENDING or self._event.wait(
-            None if until is None else max(0.0, until - monotonic())
-        )
+        return self._block_at(self._event, until)
+
+    def _block_at(self, event: threading.Event, until: float | None) -> bool:
+        """Wait for `event`, which is set when it is over, and when what is left of it is offered to this thread."""
+        while self._status is _PENDING:
+            self._finish()
+            if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
+                return self._status is not _PENDING
+            event.clear()
+        event.set()  # for other threads that wait at it
+        return True
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
         """Order `stream` after this operation and return at once: the host does not wait.
@@ -325,6 +340,19 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- settling: for the operation that owns the handle ----------------------------------------------------
 
+    def finish_with(self, call: Callable[[], object]) -> None:
+        """Have `call` settle it: made by the loop, or by a thread that waits, if that comes first; from any thread."""
+        self._finisher = call
+        self._progress.post(self._finish)
+        if self._event is not None:
+            self._event.set()
+
+    def _finish(self) -> None:
+        with _event_lock:  # one thread makes the call
+            call, self._finisher = self._finisher, None
+        if call is not None:
+            call()
+
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
         """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
         self._canceller = canceller
@@ -335,7 +363,7 @@ class Handle(_core.Handle, Generic[T]):
             raise ValueError(f"timeout={seconds}: expected seconds, at least 0, or None")
         self._expires = monotonic() + seconds
         self._late = late
-        self._progress.timers.add(self._expires, self)
+        self._progress.on_loop(partial(self._progress.timers.add, self._expires, self))
 
     def resolve(self, value: T) -> None:
         """The operation returned `value`."""
@@ -355,8 +383,8 @@ class Handle(_core.Handle, Generic[T]):
         if self._status is not _PENDING:
             raise asyncio.InvalidStateError(f"{self} is done already")
         self._value = value
-        self.keep = self.fence = self._canceller = self._late = None
-        self._status = status
+        self._status = status  # right behind the check: no other thread comes in between
+        self.keep = self.fence = self._canceller = self._late = self._finisher = None
         self._told()
 
     def _told(self) -> None:
@@ -364,11 +392,7 @@ class Handle(_core.Handle, Generic[T]):
         if self._event is not None:
             self._event.set()
         if self._waiters or self._callbacks:
-            progress = self._progress
-            if progress.owns_thread():
-                self._notify()
-            else:
-                progress.post(self._notify)
+            self._progress.on_loop(self._notify)
 
     def _notify(self) -> None:
         waiters, self._waiters = self._waiters, None
@@ -473,13 +497,18 @@ class Handle(_core.Handle, Generic[T]):
         """It is over, nobody has looked at it, and it goes."""
         error = self._value if self._status is Status.RAISED else None
         account = self._account or Account(self._progress.loop, prompt=True)
-        account.dropped(self.op, self.seq, self._origin, error)
+        account.dropped(self.called, self.seq, self._origin, error)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"
 
+    @property
+    def called(self) -> str:
+        """What messages call it, without its number."""
+        return self.op
+
     def __str__(self) -> str:
-        return described(self.op, self.seq, self.origin)
+        return described(self.called, self.seq, self.origin)
 
 
 def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from aiodist import errors
 from aiodist.handles.pending import Pending
 
-__all__ = ["Origin", "described", "is_ours", "known_files", "listed", "whence"]
-
 _SHOWN = 3
 
 

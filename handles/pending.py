@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Pending"]
-
 
 class Pending(Protocol):
     """What a `Handle` shows to timers, to the text of errors and to `Progress`, which import nothing of it."""

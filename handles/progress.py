@@ -33,11 +33,13 @@ thread does not sleep through what the False hides from others: a ring that nobo
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -45,11 +47,8 @@ from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
-from aiodist.handles.bell import Bell, LockBell
 from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
-
-__all__ = ["LARGE_BYTES", "Poller", "Progress", "transport_lock"]
 
 LARGE_BYTES = 1 << 22
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
@@ -61,6 +60,7 @@ _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # how long the thread polls a large transfer without a pause while nothing moves
 _SWITCH_SECONDS = 2e-4
 _FAILING_SECONDS = 0.5
+_END_SECONDS = 1.0
 
 
 class _TransportLock:
@@ -131,6 +131,7 @@ class Progress(_core.Pacer):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.last_ran = perf_counter()
+        self.looked_in_vain = 0.0
         self.spin_seconds = 50e-6
         self.fair = True
         self.parked = False
@@ -145,6 +146,9 @@ class Progress(_core.Pacer):
         """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
         self.watched = False
         """The progress thread knows of it."""
+        self.threads_waiting = 0
+        """How many other threads wait for what is polled, see `thread_waits`."""
+        self._forked = False
         self.thread_id = threading.get_ident()
         self._pollers: tuple[Poller, ...] = ()
         self._driven: tuple[Driven, ...] = ()
@@ -222,6 +226,23 @@ class Progress(_core.Pacer):
         if not self.armed:
             self._arm()
         elif _thread.asleep:  # user code has computed for so long that the thread went to sleep
+            _thread.wake(self)
+
+    def start_from_thread(self, call: Callable[[], None]) -> None:
+        """Like `start`, from any thread: beside the loop's thread the progress thread sees to what it began."""
+        if self.owns_thread():
+            self.start(call)
+        elif not self._inbox and transport_lock.acquire(False):
+            try:
+                self._call(call)
+                self.attend()
+            finally:
+                transport_lock.release()
+            if _thread.asleep:  # a loop that seems to poll may stand still
+                _thread.wake(self)
+        else:
+            self._inbox.append(call)
+            self._held.add(self)
             _thread.wake(self)
 
     def start_in_thread(self, call: Callable[[], None]) -> None:
@@ -310,6 +331,36 @@ class Progress(_core.Pacer):
         """Drive nothing of what is pending: in a forked child, which must not touch its parent's transfers."""
         self._pollers = self._driven = ()
         self._inbox.clear()
+        self._forked = True
+
+    def check_not_forked(self, handle: Pending) -> None:
+        """Raise `RuntimeError` in a forked child, where `handle` will never be over."""
+        if self._forked:
+            raise RuntimeError(f"{handle} was issued before os.fork: a child cannot wait for it")
+
+    def thread_waits(self, count: int, *, polled: bool) -> None:
+        """Count the other threads that wait for handles: the GIL comes over to them, and to the thread, sooner.
+
+        While one waits for what is `polled`, the thread does that though the loop seems to: it may stand still.
+        """
+        self.hurry(count)
+        if polled:
+            with self._large_lock:
+                self.threads_waiting += count
+            if count > 0:
+                _thread.ring()  # it may be in a pause
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In this block the calling thread, which may be one that computes, only waits: it needs no core."""
+        me = threading.get_ident()
+        computes = me in self.computing
+        self.computing.discard(me)
+        try:
+            yield
+        finally:
+            if computes:
+                self.computing.add(me)
 
     @property
     def inbox(self) -> deque[Callable[[], None]]:
@@ -380,15 +431,19 @@ class Progress(_core.Pacer):
         self._empty_inbox()
         return True
 
-    def glance(self) -> None:
-        """Make one pass now: for calls that issue so much that what they wait for should not wait for the loop."""
-        if transport_lock.acquire(False):
-            self._inside = True
-            try:
-                self.poll()
-            finally:
-                self._inside = False
-                transport_lock.release()
+    def glance(self) -> bool:
+        """Make one pass now, unless another thread has the lock: for calls that issue so much that what they wait for
+        should not wait for the loop. Return whether it was made.
+        """
+        if not transport_lock.acquire(False):
+            return False
+        self._inside = True
+        try:
+            self.poll()
+        finally:
+            self._inside = False
+            transport_lock.release()
+        return True
 
     def exclusively(self, call: Callable[[], object]) -> None:
         """Make `call` with the transport lock held; on the loop's thread, which may hold it already.
@@ -414,11 +469,13 @@ class Progress(_core.Pacer):
             return
         self._inside = True
         try:
-            # In a storm of awaits each would spin in turn while the loop starves: then nobody does.
-            until = min(perf_counter() + self.spin_seconds, self.last_ran + _TICK_SECONDS)
+            until = self.look_until(perf_counter())
             while True:
                 self.poll(0.0 if self.crowded else until)
-                if handle.done() or perf_counter() >= until or not self.pending():
+                if handle.done():
+                    return
+                if perf_counter() >= until or not self.pending():
+                    self.looked_in_vain = perf_counter()
                     return
                 if self.crowded:
                     os.sched_yield()
@@ -474,7 +531,9 @@ class Progress(_core.Pacer):
 
         Beside a stream that computes the loop must not poll: it sleeps until the next end.
         """
-        self.glance()
+        if not self.glance():  # the thread that has the lock may have looked before it happened
+            self.loop.call_soon(self.resume)
+            return
         if self.armed:
             return
         if not self.pending():
@@ -503,6 +562,13 @@ class Progress(_core.Pacer):
             self._posted.clear()
             self._waking = False
 
+    def on_loop(self, fn: Callable[[], object]) -> None:
+        """Call `fn` now on the loop's thread; have the loop call it where this is another."""
+        if self.owns_thread():
+            fn()
+        else:
+            self.post(fn)
+
     def report(self, message: str, error: BaseException) -> None:
         """Have the loop's exception handler hear of `error`, from any thread."""
         self.post(partial(self._report, message, error))
@@ -530,13 +596,14 @@ class _ProgressThread:
     def __init__(self) -> None:
         self._members: tuple[ref[Progress], ...] = ()
         self._members_lock = threading.Lock()
-        self._bell: Bell = LockBell()
+        self._bell = _core.Bell()
         self._thread: threading.Thread | None = None
         self._hurry_lock = threading.Lock()
         self._hurried = 0
         self._switch_seconds = sys.getswitchinterval()
         self.asleep = True
         """Nothing has been pending for a while: the next operation must wake the thread."""
+        self._ending = False
         self._seen: dict[int, int] = {}
         """How often each loop had been polled for when the thread looked last."""
         self._idle_since = self._busy_since = perf_counter()
@@ -566,16 +633,16 @@ class _ProgressThread:
         self.asleep = False
         self._bell.ring()
 
-    def sleep_at(self, bell: Bell) -> None:
+    def sleep_at(self, bell: _core.Bell) -> None:
         """Sleep at `bell` from now on."""
         before, self._bell = self._bell, bell
         before.ring()
         bell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
-    def leave(self, bell: Bell) -> None:
+    def leave(self, bell: _core.Bell) -> None:
         """Sleep at `bell` no more."""
         if self._bell is bell:
-            self.sleep_at(LockBell())
+            self.sleep_at(_core.Bell())
 
     def add(self, progress: Progress) -> None:
         """Look after `progress` from now on; from any thread."""
@@ -589,12 +656,23 @@ class _ProgressThread:
                 self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
                 self._thread.start()
 
+    def end(self) -> None:
+        """The interpreter ends: drive nothing any more.
+
+        A thread that finds it gone when a call into torch returns is taken out of the midst of that, which aborts the
+        process (CPython before 3.14, python/cpython#87135).
+        """
+        self._ending = True
+        if self._thread is not None:
+            self._bell.ring()
+            self._thread.join(_END_SECONDS)
+
     def _alive(self) -> list[Progress]:
         return [progress for member in self._members if (progress := member()) is not None]
 
     def _run(self) -> None:
         self._idle_since = self._busy_since = perf_counter()
-        while True:
+        while not self._ending:
             try:
                 self._sleep(*self._pass())
             except Exception as error:  # noqa: BLE001  - without the thread every operation would wait for ever
@@ -609,14 +687,14 @@ class _ProgressThread:
         """
         began = perf_counter()
         pending = [p for p in self._alive() if p.pending()]
-        due = [p for p in pending if p.parked or p.large or self._seen.get(id(p)) == p.polls]
+        due = [p for p in pending if p.parked or p.large or p.threads_waiting or self._seen.get(id(p)) == p.polls]
         driven = [_drive(p) for p in due]
         completed = any(driven)
         self._seen = {id(p): p.polls for p in pending}
         large = any(p.large for p in pending)
         eager = large and not any(p.computing for p in pending)
         crowded = any(p.crowded for p in pending)
-        rung = all(p.rung() for p in pending)
+        rung = all(p.rung() and not p.threads_waiting for p in pending)
         now = perf_counter()
         if pending or completed:
             self._idle_since = now
@@ -681,3 +759,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _thread.end())

@@ -14,8 +14,6 @@ from types import TracebackType
 from typing import ClassVar, Self
 from weakref import WeakKeyDictionary
 
-__all__ = ["Lane", "Permit", "Scheduler"]
-
 _LIMIT = 256 << 20
 
 

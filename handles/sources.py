@@ -10,8 +10,6 @@ from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
 
-__all__ = ["Source", "from_future", "from_source"]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

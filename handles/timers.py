@@ -11,8 +11,6 @@ from weakref import ref
 
 from aiodist.handles.pending import Pending
 
-__all__ = ["Timers"]
-
 _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
 
 

@@ -1,14 +1,28 @@
 """Training on many ranks: gradients reduced while backward goes on, and what belongs to it."""
 
+from aiodist.nn import functional
+from aiodist.nn.batch_norm import SyncBatchNorm
+from aiodist.nn.blocks import BlockSequential
+from aiodist.nn.compression import Compression
 from aiodist.nn.data_parallel import DataParallel, DataParallelStatistics
 from aiodist.nn.pipelined import PipelinedOptimizer
 from aiodist.nn.synchronize import assert_synchronized, synchronize_gradients, synchronize_parameters
+from aiodist.nn.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, full_state_dict, split_state_dict
 
 __all__ = [
+    "BlockSequential",
+    "ColumnLinear",
+    "Compression",
     "DataParallel",
     "DataParallelStatistics",
     "PipelinedOptimizer",
+    "RowLinear",
+    "SyncBatchNorm",
+    "VocabEmbedding",
     "assert_synchronized",
+    "full_state_dict",
+    "functional",
+    "split_state_dict",
     "synchronize_gradients",
     "synchronize_parameters",
 ]

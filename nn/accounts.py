@@ -9,8 +9,6 @@ from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.nn.layout import in_words
 from aiodist.nn.pass_status import PassStatus, StatusKind
 
-__all__ = ["PassAccount", "explained", "some_in_join"]
-
 _NAMES = 5  # that a message lists
 
 

@@ -13,8 +13,6 @@ from torch import _foreach_copy_ as copy_each
 from aiodist.nn.layout import flat_view, view_like
 from aiodist.streams.memory import dtype_name
 
-__all__ = ["Bucket", "Slot", "deal"]
-
 
 def deal(
     nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int], *, first: int, most: int
@@ -49,10 +47,18 @@ def deal(
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
+    __slots__ = ("block", "by_rows", "dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
 
-    def __init__(self, index: int, name: str, parameter: Tensor) -> None:
+    def __init__(
+        self, index: int, name: str, parameter: Tensor, block: int | None = None, *, by_rows: bool = False
+    ) -> None:
+        """`block` is a number of the block that it belongs to, whose gradients travel together.
+
+        `by_rows`: its gradient is sparse, and has a bucket of its own.
+        """
         self.index = index
+        self.block = block
+        self.by_rows = by_rows
         self.name = name
         self.parameter = parameter
         self.dtype = parameter.dtype
@@ -198,6 +204,9 @@ class Bucket:
                 slot.parameter.grad = slot.result
             slot.earlier = None
 
+    def finish(self) -> None:
+        """Do what is left to do, on the thread that uses the gradients."""
+
     def _memory(self) -> Tensor:
         if self._flat is None:
             with torch.inference_mode(False), torch.no_grad():  # the first step to need it may be in other modes
@@ -214,7 +223,15 @@ class Bucket:
 
 def _check_dense(slot: Slot, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
-        raise TypeError(f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one")
+        raise TypeError(
+            f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one, or on the CPU that "
+            "of an nn.Embedding or nn.EmbeddingBag with sparse=True"
+        )
+    check_dtype(slot, grad)
+
+
+def check_dtype(slot: Slot, grad: Tensor) -> None:
+    """Raise `TypeError` unless the gradient is of the dtype that the parameter had from the beginning."""
     if grad.dtype is not slot.dtype:
         seen, known = dtype_name(grad.dtype), dtype_name(slot.dtype)
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from threading import get_ident
 from typing import Any, ParamSpec, TypeVar
@@ -16,8 +16,6 @@ from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.reducer import Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.streams import HostStream
-
-__all__ = ["Compute", "called"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,14 +74,11 @@ class Compute:
 
     def block(self, handle: Handle[Any]) -> None:
         """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
-        progress, me = self.reducer.progress, get_ident()
-        progress.computing.discard(me)
-        try:
+        progress = self.reducer.progress
+        with progress.waiting():
             while not handle.block(_LOOK_SECONDS):
                 if progress.loop.is_closed():
                     raise RuntimeError(f"the event loop was closed while {handle} was under way")
-        finally:
-            progress.computing.add(me)
 
     def drain(self) -> None:
         """Let the last pass come to its end: a step that left it early has no gradients of it yet.
@@ -116,10 +111,12 @@ class Compute:
         self.wait(reduction.usable)
         if self.reducer.devices:
             self._check_trusted()
-            self.order(reduction, range(len(reduction.buckets)))
+        self.order(reduction, range(len(reduction.buckets)))
 
-    def order(self, reduction: Reduction, indices: Iterable[int]) -> None:
+    def order(self, reduction: Reduction, indices: Sequence[int]) -> None:
         """As `use`, of some of the buckets, which are settled."""
+        for index in indices:
+            reduction.buckets[index].finish()
         if not self.reducer.devices:
             return
         self._order(reduction, indices)
@@ -130,13 +127,9 @@ class Compute:
             self.reducer.summed()
 
     def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
-        computing, me = self.reducer.progress.computing, get_ident()
-        computing.discard(me)
-        try:
+        with self.reducer.progress.waiting():
             for index in indices:
                 reduction.order(index)
-        finally:
-            computing.add(me)
 
     def _check_trusted(self) -> None:
         """Raise what the last pass failed with after its gradients were used, once."""
@@ -163,7 +156,7 @@ class Compute:
         try:
             self._check_trusted()
             loss = forward()
-            _check_loss(loss, how)
+            check_loss(loss, how)
             reduction = self._begin(differs=self.reducer.differs())
             if reduction.terms.refused is None:
                 reduction.on_arrival = on_arrival
@@ -219,11 +212,11 @@ class Compute:
         self.drain()
         self._check_trusted()
         self.reducer.share()
-        self.reducer.local += 1
+        self.reducer.thread = get_ident()
         try:
             loss.backward(**how)
         finally:
-            self.reducer.local -= 1
+            self.reducer.thread = None
 
     @called("net.join")
     def bring_nothing(self) -> Reduction:
@@ -256,7 +249,8 @@ class Compute:
         return reduction.participants > 0
 
 
-def _check_loss(loss: object, how: Mapping[str, Any]) -> None:
+def check_loss(loss: object, how: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless backward may begin at `loss`, which forward returned."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element")
     if loss.numel() != 1 and how.get("gradient") is None:

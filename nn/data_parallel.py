@@ -7,22 +7,29 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.errors import CommunicatorError, OperationTimeout, PeerError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.compute import Compute, called
+from aiodist.nn.comm_hooks import Allreduce, CommHook
+from aiodist.nn.compression import Compression, Compressor, checked_compression
+from aiodist.nn.compute import Compute
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
+from aiodist.nn.forward import Forward, plain_step
 from aiodist.nn.join import Stateful, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
+from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
+from aiodist.nn.rows import row_parameters
+from aiodist.nn.settings import Changes, StepSettings
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
 from aiodist.streams import HostStream
 
@@ -42,8 +49,8 @@ _BACKGROUND_BYTES = 32 << 10
 class Driver(Stateful, Protocol):
     """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`."""
 
-    def train(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Do one step on the compute thread and return the loss."""
+    def train(self, forward: Forward) -> object:
+        """Do one step on the compute thread, with the settings of `forward`, whose loss `net.step` returns."""
 
     async def flush(self) -> None:
         """Return when all updates are made."""
@@ -53,7 +60,7 @@ class Driver(Stateful, Protocol):
         """Some are not."""
 
 
-class DataParallel:
+class DataParallel(ModuleLike):
     """A module that every rank trains on data of its own, with the gradients averaged over all of them.
 
     ```python
@@ -83,6 +90,7 @@ class DataParallel:
         self._side = side  # what the user calls while reductions may be under way
         self.reducer = reducer
         self.compute = compute
+        self._settings = StepSettings()
         self._optimizer: Optimizer | Driver | None = None
         self._refuses: str | None = None
         self._passes: set[asyncio.Future[None]] = set()
@@ -96,6 +104,8 @@ class DataParallel:
         op: Literal["mean", "sum"] = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
+        compress: Codec | Compression | None = None,
+        **settings: Unpack[Changes],
     ) -> Self:
         """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
 
@@ -103,25 +113,32 @@ class DataParallel:
         are frozen, else all raise `MismatchError` naming the first that differs. `op` is "mean" or "sum" of the ranks'
         gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
         the first backward had them; None are 4 and 1 MiB, with parameters on CUDA devices 32 and 4.
+        Sparse gradients of embeddings (`sparse=True`, on the CPU) stay sparse: their rows are gathered and summed.
         Parameters may be frozen and thawed later (`requires_grad`), between two steps and on all ranks alike; else the
         next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
         where something has changed. What is frozen takes no part, unless it has a gradient of before.
+        `settings` are those of the method of that name.
+        With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients of parameters on the CPU travel as
+        codes; what these leave out is sent later (`compressor`). Sparse gradients go as they are.
 
-        Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `RuntimeError` when a
-        parameter belongs to a `DataParallel` already. Costs three duplicates of `coll`, one small collective, and one
-        broadcast of all parameters and buffers; later memory for one more copy of the small gradients.
+        Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
+        parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
+        Costs three duplicates of `coll`, one small collective, and one broadcast of all parameters and buffers; later
+        memory for one more copy of the small gradients.
         """
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
+        known = StepSettings().changed(module, settings)
         usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
         sizes = Sizes(
             usual.bucket if bucket_bytes is None else bucket_bytes,
             usual.first if first_bucket_bytes is None else first_bucket_bytes,
         )
         Reducer.check_free(module.named_parameters())
+        compression = None if compress is None else checked_compression(compress, module.named_parameters())
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
         side = await own.dup()
@@ -129,40 +146,32 @@ class DataParallel:
         stream = HostStream(f"compute {own.name}")
         try:
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
-            given = f"op={op!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
+            given = f"op={op!r}, compress={compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
             named = named_state(module)
-            await check_same_structure(named, own, placement(named), given, f"frozen: {frozen or 'nothing'}")
+            rows = row_parameters(module)
+            sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
+            also = placement(named), given, f"frozen: {frozen or 'nothing'}", f"sparse gradients: {sparse or 'none'}"
+            await check_same_structure(named, own, *also)
             await synchronize_parameters(module, own)
-            reducer = Reducer(own, status, module, op=op, sizes=sizes)
+            hook: CommHook = Allreduce(own, op) if compression is None else await Compressor.open(compression, own, op)
+            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
             await own.aclose()
             raise
         await stream.__aenter__()
         net = cls.__new__(cls)
         net._set(module, own, side, reducer, Compute(stream, reducer))
+        net._settings = known
         status.admit(_Guest(net))  # the last that was made is the first to be closed
         return net
 
     # --- the module ---------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that was given, the very object."""
-        return self._module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Return what the module does with these arguments, computed here, on the calling thread."""
         if not self.compute.is_current():
             self.reducer.watch()
         return self._module(*args, **kwargs)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the module's parameters."""
-        return self._module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters with their names, which have no prefix."""
-        return self._module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's own: no prefix, so that it loads into the plain module.
@@ -182,29 +191,39 @@ class DataParallel:
         self.reducer.steps.alike()
         self._module.load_state_dict(state, strict=strict)
 
-    def train(self, mode: bool = True) -> Self:
-        """Switch dropout, batch norm and their like to training, or with False to evaluation."""
-        self._module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Switch dropout, batch norm and their like to evaluation."""
-        return self.train(False)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; an optimizer's `zero_grad` does as well."""
-        self._module.zero_grad(set_to_none)
-
     # --- training ---------------------------------------------------------------------------------------------
 
+    def settings(self, **changes: Unpack[Changes]) -> StepSettings:
+        """Change how `step` works, from the next one that is asked for; return all settings, None for what is off.
+
+        `clip_norm` is what the global norm of the reduced gradients of the optimizer's parameters is clipped to.
+        `scaler`, a `torch.amp.GradScaler`, scales the loss, and unscales the reduced gradients before they are clipped;
+        if one of these is not finite, all ranks leave out the step, on whichever of them it came up. `scheduler`, one
+        or several of torch's, steps after each step that was made. `autocast` is a dtype or a `torch.autocast`, under
+        which forward runs, on the compute thread. Every rank must give the same. Raises ValueError and TypeError for
+        what these do not take.
+        """
+        self._settings = self._settings.changed(self._module, changes)
+        return self._settings
+
     async def step(
-        self, forward: Callable[P, Tensor], opt: Optimizer | Driver, /, *args: P.args, **kwargs: P.kwargs
+        self,
+        forward: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
+        opt: Optimizer | Driver,
+        /,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
     ) -> Tensor:
         """Return the loss of one step, this rank's own, detached.
 
         `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
         `forward`, runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the
-        reduced gradients. A step that was asked for ends on every rank alike: cancelling the await does not stop it.
+        reduced gradients, as `settings` say. A step that was asked for ends on every rank alike: cancelling the await
+        does not stop it.
+
+        A list of k such functions makes k forward and backward passes, whose gradients add up on this rank, and one
+        reduction, behind the last backward. It is as one function that returns the sum of the k losses, which `step`
+        returns then, in the memory of one pass; for a mean have each function divide its loss by k.
 
         With parameters on CUDA devices the host waits neither for them nor for reductions that run there: what is
         queued on the caller's current stream afterwards finds the updated parameters and the loss. Tensors among the
@@ -220,9 +239,10 @@ class DataParallel:
         of each bucket while backward goes on, and one of a number for each parameter and each rank.
         """
         self._check()
-        if not callable(forward) or not isinstance(opt, (Optimizer, Driver)):
+        closures = forward if isinstance(forward, Sequence) else [forward]
+        if not closures or not all(map(callable, closures)) or not isinstance(opt, (Optimizer, Driver)):
             given = f"{type(forward).__name__} and {type(opt).__name__}"
-            raise TypeError(f"step({given}): expected a function that returns the loss, and an optimizer")
+            raise TypeError(f"step({given}): expected a function that returns the loss, or some, and an optimizer")
         if self.reducer.local:
             raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
         if opt is not self._optimizer:
@@ -231,10 +251,11 @@ class DataParallel:
                 check_one_pass(opt)
             self._optimizer = opt
         self.reducer.devices.lend((args, kwargs))
-        bound = partial(forward, *args, **kwargs)
+        work = Forward([partial(each, *args, **kwargs) for each in closures], self._settings, self.compute)
         if isinstance(opt, Optimizer):
-            return await self._timely(self.compute.submit(self._train, bound, opt))
-        return await self._timely(self.compute.submit(opt.train, bound))
+            return await self._timely(self.compute.submit(plain_step, work, opt, self.compute))
+        await self._timely(self.compute.submit(opt.train, work))
+        return work.loss
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier.
@@ -355,6 +376,11 @@ class DataParallel:
         self._check()
         return synchronize_buffers(self._module, self._side, how=how, root=root)
 
+    @property
+    def compressor(self) -> Compressor | None:
+        """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
+        return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
+
     def statistics(self) -> DataParallelStatistics:
         """Return what the reductions of gradients have cost so far on this rank; local, at once."""
         return self.reducer.statistics
@@ -374,20 +400,6 @@ class DataParallel:
         finally:
             work.remove_waiter(over)
             self.reducer.waiting.remove(over.future)
-
-    @called("net.step")
-    def _train(self, forward: Callable[[], Tensor], opt: Optimizer) -> Tensor:
-        def prepare() -> Tensor:
-            self.compute.drain()
-            opt.zero_grad()
-            return forward()
-
-        loss, reduction = self.compute.reduce(prepare)
-        self.compute.use(reduction)
-        with self.reducer.steps.making():
-            opt.step()
-        self.reducer.steps.note(opt)  # one that has copies of the parameters too
-        return loss
 
     @property
     def open(self) -> bool:
@@ -456,6 +468,7 @@ class _Guest:
             failed = None if net.reducer.parted and isinstance(error, CommunicatorError) else error
         net._refuses = "is closed"
         await net.compute.stream.aclose()
+        await net.reducer.hook.aclose()
         net.reducer.release()
         if failed is not None:
             raise failed
@@ -464,6 +477,7 @@ class _Guest:
         net = self._net
         net._refuses = "was given up"
         net.compute.stream.abort()
+        net.reducer.hook.abort()
         net.reducer.release()
 
 

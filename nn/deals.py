@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aiodist.nn.buckets import Bucket, Slot, deal
-
-__all__ = ["Deal", "Dealer", "Sizes"]
+from aiodist.nn.rows import RowBucket
 
 _KEPT = 2
 
@@ -158,9 +157,18 @@ class Dealer:
             when = {index: place for place, index in enumerate(order)}
             kept = [[index for index in group if index in when] for group in self._groups]
             dealt = sorted(filter(None, kept), key=lambda group: max(when[index] for index in group))
-        return [Bucket([self._slots[i] for i in bucket], self._allocate) for bucket in dealt]
+        by_rows = [self._slots[bucket[0]].by_rows for bucket in dealt]
+        kinds = [RowBucket if rows else Bucket for rows in by_rows]
+        return [kind([self._slots[i] for i in b], self._allocate) for kind, b in zip(kinds, dealt, strict=True)]
 
     def _dealt(self, order: Iterable[int]) -> list[list[int]]:
         nbytes = [slot.nbytes for slot in self._slots]
-        kinds = [(slot.dtype, slot.parameter.device) for slot in self._slots]
-        return deal(nbytes, kinds, order, first=self._sizes.first, most=self._sizes.bucket)
+        kinds = [(slot.dtype, slot.parameter.device, (slot.index + 1) * slot.by_rows) for slot in self._slots]
+        when = {index: place for place, index in enumerate(order)}
+        blocks: dict[Hashable, list[int]] = {}
+        for index in when:
+            if self._slots[index].block is not None:
+                blocks.setdefault((self._slots[index].block, kinds[index]), []).append(index)
+        loose = [index for index in when if self._slots[index].block is None]
+        dealt = deal(nbytes, kinds, loose, first=self._sizes.first, most=self._sizes.bucket)
+        return dealt if not blocks else sorted([*dealt, *blocks.values()], key=lambda group: when[group[-1]])

@@ -19,8 +19,6 @@ from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.handles import Progress, join
 from aiodist.streams import Events, OnStream, lend
 
-__all__ = ["DeviceEnding", "Devices", "cuda_devices", "placement"]
-
 
 def cuda_devices(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the CUDA devices on which `tensors` lie, in the order in which they come first."""

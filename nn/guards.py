@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Guards", "leaves"]
-
 T = TypeVar("T")
 
 
@@ -126,6 +124,7 @@ def leaves(result: Tensor) -> Iterator[Tensor]:
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield leaf
         waiting += [before for before, _ in node.next_functions]
+        waiting += [y.grad_fn for y in getattr(node, "block_outputs", ()) if isinstance(y, Tensor)]
 
 
 def _in_compiled_code() -> bool:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from aiodist.communicator import Communicator
 from aiodist.nn.synchronize import synchronize_parameters
 
-__all__ = ["Stateful", "share_longest"]
-
 
 class Stateful(Protocol):
     """An optimizer, as far as its state is concerned."""

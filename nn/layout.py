@@ -22,22 +22,6 @@ from aiodist.backends.base import dtype_name
 from aiodist.communicator import Communicator
 from aiodist.errors import MismatchError
 
-__all__ = [
-    "Parcel",
-    "agree",
-    "check_memory",
-    "check_same_structure",
-    "describe",
-    "describe_order",
-    "digest",
-    "flat_view",
-    "in_words",
-    "is_dense",
-    "memory_order",
-    "named_state",
-    "view_like",
-]
-
 WHOLE_BYTES = 1 << 16
 """From here on a tensor travels from where it lies; smaller ones are copied together, to save messages."""
 

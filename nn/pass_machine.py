@@ -15,23 +15,6 @@ from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerE
 from aiodist.nn.accounts import PassAccount, explained, some_in_join
 from aiodist.nn.pass_status import PassStatus, StatusKind
 
-__all__ = [
-    "Abort",
-    "Action",
-    "Arrive",
-    "End",
-    "Explain",
-    "Fail",
-    "PassMachine",
-    "Phase",
-    "Reduce",
-    "Settle",
-    "Stage",
-    "Tell",
-    "TellHeader",
-    "Terms",
-]
-
 
 class Phase(Enum):
     """How far a pass is; the table stands at `PassMachine`."""

@@ -10,8 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-__all__ = ["LEFT_OVER", "PassStatus", "StatusKind"]
-
 LEFT_OVER = float(1 << 20)
 """In the column of a frozen parameter that has a gradient all the same: of before, when it was trained."""
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Lane, Progress
+from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.devices import Devices
-
-__all__ = ["WINDOW_BYTES", "Arrival", "Paths"]
 
 WINDOW_BYTES = 8 << 20
 """What may be in flight where the order may still change, on a slow network; two buckets may, however large."""
@@ -29,6 +28,8 @@ class Paths:
     lane: Lane
     devices: Devices
     op: Literal["mean", "sum"]
+    hook: CommHook
+    """How a bucket is reduced."""
     urgent: bool
     """What is left when backward ends goes in the order of the next forward."""
     window: int = WINDOW_BYTES

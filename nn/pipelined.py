@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,10 +14,10 @@ from aiodist.handles import Handle
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.forward import Forward
 from aiodist.nn.guards import Guards, leaves
 from aiodist.nn.reduction import Reduction
-
-__all__ = ["PipelinedOptimizer"]
+from aiodist.nn.settings import Changes, StepSettings
 
 
 class PipelinedOptimizer:
@@ -35,9 +34,10 @@ class PipelinedOptimizer:
     last step once `flush` was awaited.
 
     `make_optimizer(params)` is called once for each bucket, with a list of its parameters: it may sort them into
-    groups by their identity. `clip_norm` clips the gradients' global norm, which takes all of them: then the next
-    forward waits for everything. Learning rates are set in `param_groups`; a scheduler of torch goes with each of
-    `optimizers`. The buckets are those of the moment when it is made.
+    groups by their identity. `net.settings` hold for it; with clip_norm, which may be given here too, or a scaler an
+    update takes all gradients: then the next forward waits for everything. Learning rates are set in `param_groups`; a
+    scheduler of torch goes with each of `optimizers`, and as a setting steps once all updates of a step are made. The
+    buckets are those of the moment when it is made.
 
     The first step waits for all; from it is learnt which modules run, and so where each parameter is used. A
     parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`.
@@ -56,10 +56,10 @@ class PipelinedOptimizer:
             raise TypeError(
                 "make_optimizer is an optimizer: expected a function that makes one of a list of parameters"
             )
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")
         self._net = net
-        self._clip_norm = clip_norm
+        self._own = Changes() if clip_norm is None else Changes(clip_norm=clip_norm)
+        self._settings = StepSettings().changed(net.module, self._own)
+        """Those of the step whose updates are left."""
         self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets()]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
@@ -121,39 +121,39 @@ class PipelinedOptimizer:
     # --- on the compute thread ----------------------------------------------------------------------------------
 
     @called("net.step")
-    def train(self, forward: Callable[[], Tensor]) -> Tensor:
+    def train(self, forward: Forward) -> None:
         """Do one step, and leave its reductions under way; `net.step` calls it."""
 
         def prepare() -> Tensor:
             for part in self._parts:
                 if part not in self._left:
                     part.zero_grad()
-            if self._clip_norm is not None or not self._guards.learnt:
+            if self._settings.whole or not self._guards.learnt:
                 self._finish()
             self._update(self._guards.early)
             self._unasked = set(self._left)
             try:
                 with self._guards.forward():
-                    loss = forward()
+                    loss = forward.first()
             finally:  # a step that fails sends zeros from where the gradients of the last one lie
                 self._finish()
             self._check(loss)
-            return loss
+            return forward.rest(loss)
 
         try:
-            loss, reduction = self._net.compute.reduce(prepare)
+            _, reduction = self._net.compute.reduce(prepare)
         except CommunicatorError:
             self._tell()  # what came before says why
             raise
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
+        self._settings = forward.settings.changed(self._net.module, self._own)
         for part in self._left:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
         self._tell()
-        return loss
 
     def _check(self, loss: Tensor) -> None:
         """After forward: what no module asked for, and was updated in the meantime, must not have been used."""
@@ -208,12 +208,16 @@ class PipelinedOptimizer:
                     part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
                 error = self._net.reducer.steps.mishap = raised
-        if self._failed is None:
-            self._failed = error
         part.zero_grad()
         self._complete = self._complete and error is None
         if self._complete and not self._left:
             self._net.reducer.steps.note(self)
+            try:
+                self._settings.advance()
+            except Exception as raised:  # noqa: BLE001  - told like one of the optimizer
+                error = raised
+        if self._failed is None:
+            self._failed = error
 
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
@@ -231,13 +235,18 @@ class PipelinedOptimizer:
 
     def _finish(self) -> None:
         """Make every update that is left."""
-        if self._clip_norm is not None:
-            for handle in self._left.values():
-                self._net.compute.block(handle)
-            grads = [slot.parameter for part in self._left for slot in part.slots]
-            if all(handle.outcome_error() is None for handle in self._left.values()) and self._order_all():
-                torch.nn.utils.clip_grad_norm_(grads, self._clip_norm)
-        self._update(list(self._left))
+        make = partial(self._update, list(self._left))
+        if not (self._left and self._settings.whole):
+            make()
+            return
+        for handle in self._left.values():
+            self._net.compute.block(handle)
+        if any(handle.outcome_error() is not None for handle in self._left.values()) or not self._order_all():
+            make()
+        elif not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
+            for part in self._left:
+                part.zero_grad()
+            self._left.clear()
 
     @called("opt.flush")
     def _flush(self) -> None:

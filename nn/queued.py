@@ -12,8 +12,6 @@ from aiodist.nn.buckets import Bucket
 from aiodist.nn.devices import Devices
 from aiodist.streams import Fence
 
-__all__ = ["Queued"]
-
 
 class Queued:
     """Buckets are told by their index; those on the CPU are passed over.

@@ -18,17 +18,18 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.accounts import PassAccount
+from aiodist.nn.blocks import block_numbers
 from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.deals import Deal, Dealer, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
 from aiodist.nn.paths import WINDOW_BYTES, Arrival, Paths
 from aiodist.nn.reduction import Reduction
+from aiodist.nn.rows import row_parameters
 from aiodist.nn.sentries import Sentries
 from aiodist.nn.steps import Steps
-
-__all__ = ["DataParallelStatistics", "Reducer"]
 
 _WINDOW_SECONDS = 25e-3  # how long what is in flight may take: later, more urgent buckets wait behind it
 _PRIORITY = 10  # of reductions among what the loop has in flight
@@ -44,6 +45,8 @@ class DataParallelStatistics:
     """How many reductions of buckets these were."""
     nbytes: int
     """Bytes of the gradients that were reduced."""
+    sent_nbytes: int
+    """Bytes that this rank gave to collectives for them: the same, or fewer where they are compressed."""
     reduction_seconds: float
     """How long reductions were on their way; where several were, that time counts once."""
     exposed_seconds: float
@@ -77,8 +80,10 @@ class Reducer:
         *,
         op: Literal["mean", "sum"],
         sizes: Sizes,
+        hook: CommHook,
     ) -> None:
-        self.statistics = DataParallelStatistics(0, 0, 0, 0.0, 0.0)
+        self.hook = hook
+        self.statistics = DataParallelStatistics(0, 0, 0, 0, 0.0, 0.0)
         self.last: Reduction | None = None
         """The newest pass."""
         self.local = 0
@@ -102,9 +107,11 @@ class Reducer:
             lane=Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY),
             devices=self.devices,
             op=op,
+            hook=hook,
             urgent=False,
         )
-        self._slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(named)]
+        blocks, rows = block_numbers(module), row_parameters(module)
+        self._slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         self._dealer = Dealer(self._slots, self._trained(), sizes, data.empty)
         self._current: Reduction | None = None
         self._fired: dict[int, int] = {}
@@ -114,7 +121,7 @@ class Reducer:
         self._summed = False
         """The gradients hold the ranks' sum: what is added to them must be added to this rank's share of it."""
         self.thread: int | None = None
-        """The one that runs the backward of a pass; None while none is under way."""
+        """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
         self._sentries = Sentries(self, module, self._slots)
         self._take(self._deal.trained, self._deal.trained)
@@ -392,6 +399,7 @@ class Reducer:
             passes=known.passes + 1,
             buckets=known.buckets + len(spans),
             nbytes=known.nbytes + nbytes,
+            sent_nbytes=self._paths.hook.nbytes,
             reduction_seconds=known.reduction_seconds + seconds,
             exposed_seconds=known.exposed_seconds + spans.exposed,
         )

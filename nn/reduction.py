@@ -38,11 +38,10 @@ from aiodist.nn.pass_machine import (
 from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.paths import Arrival, Paths
 from aiodist.nn.queued import Queued
+from aiodist.nn.rows import RowBucket
 from aiodist.nn.spans import Spans
 from aiodist.nn.steps import Steps
 from aiodist.world.tracebacks import folded
-
-__all__ = ["Observer", "Reduction"]
 
 
 class Observer(Protocol):
@@ -274,10 +273,14 @@ class Reduction:
                 self._do(self._machine.queued(index))
 
     def _reduce(self, index: int) -> Handle[Any]:
-        allreduce = partial(self.paths.data.allreduce, self.buckets[index].data, self.paths.op)
-        if self.buckets[index].on_device:
-            return self._queued.issue(index, allreduce, partial(self.spans.begin, index))
-        return allreduce()
+        bucket = self.buckets[index]
+        if isinstance(bucket, RowBucket):
+            self.paths.hook.nbytes += bucket.nbytes
+            return bucket.gather(self.paths.data, self.paths.op)
+        reduce = partial(self.paths.hook.reduce, bucket)
+        if bucket.on_device:
+            return self._queued.issue(index, reduce, partial(self.spans.begin, index))
+        return reduce()
 
     def _release(self, index: int) -> None:
         permit = self._permits.pop(index)
@@ -301,6 +304,8 @@ class Reduction:
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
         bucket.place(status.columns.__getitem__)
+        if not isinstance(bucket, RowBucket):
+            self.paths.hook.settle(bucket)
         self.settled[index].resolve(None)
         if self.usable is not self.finished:
             self._note_settled(None)

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from aiodist.nn.buckets import Slot
 from aiodist.nn.deals import Deal
 
-__all__ = ["GradientWatcher", "Sentries"]
-
 _GUARDED = 4  # trained parameters of a module: weights and biases of the usual layers
 
 

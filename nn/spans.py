@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-__all__ = ["Spans"]
-
 
 class Spans:
     """Times of one pass, in seconds of `perf_counter`; `len` is how many buckets were reduced."""

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Steps"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

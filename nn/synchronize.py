@@ -35,8 +35,6 @@ from aiodist.streams import Modes
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
 
-__all__ = ["assert_synchronized", "synchronize_buffers", "synchronize_gradients", "synchronize_parameters"]
-
 _CHUNK = 1 << 18  # elements that are widened to float64 at a time
 _DEVICE_CHUNK = 1 << 24  # the same on a CUDA device
 

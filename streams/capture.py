@@ -17,8 +17,6 @@ import torch
 
 from aiodist.streams.current import device_index
 
-__all__ = ["Uncaptured", "check_not_capturing", "spoiled"]
-
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PUT_OFF = "operation not permitted when stream is capturing"  # cudaErrorStreamCaptureUnsupported
 

@@ -7,8 +7,6 @@ from types import TracebackType
 import torch
 from torch import _C
 
-__all__ = ["OnStream", "StreamNumbers", "device_index", "numbers_of_stream", "to_device", "to_stream"]
-
 StreamNumbers = tuple[int, int, int]
 """A stream as torch's C++ knows it: its number, its device's index, and the kind of device."""
 

@@ -13,8 +13,6 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams.capture import Uncaptured, spoiled
 
-__all__ = ["PENDING", "Events", "PendingEvent", "asked", "failed", "idle"]
-
 Then = Callable[[BaseException | None], None]
 
 _PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which threads that launch kernels need

@@ -11,8 +11,6 @@ from aiodist.handles import Handle, Progress
 from aiodist.streams.capture import check_not_capturing
 from aiodist.streams.host import HostStream
 
-__all__ = ["Fence"]
-
 _LOOK_SECONDS = 0.05
 
 

@@ -17,8 +17,6 @@ from weakref import WeakSet, finalize
 from aiodist.handles import Account, Handle, Origin, Progress
 from aiodist.streams.modes import Modes, ModeSwitch
 
-__all__ = ["HostStream"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["leak"]
-
 
 def leak(x: object) -> None:
     """Keep `x` until the process ends, and then too: what a module holds is freed at exit."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of", "dtype_name", "flat", "numbers_of"]
-
 
 def dtype_name(kind: torch.dtype) -> str:
     """Return "float32" for `torch.float32`: in messages, and where ranks compare dtypes."""

@@ -32,8 +32,6 @@ from torch.utils import _device
 
 from aiodist.streams.current import StreamNumbers, device_index, numbers_of_stream, to_device, to_stream
 
-__all__ = ["ModeSwitch", "Modes", "plain"]
-
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _grad = torch.is_grad_enabled
@@ -89,12 +87,14 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls) -> Autocast:
+        """Return what this thread has."""
         enabled = tuple([torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES])
         dtypes = tuple([torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES])
         _deeper()
         return cls(enabled, dtypes, torch.is_autocast_cache_enabled(), _back())
 
     def apply(self) -> None:
+        """Give it to this thread."""
         depth = _deeper() - 1
         _back()
         if depth:

@@ -25,8 +25,6 @@ from torch import Tensor
 from aiodist.streams.capture import Uncaptured
 from aiodist.streams.leak import leak
 
-__all__ = ["PinnedPool", "pageable"]
-
 _LEAST_BYTES = 4 << 10  # a page: nothing smaller is pinned
 
 

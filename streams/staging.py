@@ -25,8 +25,6 @@ from aiodist.streams.events import Events
 from aiodist.streams.memory import bytes_of
 from aiodist.streams.pinned import PinnedPool
 
-__all__ = ["Copies", "Staging"]
-
 Reached = Callable[[torch.cuda.Event], None]
 Copies = Sequence[tuple[Tensor, Tensor]]
 """(into, from) each, of equal dtype and number of elements."""

@@ -24,11 +24,12 @@ from hypothesis import settings
 
 from aiodist.handles import Progress
 from tests.support.drawing import draw
+from tests.support.simulated_cuda.fixture import simulated_cuda as simulated_cuda
 from tests.support.startup import sitecustomize
 
 if TYPE_CHECKING:
-    from aiodist.testing import SimulatedCuda
     from tests.support.fake_nccl.core import FakeNccl
+    from tests.support.simulated_cuda.device import SimulatedCuda
 
 settings.register_profile("aiodist", deadline=None)  # a busy machine takes its time
 settings.load_profile("aiodist")
@@ -171,8 +172,8 @@ class NcclOnDevices(NamedTuple):
 def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclOnDevices]:
     """NCCL, which devices wait for and the host does not, among five simulated ones; what it leaves unchecked is."""
     from aiodist.backends import nccl
-    from aiodist.testing import simulated_cuda
     from tests.support.fake_nccl.core import FakeNccl
+    from tests.support.simulated_cuda.simulation import simulated_cuda
 
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)

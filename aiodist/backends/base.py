@@ -27,6 +27,8 @@ from aiodist.types import REDUCTIONS, ReduceOp
 
 __all__ = [
     "DTYPES",
+    "MOST_NAMES",
+    "NAMED",
     "Begin",
     "Capabilities",
     "Done",
@@ -42,6 +44,8 @@ __all__ = [
     "ignore",
     "keeping",
     "key_of",
+    "name_in",
+    "number_of_use",
     "once",
     "ours",
     "tag_of",
@@ -52,17 +56,37 @@ E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
-_COLLECTIVE_TAGS = 1 << 21  # above those of the mailbox
+NAMED = 1 << 58
+"""From here on numbers are those of named operations: see `number_of_use`."""
+MOST_NAMES = (1 << 16) - 1
+"""How many names a communicator may have."""
+
+_NAMED_TAGS = (1 << 20) + 1  # above those of the mailbox
+_COLLECTIVE_TAGS = 1 << 21  # above those of names
+_TAGS_OF_A_NAME = 16
+_MOST_USES = 1 << 32
 
 
-def tag_of(seq: int) -> int:
-    """Return the tag of a communicator's collective number `seq`."""
-    return _COLLECTIVE_TAGS + seq % _COLLECTIVE_TAGS
+def number_of_use(name: int, count: int) -> int:
+    """Return the number of a named operation: that of its name, from 0, and how often the name was used before."""
+    return NAMED + name * _MOST_USES + count % _MOST_USES
 
 
-def key_of(seq: int) -> int:
-    """Return the key of a communicator's collective number `seq`; those above it are for parts that go on apart."""
-    return seq << KEY_BITS
+def name_in(number: int) -> int:
+    """Return the number of the name in that of a named operation; negative for one that has a place in the order."""
+    return (number - NAMED) // _MOST_USES
+
+
+def tag_of(number: int) -> int:
+    """Return the tag of a communicator's collective `number`: its place in the order, or that of a named one."""
+    if number < NAMED:
+        return _COLLECTIVE_TAGS + number % _COLLECTIVE_TAGS
+    return _NAMED_TAGS + name_in(number) * _TAGS_OF_A_NAME + number % _TAGS_OF_A_NAME
+
+
+def key_of(number: int) -> int:
+    """Return the key of a communicator's collective `number`; those above it are for parts that go on apart."""
+    return number << KEY_BITS
 
 
 class Refused(Exception):
@@ -249,6 +273,8 @@ class Capabilities:
     devices: frozenset[str] = frozenset({"cpu"})
     overruns: bool = False
     """A message that is longer than its receive may crash the library, instead of failing."""
+    send_now: Callable[[bytearray, int, int], bool] | None = None
+    """(data, dst, tag): send a few bytes, in order with `isend`; False where they would have to wait."""
 
 
 class Native(Protocol):
@@ -260,8 +286,6 @@ class Native(Protocol):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, not by their keys."""
-    carries: bool
-    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
     recallable: bool
     """An operation that some ranks refuse ends on all, with `Refused`; else those that have begun it wait in it."""
 
@@ -271,8 +295,8 @@ class Native(Protocol):
     def start(self, operation: Operation, key: int, done: Done) -> None:
         """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce of `numel` elements of `kind`: the hot path."""
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return what begins an allreduce of `numel` elements of `kind`: the hot path. None: no single call does."""
 
 
 class Transport(Protocol):

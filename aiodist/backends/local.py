@@ -16,8 +16,6 @@ from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["LocalHub", "LocalTransport"]
-
 Address = tuple[str, int]  # communicator, rank
 
 

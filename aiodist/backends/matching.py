@@ -10,8 +10,6 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.types import ANY
 
-__all__ = ["Matching", "Receive"]
-
 
 class _Labelled(Protocol):
     """What is matched; the source of a receive may be `ANY`, that of a message never is."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-__all__ = ["merged", "word_of"]
-
 _BITS = 52
 _LOW = (1 << _BITS) - 1
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
 
-__all__ = ["COUNTS", "SMALL", "measure"]
-
 SMALL = (4, 1 << 10, 8 << 10, 32 << 10)
 COUNTS = {1000: 20, 20_000: 3}
 """How many handles are awaited at once, and how many samples are taken of each figure."""

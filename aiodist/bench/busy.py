@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
 
-__all__ = ["cores_to_keep_busy", "spinning"]
-
 # It ends by itself when the process that started it is gone, however that went.
 _SPIN = """
 import os, sys

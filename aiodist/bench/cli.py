@@ -21,8 +21,6 @@ from aiodist.env import Environment, Starter, variables
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["Options", "app", "called", "main", "run", "terminal", "writable"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-__all__ = ["buffers", "contenders", "measure", "measure_size", "ours", "overwriting"]
-
 _CUT = frozenset(
     {"scatter", "reduce_scatter", "alltoall", "alltoall_single"}
 )  # one rank's input is cut into a block for each rank
@@ -40,27 +38,33 @@ async def measure(session: Session) -> list[Record]:
 
 async def measure_size(session: Session, op: str, nbytes: int, *, name: str | None = None) -> list[Record]:
     """Measure `op` on `nbytes` of input a rank; the records are called `name`, or as the operation."""
-    made = buffers(session, op, nbytes)
-    found = contenders(session, op, made)
-    often = pace(made.t.nbytes, session.plan.repeat, busy=session.plan.busy)
+    found = contenders(session, op, nbytes)
+    measured = buffers(session, op, nbytes).t.nbytes
+    often = pace(measured, session.plan.repeat, busy=session.plan.busy)
     times = await interleaved(found, session.fence, often)
-    return await session.timed(name or op, made.t.nbytes, times)
+    return await session.timed(name or op, measured, times)
 
 
-def contenders(session: Session, op: str, made: Buffers) -> list[Contender]:
-    """Return ours, one for each implementation, and the peers', all of which overwrite what they work on alike."""
+def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
+    """Return ours, one for each implementation, and the peers'.
+
+    Each has tensors of its own, which it overwrites: one that others have worked on just before would be in the caches.
+    """
     found = []
-    anew = overwriting(made)
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
+            made = buffers(session, op, nbytes)
             on = _in_arena(session.coll, made) if impl == "arena" else made
             call = ours(session.coll, op, on, session.keywords(impl))
             found.append(Contender(f"aiodist:{impl}", call, awaited=True, overwrite=overwriting(on)))
     for peer in session.peers:
-        found += [replace(theirs, overwrite=anew) for theirs in peer.contenders(op, made)]
+        for i in range(len(peer.contenders(op, buffers(session, op, nbytes)))):
+            made = buffers(session, op, nbytes)
+            found.append(replace(peer.contenders(op, made)[i], overwrite=overwriting(made)))
     if "copy" in session.plan.peers:
+        made = buffers(session, op, nbytes)
         other = torch.empty_like(made.t)
-        found.append(Contender("copy", partial(other.copy_, made.t), overwrite=anew))
+        found.append(Contender("copy", partial(other.copy_, made.t), overwrite=overwriting(made)))
     return found
 
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 
-__all__ = ["Errand", "carry_out"]
-
 
 @dataclass(frozen=True)
 class Errand:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from aiodist.communicator import Communicator
 
-__all__ = ["Buffers", "Gloo", "Mpi4py", "Peer", "opened"]
-
 _MPI_DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),

@@ -10,18 +10,6 @@ from typing import Any
 from aiodist.bench.errand import Errand
 from aiodist.errors import ConfigError
 
-__all__ = [
-    "BACKENDS",
-    "DTYPES",
-    "IMPLS",
-    "LOOPS",
-    "PEERS",
-    "Plan",
-    "default_sizes",
-    "parse_names",
-    "parse_sizes",
-]
-
 BACKENDS = ("mpi", "gloo", "local")
 SCHEDULES = ("ring", "doubling", "halving", "tree", "chain", "bruck", "direct")
 IMPLS = ("auto", "arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)

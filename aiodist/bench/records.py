@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["BUSY", "Record", "bandwidths", "dumps"]
-
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
@@ -54,6 +52,22 @@ class Record:
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON has it."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the table: `reached` is `value` against `target`, at most or at least."""
+
+    what: str
+    value: float
+    unit: str
+    target: float
+    at_least: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """The target is reached."""
+        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
 
-__all__ = ["BENCHMARKS", "COLLECTIVES", "TARGETS", "Benchmark", "load"]
-
-TARGETS = "aiodist.bench.targets"
-
 COLLECTIVES = (
     "allreduce",
     "broadcast",
@@ -61,6 +57,6 @@ def load(module: str) -> Callable[[Session], Awaitable[list[Record]]]:
 
 
 BENCHMARKS = {
-    **{name: Benchmark(name, "aiodist.bench.collectives", targets=TARGETS) for name in COLLECTIVES},
-    "await": Benchmark("await", "aiodist.bench.awaits", default_impls=("auto", "gloo"), targets=TARGETS),
+    **{name: Benchmark(name, "aiodist.bench.collectives") for name in COLLECTIVES},
+    "await": Benchmark("await", "aiodist.bench.awaits", default_impls=("auto", "gloo")),
 }

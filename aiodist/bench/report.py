@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from aiodist.bench.plan import Plan
-    from aiodist.bench.records import Record
-    from aiodist.bench.targets import Verdict
-
-__all__ = ["check_plot", "plot", "table", "tables", "verdict_table"]
+    from aiodist.bench.records import Record, Verdict
 
 
 def tables(records: Sequence[Record], title: str) -> list[Table]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from aiodist.communicator import Communicator
     from aiodist.handles import Handle
 
-__all__ = ["RankFacts", "Session", "facts"]
-
 
 class RankFacts(NamedTuple):
     """What must be known of a rank beside its times."""

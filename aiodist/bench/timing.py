@@ -11,22 +11,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-__all__ = [
-    "OVERWRITTEN_BYTES",
-    "WARMUPS",
-    "Contender",
-    "Fence",
-    "Figures",
-    "Pace",
-    "figures",
-    "interleaved",
-    "pace",
-    "percentile",
-    "slowest",
-    "slowest_of_each",
-    "ticker",
-]
-
 WARMUPS = 10
 OVERWRITTEN_BYTES = 64 << 10
 """From so many bytes on every rank overwrites its tensor before each timed call."""

@@ -20,8 +20,6 @@ from aiodist.types import OPERATIONS
 if TYPE_CHECKING:
     from aiodist.launch.hosts import Host
 
-__all__ = ["Tuning", "run", "tuning"]
-
 _SIZES = tuple(1 << power for power in range(8, 27, 2))  # 256 B to 64 MiB
 _QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
 _REPEAT, _QUICK_REPEAT = 15, 3

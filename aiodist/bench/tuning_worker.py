@@ -26,8 +26,6 @@ from aiodist.collectives.choice.tablefile import conditions, render, tuned_path,
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
 
-__all__ = ["best_of", "edits_from", "main"]
-
 Figures = Mapping[int, Mapping[str, float]]
 """Size in bytes, as the selector sees it -> implementation -> seconds."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["seconds_text", "size_text"]
-
 
 def size_text(nbytes: int | None) -> str:
     """Return bytes as people write them, without rounding.

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["described_gloo", "described_mpi", "transports"]
-
 
 def described_mpi(said: str) -> str:
     """Return mpi4py, the library that it runs on, from what that says of itself, and the library's transports."""

@@ -24,13 +24,12 @@ from aiodist.bench.errand import carry_out
 from aiodist.bench.plan import BACKENDS, Plan
 from aiodist.bench.session import Session, facts
 from aiodist.errors import ConfigError
+from aiodist.handles.progress import Progress
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.timing import Fence
     from aiodist.communicator import Communicator
-
-__all__ = ["main"]
 
 
 def main(plan: Plan) -> None:
@@ -83,10 +82,14 @@ async def _measure(plan: Plan) -> None:
 def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
     """Return a barrier, a peer's where there is one: it leaves nothing pending of ours behind.
 
-    Best is MPI's, which lets all ranks go at the same time; gloo's threads run on after its own.
+    Best is MPI's, which lets all ranks go at the same time; gloo's threads run on after its own. Before it the loop has
+    its turn, as in a program that awaits: one that peers have blocked for a millisecond makes the next await yield.
     """
+    progress = Progress.current()
 
     async def fence() -> None:
+        progress.post(lambda: None)
+        await asyncio.sleep(0)
         if opened:
             opened[0].barrier()
         else:

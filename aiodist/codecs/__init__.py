@@ -6,22 +6,39 @@
 from aiodist.codecs.base import Codec, ObjectCodec
 from aiodist.codecs.difference import Incoming, Outgoing
 from aiodist.codecs.feedback import ErrorFeedback
-from aiodist.codecs.half import Half
+from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, Sum
+from aiodist.codecs.half import BFloat16, Half
+from aiodist.codecs.int8 import Int8
 from aiodist.codecs.lossless import Lossless
+from aiodist.codecs.lowrank import SVD, PowerSGD
 from aiodist.codecs.objects import Json, Pickle
-from aiodist.codecs.qsgd import QSGD
+from aiodist.codecs.qsgd import QSGD, TernGrad
+from aiodist.codecs.randomk import RandomK
+from aiodist.codecs.sign import Sign
 from aiodist.codecs.topk import TopK
 
 __all__ = [
     "QSGD",
+    "SVD",
+    "BFloat16",
     "Codec",
     "ErrorFeedback",
+    "Exchange",
+    "Gather",
+    "GradientCodec",
+    "Gradients",
     "Half",
     "Incoming",
+    "Int8",
     "Json",
     "Lossless",
     "ObjectCodec",
     "Outgoing",
     "Pickle",
+    "PowerSGD",
+    "RandomK",
+    "Sign",
+    "Sum",
+    "TernGrad",
     "TopK",
 ]

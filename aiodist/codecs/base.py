@@ -17,23 +17,15 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 
-__all__ = [
-    "FLOATS",
-    "HEAD",
-    "Codec",
-    "Head",
-    "Kind",
-    "ObjectCodec",
-    "check_input",
-    "create",
-    "is_kind",
-    "parse",
-    "part",
-]
-
 _HEAD = struct.Struct("<BBHIQ")
 HEAD = _HEAD.size
 """Bytes before what a codec writes: 16, so that what follows is aligned for every dtype."""
+
+CHUNK = 1 << 16
+"""Elements that are worked on at a time, in the cache, and share a scale: a part of the formats that have one."""
+
+STRETCH = 1 << 20
+"""Elements at a time where other threads want the interpreter: each call hands it over, and waits to have it back."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What the codecs that lose something take."""
@@ -86,6 +78,11 @@ class Kind(IntEnum):
     TOP_K = 2
     QSGD = 3
     LOSSLESS = 4
+    INT8 = 5
+    SIGN = 6
+    RANDOM_K = 7
+    LOW_RANK = 8
+    BFLOAT16 = 9
     WHOLE = 64
     DIFFERENCE = 65
     PICKLE = 128
@@ -144,6 +141,18 @@ def parse(
         expected = f"{HEAD + nbytes} for {numel} x {dtype_name(dtype)}"
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
     return Head(kind, dtype, numel, extra, param), code[HEAD:]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return where sums of many tensors of `dtype` are kept: float32 for 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def share_of(ratio: float, numel: int) -> int:
+    """Return how many of `numel` elements are kept; raise ValueError unless `ratio` is in (0, 1]."""
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(f"ratio={ratio}: expected more than 0 and at most 1")
+    return min(numel, max(1, round(ratio * numel)))
 
 
 def is_kind(code: Tensor, kind: Kind) -> bool:

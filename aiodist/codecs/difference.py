@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, is_kind, parse
-from aiodist.codecs.feedback import saturated, wide
-
-__all__ = ["Incoming", "Outgoing"]
+from aiodist.codecs.base import FLOATS, Codec, Head, Kind, check_input, create, is_kind, parse, wide
+from aiodist.codecs.feedback import saturated
 
 _TAKES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 _STREAMS = 1 << 16  # numbers begin anew then

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import Codec, check_input
-
-__all__ = ["ErrorFeedback"]
+from aiodist.codecs.base import Codec, check_input, wide
 
 
 class ErrorFeedback:
@@ -78,11 +76,6 @@ class ErrorFeedback:
                 f"expected {residual.numel()} elements kept in {dtype_name(residual.dtype)}, or `forget` first"
             )
         return t + residual
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return where sums of many tensors of `dtype` are kept: float32 for 16-bit floats."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:

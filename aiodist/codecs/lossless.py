@@ -15,8 +15,6 @@ from torch import Tensor
 from aiodist.codecs.base import HEAD, Head, Kind, check_input, create, parse
 from aiodist.errors import BackendUnavailable
 
-__all__ = ["Lossless"]
-
 _CHUNK = 1 << 20  # bytes; every itemsize divides it
 _CHUNK_HEAD = struct.Struct(
     "<4B3I16s"

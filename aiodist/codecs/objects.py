@@ -14,8 +14,6 @@ from torch import Tensor
 from aiodist.codecs.base import Head, Kind, create, parse
 from aiodist.communicator import pickling as objects
 
-__all__ = ["Json", "Pickle"]
-
 
 @dataclass(frozen=True)
 class Pickle:

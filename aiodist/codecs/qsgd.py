@@ -6,20 +6,20 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part
-
-__all__ = ["QSGD"]
+from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part, wide
+from aiodist.codecs.gradients import GradientCodec
 
 _BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class QSGD:
+class QSGD(GradientCodec):
     """Stochastic rounding to s = 2**(bits-1) - 1 levels of either sign, for each bucket of elements: unbiased.
 
     Each `bucket` of elements has a scale, its largest magnitude m; an element v becomes m/s times one of the two
@@ -42,6 +42,7 @@ class QSGD:
     input, and differences (`Outgoing`) shrink at least s times a round.
     """
 
+    unbiased: ClassVar[bool] = True
     bits: int = 4
     bucket: int = 512
     seed: int = 0
@@ -55,7 +56,7 @@ class QSGD:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: expected at least 0 and less than 2**63")
 
-    def __reduce__(self) -> tuple[type[QSGD], tuple[int, int, int]]:
+    def __reduce__(self) -> tuple[type[QSGD], Any]:
         return type(self), (self.bits, self.bucket, self.seed)
 
     @property
@@ -66,7 +67,7 @@ class QSGD:
     def encode(self, t: Tensor) -> Tensor:
         """Return the code of `t`, flat; raises `TypeError` unless it holds floats."""
         t = check_input(t, "QSGD", FLOATS)
-        numel, scale = t.numel(), _scale_dtype(t.dtype)
+        numel, scale = t.numel(), wide(t.dtype)
         buckets, width = self._cut(numel)
         head = Head(Kind.QSGD, t.dtype, numel, extra=self.bits, param=self.bucket)
         code, payload = create(head, buckets * scale.itemsize + self._packed(numel))
@@ -83,7 +84,7 @@ class QSGD:
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
         """Return `numel` elements of `dtype`; raises `ValueError` for a code that does not fit."""
-        scale = _scale_dtype(dtype)
+        scale = wide(dtype)
         buckets, width = self._cut(numel)
         head, payload = parse(code, Kind.QSGD, dtype, numel, buckets * scale.itemsize + self._packed(numel))
         if (head.extra, head.param) != (self.bits, self.bucket):
@@ -120,8 +121,18 @@ class QSGD:
         return torch.Generator(device="cpu").manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+@dataclass(frozen=True)
+class TernGrad(QSGD):
+    """Minus, zero or plus the largest magnitude of each `bucket` of elements, at random so that the mean is right.
+
+    It is `QSGD` with one level of either sign: see there. Source: Wen et al. 2017, "TernGrad", arXiv:1705.07878; the
+    scales are of buckets, not of layers, and nothing is clipped, which would be biased.
+    """
+
+    bits: int = field(default=2, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[QSGD], Any]:
+        return type(self), (self.bucket, self.seed)
 
 
 def _pack(levels: Tensor, bits: int, packed: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""The leaders of the hosts compare what they have issued, before anything depends on it.
+"""Ranks compare what they have issued in messages, before anything depends on it: the leaders of the hosts, or all.
 
 A dissemination barrier whose messages carry the word of the operation (Hensgen, Finkel and Manber, Two algorithms for
-barrier synchronization, 1988): in step k leader i sends to leader i + 2^k and hears from leader i - 2^k, modulo h of
-them. A leader that has met another word than its own says so in all that it sends from then on.
+barrier synchronization, 1988): in step k rank i sends to rank i + 2^k and hears from rank i - 2^k, modulo as many as
+there are. A rank that has met another word than its own says so in all that it sends from then on.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from aiodist.backends.base import Transport, tag_of
+from aiodist.backends.base import Transport, ignore
 from aiodist.backends.words import merged
 from aiodist.collectives.program import Endpoint, Program, run
 from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
 from aiodist.schedules.plan import MAX_LANES
-
-__all__ = ["Between"]
 
 _FRAME = struct.Struct("<Q?")  # word, whether anybody differs
 _LANE = MAX_LANES * LANE_TAGS  # above the lanes of schedules
@@ -27,28 +25,40 @@ _LANE = MAX_LANES * LANE_TAGS  # above the lanes of schedules
 
 @dataclass(eq=False)
 class Between:
-    """This leader among the others."""
+    """This rank among the others."""
 
     _transport: Transport
-    _leaders: Sequence[int]
-    """Ranks of the transport's, of which this is one."""
+    _ranks: Sequence[int]
+    """Those of the transport's that compare, of which this is one."""
     _broken: Callable[[BaseException], None] = lambda _: None
     """Told of what its messages meet."""
 
-    def compare(self, seq: int, word: int, differs: bool, told: Callable[[bool], None]) -> None:
-        """Call `told(whether any leader differs)`, which may be before all have come; `differs`: this one's host does.
+    def compare(
+        self,
+        tag: int,
+        word: int,
+        *,
+        differs: bool = False,
+        told: Callable[[bool], object] = ignore,
+        over: Callable[[bool], object] = ignore,
+    ) -> None:
+        """Compare the `word` of the operation that has `tag`; `differs`: the ranks that this one stands for do.
 
-        With the transport lock held, now and later.
+        Call `told(whether any rank differs)`, which may be before all have come, and `over` with the same when they
+        have and nothing of it is on its way here. With the transport lock held, now and later.
         """
-        ep = SubEndpoint(Endpoint(self._transport, tag_of(seq) + _LANE), self._leaders)
-        run(_compare(ep, word, differs, told), self._over)
+        ep = SubEndpoint(Endpoint(self._transport, tag + _LANE), self._ranks)
 
-    def _over(self, _: None, error: BaseException | None) -> None:
-        if error is not None:
-            self._broken(error)
+        def finish(found: bool | None, error: BaseException | None) -> None:
+            if error is not None:
+                self._broken(error)
+            else:
+                over(bool(found))
+
+        run(_compare(ep, word, differs, told), finish)
 
 
-def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], None]) -> Program[None]:
+def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], object]) -> Program[bool]:
     if differs:
         told(True)
     distance = 1
@@ -66,3 +76,4 @@ def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], None
         distance *= 2
     if not differs:
         told(False)
+    return differs

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["columns"]
-
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return lines with aligned columns, the first of them `heads` behind a `#`.

@@ -20,8 +20,6 @@ from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.types import ReduceOp
 
-__all__ = ["Hierarchical"]
-
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
 
 

@@ -39,8 +39,6 @@ from aiodist.errors import BackendUnavailable
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = ["Kit", "NativeCollectives", "Repertoire"]
-
 _SCHEDULES = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
 _MOST_PICKED = 10_000
 
@@ -51,7 +49,7 @@ class NativeCollectives(Implementation):
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
         self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
-        self.carries, self.recallable = native.carries, native.recallable
+        self.recallable = native.recallable
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -109,6 +107,8 @@ class Repertoire:
         near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.size == transport.size
         """All ranks share memory, and are compared there."""
+        self.edition = 0 if table is None else table.fingerprint
+        """What stands for a table that may have been edited; 0: none was given."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
         if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
             self.table = self.table.on_cuda()
@@ -157,6 +157,14 @@ class Repertoire:
                 f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
             )
 
+    def check_named(self, impl: str) -> None:
+        """Raise ValueError where `impl` runs nothing that ranks may issue in another order than one another."""
+        self.check(impl)
+        able = [name for name, one in self.all.items() if not one.in_order]
+        if impl != "auto" and impl not in able:
+            why = "a library tells operations apart by the order of its calls" if impl in self.all else "is for devices"
+            raise ValueError(f"impl={impl!r} with name=: {why}: expected auto, {', '.join(able)}")
+
     def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
         """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
         if device == "cuda" and self._transport.size == 1:
@@ -165,6 +173,10 @@ class Repertoire:
         there = self._known[device, False].keys() & NAMES[operation]
         resorts = last_resorts(operation, nbytes, device, shares=self._shares)
         return next(one for one in (name, *resorts) if one in there)
+
+    def every(self, operation: str) -> set[str]:
+        """Return the names of what the table says for `operation` on the CPU, for all sizes."""
+        return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
     def pick(
         self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False

@@ -26,8 +26,6 @@ from aiodist.errors import BackendError
 from aiodist.handles import join
 from aiodist.types import ANY
 
-__all__ = ["Arrived", "Mailbox", "Wanted"]
-
 _HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
 _BEHIND, _INLINE, _IN_PIECES = range(3)
 """Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them."""

@@ -30,25 +30,6 @@ from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.errors import MismatchError
 from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "alltoall_single",
-    "broadcast",
-    "broadcast_bytes",
-    "computed",
-    "exscan",
-    "fit",
-    "gather",
-    "into",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-]
-
-
 _COUNT = struct.Struct("<q")
 _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
@@ -320,6 +301,8 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     numel = torch.Size(shape).numel()
     if out.shape == shape:
         return out
+    if out.grad_fn is not None:
+        raise ValueError(f"out= is a node of autograd of shape {list(out.shape)}: expected {list(shape)}, the result's")
     if out.numel() < numel:
         if not owns_memory(out):
             raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")

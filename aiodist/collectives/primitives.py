@@ -13,8 +13,6 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.program import Call, Endpoint, Implementation, Nested, Program
 from aiodist.collectives.traffic import Traffic
 
-__all__ = ["Primitives"]
-
 _CPU = torch.device("cpu")
 _FINISHED = ("allreduce", "reduce_scatter")
 

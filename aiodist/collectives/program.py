@@ -20,20 +20,6 @@ from aiodist.collectives.traffic import Traffic
 from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
-__all__ = [
-    "Call",
-    "DeviceMessages",
-    "Endpoint",
-    "Exchanger",
-    "Implementation",
-    "Joint",
-    "Nested",
-    "Program",
-    "concurrently",
-    "lockstep",
-    "run",
-]
-
 T = TypeVar("T")
 _UNEXPECTED = (RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError, MemoryError, OSError)
 """What a program does not raise to say something: it becomes a `BackendError`, of which the other ranks are told."""
@@ -119,8 +105,6 @@ class Implementation(ABC):
     """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
-    carries: bool = False
-    """What `plan_allreduce` returns is given a fingerprint for a number: the ranks compare it before data move."""
     recallable: bool = False
     """It can be stopped on all ranks when one fails; else those that have begun it wait there for that one."""
     compares: bool = False

@@ -22,8 +22,6 @@ from aiodist.collectives.program import Call, Endpoint, Implementation, Program,
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
-__all__ = ["LANE_TAGS", "Scheduled", "SubEndpoint", "on_lane"]
-
 LANE_TAGS = 1 << 22
 """Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
 

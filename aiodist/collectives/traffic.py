@@ -16,8 +16,6 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport, ignore, keeping
 from aiodist.backends.inplace import bytes_of, copy
 
-__all__ = ["ROOM_BYTES", "Differ", "Traffic"]
-
 ROOM_BYTES = 256 << 10
 """Longer messages are sent only when all ranks are known to agree."""
 

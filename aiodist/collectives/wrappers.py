@@ -16,17 +16,6 @@ from aiodist.collectives.program import Program, lockstep
 from aiodist.errors import MismatchError
 from aiodist.types import ReduceOp
 
-__all__ = [
-    "alike_lists",
-    "copied_to_all",
-    "interleaved",
-    "local_first",
-    "mapped",
-    "nothing",
-    "returning",
-    "side_by_side",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -1,7 +1,8 @@
 """`Communicator`: the collectives and messages of a group of ranks, each call an awaitable handle.
 
 A call checks its arguments and issues the operation; awaiting the handle completes it. Every rank must issue the
-same collectives in the same order. This package owns no algorithm: see `aiodist.collectives`.
+same collectives in the same order, but for those that it names. This package owns no algorithm: see
+`aiodist.collectives`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 from aiodist.communicator.arguments import check_rank
 from aiodist.communicator.base import CommunicatorStatistics
@@ -31,11 +32,22 @@ T = TypeVar("T")
 class Communicator(SharedMemory, Reductions, Movement, Objects):
     """A group of ranks that communicate; get the first from `aiodist.init`.
 
-    It belongs to the event loop it was opened on and is called from that loop's thread alone. Tensors are dense,
+    It belongs to the event loop it was opened on and is called from that loop's thread alone, or from others too where
+    it was made for that (`dup(thread=True)`). Tensors are dense,
     contiguous, and on the CPU or a CUDA device; any shape goes unless a call names one, 0 elements too. Every
     collective is called by all ranks, in the same order and with the same arguments, tensors and sizes apart where the
     call says so. Every operation takes `timeout=` (seconds from issue; None is none) and most `impl=` (the name of an
     implementation, or "auto": the table of `selector` chooses).
+
+    `name=`, a str, frees a collective from the order: it meets those that the other ranks issue by that name, the k-th
+    use of a name the k-th of each. So tasks that nothing orders can share a communicator, each with names of its own.
+    Nothing moves before all ranks have come; `seq` of the handle counts the uses of the name. Names are few, and used
+    again and again: a communicator keeps some 5 KB on each rank for each, and takes 65,535. They are for tensors on the
+    CPU. The call raises ValueError while the last operation of the name is in flight here, and for an `impl` that tells
+    operations apart by their order ("mpi", "gloo"); "auto" passes these over. The await raises MismatchError as for any
+    other, also where ranks have edited the table of `selector` differently meanwhile; nothing was written then, and the
+    name can be used again. Cost: a comparison of all ranks, log2(p) messages of 9 bytes, and at a name's first use a
+    question to rank 0, besides what the call says.
 
     Every call raises TypeError or ValueError for what it cannot take, BufferInFlight for a tensor that another
     operation owns, CommunicatorClosed, CommunicatorAborted or PeerError when there is no communicator any more, and
@@ -51,14 +63,20 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
 
     # --- other communicators --------------------------------------------------------------------------------
 
-    def dup(self) -> Handle[Communicator]:
+    def dup(self, *, thread: bool = False) -> Handle[Communicator]:
         """Return a communicator of the same ranks whose traffic never meets this one's.
 
-        Code that issues from a task of its own needs one: two tasks that issue on the same communicator would
-        interleave differently on each rank. Collective; begins once all that is in flight here is over.
+        Code that issues from a task of its own needs one, or names (`name=`): two tasks that issue on the same
+        communicator would interleave differently on each rank. Collective; begins once all that is in flight here is
+        over, but for messages and named operations.
+
+        With `thread=True` other threads may call its collectives and messages of tensors on the CPU and of objects,
+        beside the loop's thread, and wait for them by `wait()`: neither needs the loop, which may stand still. The
+        ranks see one order, that of the calls. So one thread calls at a time: two at once raise RuntimeError in the
+        later one, which names both. What makes or closes communicators stays on the loop's thread.
         Cost: what the library takes to make one, milliseconds.
         """
-        return self._registry.derive(self, "dup", range(self.size))
+        return self._registry.derive(self, "dup", range(self.size), thread=thread)
 
     def group(self, ranks: Sequence[int]) -> Handle[Communicator]:
         """Return a communicator of `ranks`, in that order; elsewhere one of which every call raises.
@@ -133,6 +151,13 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
             await self._registry.close(self)
         else:
             await kept.aclose()
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Return itself: a copy of a module communicates with the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be pickled: of what holds it save the state (a module's `state_dict`)")
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +13,16 @@ from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.collectives.metadata import overlaps, owns_memory
 from aiodist.types import ANY
 
-__all__ = [
-    "check_across",
-    "check_apart",
-    "check_list",
-    "check_one_place",
-    "check_out",
-    "check_rank",
-    "check_sizes",
-    "check_tag",
-    "check_tensor",
-    "is_number",
-]
-
 _INT64 = range(-(1 << 63), 1 << 63)
+
+
+class Terms(NamedTuple):
+    """What a call may say of any collective."""
+
+    timeout: float | None = None
+    impl: str = "auto"
+    name: str | None = None
+    """By which it meets those of the other ranks; None: by its place in the order."""
 
 
 def check_tensor(t: object, name: str = "t") -> Tensor:
@@ -101,6 +98,15 @@ def check_tag(tag: object, *, any_tag: bool = False) -> int:
     return tag
 
 
+def check_name(name: object) -> str:
+    """Return `name` if it is one that an operation can have."""
+    if not isinstance(name, str):
+        raise TypeError(f"name is {type(name).__name__}: expected a str")
+    if not name:
+        raise ValueError("name='': expected at least one character")
+    return name
+
+
 def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False) -> Tensor:
     """Return `out`; raise unless it holds `t`'s dtype, has room for `numel` (None: it may grow) and does not overlap.
 
@@ -132,6 +138,21 @@ def check_sizes(sizes: Sequence[int], total: int, ranks: int, what: str = "eleme
     if sum(checked) != total:
         raise ValueError(f"sizes add up to {sum(checked)}: expected the {total} {what} of t")
     return checked
+
+
+def blocks_of(t: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.Size]:
+    """Return the shapes of the blocks that reduce_scatter cuts `t` into."""
+    if sizes is not None:
+        return [torch.Size([size]) for size in check_sizes(sizes, t.numel(), ranks)]
+    if t.dim() == 0:
+        raise ValueError("t has no dimension to cut: expected at least one, or sizes=")
+    return [block_of(t.shape, rank, ranks) for rank in range(ranks)]
+
+
+def block_of(shape: torch.Size, rank: int, ranks: int) -> torch.Size:
+    """Return the shape of a rank's block of `shape`, cut along dim 0: the first get the remainder, a row each."""
+    rows, more = divmod(shape[0], ranks)
+    return torch.Size([rows + (rank < more), *shape[1:]])
 
 
 def is_number(x: object) -> bool:

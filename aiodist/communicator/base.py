@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import dtype_name, key_of, tag_of
+from aiodist.backends.base import key_of, tag_of
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
@@ -17,32 +17,19 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
-from aiodist.communicator.arguments import check_across, check_list, check_tensor, is_number
+from aiodist.communicator.arguments import Terms, check_across, check_list, check_name, check_tensor, is_number
 from aiodist.communicator.claims import Claim
+from aiodist.communicator.direct import Direct
 from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
+from aiodist.communicator.fingerprint import Fingerprint, described
 from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.names import Named
 from aiodist.communicator.registry import Parts, Registry
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
-from aiodist.types import OPERATIONS, ReduceOp
-
-__all__ = [
-    "Base",
-    "CommunicatorStatistics",
-    "check_alike",
-    "check_single",
-    "described",
-    "fingerprint_of",
-    "how",
-    "kind_of",
-    "kinds_of",
-    "lift",
-    "tensors_of",
-]
-
+from aiodist.types import OPERATIONS
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
@@ -54,13 +41,15 @@ class CommunicatorStatistics:
     """What was issued on a communicator, on this rank."""
 
     collectives: int
-    """How many were issued since it was made; as many on each rank."""
+    """How many were issued in the order since it was made; as many on each rank."""
     pending: int
     """How many operations are not over: collectives and messages."""
     arena_bytes: int
     """Bytes of tensors that this rank gave to collectives in the host's shared memory and that lay in the arena."""
     ordinary_bytes: int
     """Bytes of those that lay elsewhere, or were so short (32 KiB) that they travel whole: copied for the others."""
+    named: int
+    """How many collectives were issued by `name=`; they are not among `collectives`."""
 
 
 class Base:
@@ -82,6 +71,7 @@ class Base:
             self._repertoire, lambda edit: registry.edit(self.name, self.upkeep, edit), lambda: dispatcher.large_bytes
         )
         self._can_be_quick = self._transport.size > 1
+        self._direct = Direct(dispatcher, self._device)
 
     @property
     def parts(self) -> Parts:
@@ -192,7 +182,9 @@ class Base:
         """Return how many operations were issued and are pending, and which way bytes went; local, at once."""
         within = self._repertoire.within
         brought = (0, 0) if within is None else within.brought
-        return CommunicatorStatistics(self.seq, len(self._dispatcher.pending()), *brought)
+        return CommunicatorStatistics(
+            self.seq, len(self._dispatcher.pending()), *brought, named=self._dispatcher.names.issued
+        )
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
@@ -205,13 +197,15 @@ class Base:
         program: Program[Any],
         claims: Sequence[Claim],
         ts: Sequence[Tensor],
-        timeout: float | None,
+        terms: Terms,
         convert: Callable[[Any], Any] | None = None,
         *,
         outs: Sequence[Tensor | None] = (),
         expects: bool = False,
     ) -> Handle[Any]:
         """`expects`: where no tensor says so, results may yet lie on this rank's device."""
+        if terms.name is not None:
+            return self._issue_named(what, program, claims, ts, terms, convert, outs)
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
@@ -226,7 +220,14 @@ class Base:
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
         try:
             handle: Handle[Any] = self._dispatcher.collective(
-                what, program, claims, nbytes=nbytes, timeout=timeout, convert=convert, when=when, queues=bool(work)
+                what,
+                program,
+                claims,
+                nbytes=nbytes,
+                timeout=terms.timeout,
+                convert=convert,
+                when=when,
+                queues=bool(work),
             )
         except BaseException:
             program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
@@ -234,15 +235,42 @@ class Base:
         attach(handle, work, (ts, outs, claims))
         return handle
 
+    def _issue_named(
+        self,
+        what: Fingerprint,
+        program: Program[Any],
+        claims: Sequence[Claim],
+        ts: Sequence[Tensor],
+        terms: Terms,
+        convert: Callable[[Any], Any] | None,
+        outs: Sequence[Tensor | None],
+    ) -> Handle[Any]:
+        devices = sorted({str(t.device) for t in (*ts, *outs) if t is not None and not t.is_cpu})
+        if devices:
+            raise ValueError(
+                f"name= with a tensor on {devices[0]}: expected the CPU, since a device takes operations in one order"
+            )
+        nbytes = sum(t.nbytes for t in ts)
+        return self._dispatcher.named(
+            self._named(terms), what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert
+        )
+
+    def _named(self, terms: Terms) -> Named:
+        """Return the next use of the name; raise where it cannot be issued."""
+        self._dispatcher.check_usable()
+        self._repertoire.check_named(terms.impl)
+        use = self._dispatcher.names.next(check_name(terms.name))
+        use.edition = self._repertoire.edition
+        return use
+
     def _issue_across(
         self,
         what: Fingerprint,
         ts: list[Tensor],
         make: Callable[[Primitives], Program[Any]],
         claims: Sequence[Claim],
+        terms: Terms,
         *,
-        timeout: float | None,
-        impl: str,
         empty: object,
         together: bool = False,
     ) -> Handle[Any]:
@@ -251,10 +279,10 @@ class Base:
         It begins once all ranks are known to give lists of one length.
         """
         if not ts:
-            return self._issue(what, returning(nothing(), empty), [], ts, timeout)
+            return self._issue(what, returning(nothing(), empty), [], ts, terms)
         check_across(ts)
-        program = alike_lists(self._primitives(impl, together=together), ts, make)
-        return self._issue(what, program, claims, ts, timeout)
+        program = alike_lists(self._primitives(terms, together=together), ts, make)
+        return self._issue(what, program, claims, ts, terms)
 
     @staticmethod
     def _when(kind: str, nbytes: int) -> When:
@@ -268,7 +296,7 @@ class Base:
         """
         if not devices:
             return []
-        self._dispatcher.check_usable()
+        self._dispatcher.check_on_loop("an operation on CUDA tensors")
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
@@ -277,9 +305,14 @@ class Base:
         return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
 
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
-        """Return what the next operation may do on this rank's device; none where the process uses no device yet."""
+        """Return what the next operation may do on this rank's device; none where the process uses no device yet.
+
+        None in other threads, which may issue nothing that works on a device.
+        """
         accelerator = self._registry.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
+            return []
+        if not self._dispatcher.progress.owns_thread():
             return []
         assert accelerator is not None
         self._dispatcher.check_usable()
@@ -287,22 +320,27 @@ class Base:
         return [accelerator.work(self.name, self._device, tag, expected=True)]
 
     def _each(
-        self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, impl: str
+        self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, terms: Terms
     ) -> Program[Any]:
         """Return the program of a call that was given one tensor, else those of all `ts` side by side."""
-        p = self._primitives(impl, together=len(ts) > 1)
+        p = self._primitives(terms, together=len(ts) > 1)
         programs = [make(p, t) for t in ts]
         return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
-    def _primitives(self, impl: str, *, together: bool = False) -> Primitives:
+    def _primitives(self, terms: Terms, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
-        self._repertoire.check(impl)
+        if terms.name is not None:
+            use = self._named(terms)
+            ep = Endpoint(self._transport, 0, traffic=use.traffic)
+            use.endpoints.append(ep)
+            return Primitives(ep, self._repertoire, terms.impl, together=together, later=True, device=self._device)
+        self._repertoire.check(terms.impl)
         # From the number that all ranks give the operation, even if some of them raised errors before it.
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self.seq, self._dispatcher.traffic()
         ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
-        return Primitives(ep, self._repertoire, impl, together=together, device=self._device)
+        return Primitives(ep, self._repertoire, terms.impl, together=together, device=self._device)
 
 
 def tensors_of(t: object) -> list[Tensor]:
@@ -320,13 +358,20 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
         return t, lambda result: result
     whole = isinstance(t, int) and op != "mean"
     lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64)
-    return lifted, lambda result: None if result is None else result.item()
+    return lifted, _number
+
+
+def _number(result: Any) -> Any:  # noqa: ANN401
+    """Return what tensors of one element say, a list as a list."""
+    if isinstance(result, list):
+        return [each.item() for each in result]
+    return None if result is None else result.item()
 
 
 def check_single(t: object, name: str) -> None:
     """Raise ValueError unless the call was given one tensor, as `out=` demands."""
     if not isinstance(t, Tensor):
-        raise ValueError(f"{name}= goes with one tensor: expected t to be one too, not a list")
+        raise ValueError(f"{name}= goes with one tensor: expected t to be one too, not a {type(t).__name__}")
 
 
 def check_alike(ts: list[Tensor]) -> list[Tensor]:
@@ -334,46 +379,6 @@ def check_alike(ts: list[Tensor]) -> list[Tensor]:
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
         raise ValueError(f"ts are {described(ts)}: expected the same dtype and number of elements")
     return ts
-
-
-def described(ts: Sequence[Tensor]) -> str:
-    """Return dtypes and sizes as words."""
-    return ", ".join(f"{kind_of(t)}[{t.numel()}]" for t in ts)
-
-
-def kind_of(t: Tensor) -> str:
-    """Return what all ranks must agree on of an element of `t`: "float32", or "float32 on cuda"."""
-    return dtype_name(t.dtype) if t.is_cpu else f"{dtype_name(t.dtype)} on cuda"
-
-
-def kinds_of(ts: Sequence[Tensor]) -> str:
-    """Return the kinds of elements as words."""
-    return ", ".join(map(kind_of, ts))
-
-
-def fingerprint_of(
-    kind: str,
-    ts: Sequence[Tensor],
-    op: str | None,
-    root: int | None = None,
-    impl: str = "auto",
-    *,
-    given: object = None,
-    across: bool = False,
-    extra: str = "",
-) -> Fingerprint:
-    """Return what all ranks must agree on in a call on `ts`: dtypes and shapes; `given` is what the caller gave."""
-    dtype = kind_of(ts[0]) if len(ts) == 1 else "".join(f" {kind_of(t)}{list(t.shape)}" for t in ts).strip()
-    size = str(list(ts[0].shape)) if len(ts) == 1 else None
-    known = None if op is None else ReduceOp(op).value
-    return Fingerprint(kind, dtype, size, how(known, impl, given=given, across=across, extra=extra), root)
-
-
-def how(op: str | None, impl: str, *, given: object = None, across: bool = False, extra: str = "") -> str | None:
-    """Return as words what else the caller chose: the operator, the implementation, a list or a number."""
-    form = f"list of {len(given)}" if isinstance(given, (list, tuple)) else "number" if is_number(given) else ""
-    words = [op or "", extra, form, "across" if across else "", "" if impl == "auto" else f"by {impl}"]
-    return " ".join(filter(None, words)) or None
 
 
 class Upkeep(NamedTuple):
@@ -384,10 +389,14 @@ class Upkeep(NamedTuple):
     def apply_edits(self, edits: Sequence[Edit]) -> None:
         """Have the selector's table be as after `edits`, for every operation from the next one on."""
         comm = self.communicator
+        with comm._dispatcher.undisturbed():
+            self._apply_edits(edits)
+
+    def _apply_edits(self, edits: Sequence[Edit]) -> None:
+        comm = self.communicator
         comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
+        comm._direct.follow(comm._repertoire)
         comm._plans.clear()
-        if comm._dispatcher.issuer is not None:
-            comm._dispatcher.issuer.forget()
         comm._queue_plans.clear()
         for edit in edits:
             if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
@@ -395,6 +404,10 @@ class Upkeep(NamedTuple):
 
     def compare_edit(self, edit: Edit) -> Handle[None]:
         """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
+        with self.communicator.parts.dispatcher.undisturbed():
+            return self._compare_edit(edit)
+
+    def _compare_edit(self, edit: Edit) -> Handle[None]:
         dispatcher, transport, _, repertoire = self.communicator.parts
         seq = self.communicator.seq
         endpoint = Endpoint(transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))

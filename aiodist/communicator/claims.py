@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-__all__ = ["Claim", "claims_of", "reading", "writing"]
-
 
 class Claim(NamedTuple):
     """Bytes that an operation reads or writes until it is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -12,8 +13,7 @@ from aiodist.collectives.program import Program, run
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.gate import Entry
 from aiodist.handles import Handle, Progress, in_flight
-
-__all__ = ["Completion", "Owner", "through_gate"]
+from aiodist.handles.progress import transport_lock
 
 
 class Owner(Protocol):
@@ -29,6 +29,9 @@ class Owner(Protocol):
 
     def freed(self, handle: Handle[Any]) -> None:
         """Nothing of the operation, which failed, uses its memory any more; before or after it `fell_out`."""
+
+    def finish(self, handle: Handle[Any], call: Callable[[], object]) -> None:
+        """Have `call` settle `handle` without the transport lock, where the user's code may run."""
 
     def later(self, call: Callable[[], object]) -> None:
         """Make `call` on the loop when other ranks have had time to tell what they know; from any thread."""
@@ -46,7 +49,7 @@ class Completion:
     _handle: Handle[Any]
     _claims: Sequence[Claim]
     _convert: Callable[[Any], Any] | None = None
-    """Makes the result of what came, on the loop's thread: it may run the user's code."""
+    """Makes the result of what came, on the loop's thread or one that waits: it may run the user's code."""
     _failed: bool = field(default=False, init=False)
     _left: int = field(default=1, init=False)
 
@@ -54,7 +57,7 @@ class Completion:
         """The outcome is `result`, or `error`."""
         owner, handle = self._owner, self._handle
         if error is None and self._convert is not None:
-            owner.progress.post(partial(self._converted, self._convert, result))
+            owner.finish(handle, partial(self._converted, self._convert, result))
             return
         self._failed = error is not None
         self._release()
@@ -75,13 +78,14 @@ class Completion:
         self(None, error)
 
     def _converted(self, convert: Callable[[Any], Any], result: object) -> None:
-        """On the loop's thread."""
+        """On the loop's thread, or on one that waits for the handle."""
         try:
             value, error = convert(result), None
         except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             value, error = None, raised
-        self._release()
-        self._owner.over(self._handle, value, error)
+        with nullcontext() if self._owner.progress.owns_thread() else transport_lock:
+            self._release()
+            self._owner.over(self._handle, value, error)
 
     def _release(self) -> None:
         self._left -= 1

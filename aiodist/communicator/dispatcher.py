@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import warnings
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import Begin, Done, Refused, Transport, again, key_of, once, ours
+from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again, key_of, once, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
@@ -26,9 +27,12 @@ from aiodist.collectives.wrappers import nothing
 from aiodist.communicator.claims import Claim, writing
 from aiodist.communicator.completion import Completion, through_gate
 from aiodist.communicator.disputes import Disputes
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.gate import Entry, Gate, When
-from aiodist.communicator.oplog import Fingerprint, OpLog
-from aiodist.communicator.watchdog import Peer, Watch, Watchdog
+from aiodist.communicator.issuing import Issuing
+from aiodist.communicator.names import Named, NamedHandle, Names
+from aiodist.communicator.oplog import OpLog
+from aiodist.communicator.watchdog import Peer, Use, Watch, Watchdog
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
     AiodistError,
@@ -48,8 +52,6 @@ from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.streams.events import failed
 
-__all__ = ["Dispatcher", "QueuePlan", "ReductionPlan"]
-
 T = TypeVar("T")
 
 _FORK_SECONDS = 1.0
@@ -67,8 +69,6 @@ class ReductionPlan(NamedTuple):
     start: Begin
     inline_bytes: int
     """From here on it begins on the progress thread, unless the communicator says otherwise."""
-    carries: bool
-    """`start` is given the fingerprint: the ranks are compared on the way."""
 
 
 class QueuePlan(NamedTuple):
@@ -93,10 +93,12 @@ class Dispatcher:
         *,
         repertoire: Repertoire | None = None,
         gate: Callable[[Callable[[Entry], None], Callable[[BaseException], None]], Gate] | None = None,
+        thread: bool = False,
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order; `gate` makes its gate, None where one is alone.
 
         A gate is given what it calls with each operation that ranks differ on, and with what keeps it from comparing.
+        `thread`: other threads may issue beside the loop's.
         """
         self.name = name
         self.repertoire = repertoire or Repertoire(transport)
@@ -105,12 +107,17 @@ class Dispatcher:
         self.progress = Progress.current()
         self.mailbox = Mailbox(transport)
         self.oplog = OpLog()
-        self.disputes = Disputes(name, channel, ranks, transport, self.oplog, self, self.progress)
+        self.issuing = Issuing(name) if thread else None
+        """Who issues just now, where several threads may; None where only the loop's thread does."""
+        self._start = self.progress.start_from_thread if thread else self.progress.start
+        self.disputes = Disputes(name, channel, ranks, transport, self, self.progress)
+        self.names = Names(
+            name, channel, self.ranks, transport, self.progress, on_differ=self.disputes.begin, broken=self._broken
+        )
         self.gate = None if gate is None else gate(self.disputes.begin, self._broken)
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """From here on the progress thread makes the native calls."""
-        self._traffic: tuple[int, Traffic] | None = None
         self._failing: dict[int, BaseException] = {}
         """Collectives that cannot go on here, while others are heard on why."""
         self._freed: set[int] = set()
@@ -120,20 +127,18 @@ class Dispatcher:
         self._recent: dict[int, Traffic] = {}
         """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
-        self._pending: dict[Handle[Any], bool | Peer] = {}
-        """In order of issue; True for collectives, which all ranks number alike, and for messages whom they meet."""
+        self._pending: dict[Handle[Any], bool | Peer | Use] = {}
+        """In order of issue; True for collectives, which all ranks number alike, else whom or by what they meet."""
         self._refusal: AiodistError | RuntimeError | None = None
-        self._thread_id = get_ident()
         self._watch = Watch.of(self.progress, channel)
         self._watchdog = Watchdog(name, self._pending, self.oplog, self.ranks, self._watch)
         self._watchdog.unmatched = self.mailbox.unmatched
+        self._watchdog.uses_of = self.names.count_of
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
         """Told, on the loop, when it is given up, for any reason; once."""
-        self._differing: set[int] = set()
-        """Numbers of those that a lane does and that ranks are known to differ on."""
         self.issuer = self._make_issuer()
         """What issues allreduces that a lane does; None where no lane does."""
         self._alive.add(self)
@@ -142,7 +147,7 @@ class Dispatcher:
         within = self.repertoire.within
         if within is None or self.gate is None or self.gate.several:
             return None
-        return _core.Issuer(
+        issuer = _core.Issuer(
             within.ordered.core,
             in_flight,
             self.oplog,
@@ -150,6 +155,7 @@ class Dispatcher:
             self.account,
             self._pending,
             self.progress.inbox,
+            self.disputes.to_fail,
             known_files,
             self._watch,
             within.ordered.locate,
@@ -158,6 +164,8 @@ class Dispatcher:
             Tensor,
             Parameter,
         )
+        issuer.threads = self.issuing is not None
+        return issuer
 
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
@@ -169,7 +177,7 @@ class Dispatcher:
         """Return one that refuses every call, for a rank outside the group."""
         dispatcher = cls(f"{name} (outside)", transport, channel, [channel.rank])
         dispatcher._watchdog.close()
-        dispatcher.disputes.close()
+        dispatcher.unsubscribe()
         dispatcher._refuse(error)
         return dispatcher
 
@@ -179,24 +187,40 @@ class Dispatcher:
         """Raise what a call must raise: wrong thread or loop, closed, aborted."""
         if isinstance(self._refusal, RuntimeError):  # a forked child, where asyncio says that no loop runs
             raise self._refusal.with_traceback(None)
-        if _get_running_loop() is not self.progress.loop:
+        if _get_running_loop() is not self.progress.loop and (self.issuing is None or self.progress.owns_thread()):
             raise RuntimeError(
                 f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
-                "opened on; a second loop opens its own dup()"
+                "opened on, or from other threads on what `await coll.dup(thread=True)` returns; a second loop opens "
+                "its own dup()"
             )
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
 
-    def traffic(self) -> Traffic | None:
-        """Return what takes note of the messages of the next operation, None where there is nobody to send any to."""
+    def check_on_loop(self, call: str) -> None:
+        """Raise what `check_usable` does, and `RuntimeError` in another thread though it may issue otherwise."""
+        self.check_usable()
+        if not self.progress.owns_thread():
+            seen = threading.current_thread().name
+            raise RuntimeError(f"{call} of communicator {self.name!r} in thread {seen!r}: call it on the loop's thread")
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Have no thread issue meanwhile, for what the loop does to this communicator."""
+        return nullcontext() if self.issuing is None else self.issuing
+
+    def traffic(self, seq: int | None = None) -> Traffic | None:
+        """Return what takes note of the messages of operation `seq`, of the next one where that is None.
+
+        None where there is nobody to send any to.
+        """
         if self.gate is None:
             return None
-        if self._traffic is None or self._traffic[0] != self.oplog.seq:
-            self._traffic = self.oplog.seq, Traffic(self._rooms if self.gate.several else None)
-            self._recent[self.oplog.seq] = self._traffic[1]
+        number = self.oplog.seq if seq is None else seq
+        traffic = self._recent.get(number)
+        if traffic is None:
+            traffic = self._recent[number] = Traffic(self._rooms if self.gate.several else None)
             while (oldest := next(iter(self._recent))) <= self.oplog.seq - _MOST_RECENT:
                 del self._recent[oldest]
-        return self._traffic[1]
+        return traffic
 
     def collective(
         self,
@@ -233,6 +257,46 @@ class Dispatcher:
         self.start(partial(self.gate.enter, entry), work_bytes)
         return handle
 
+    def finish(self, handle: Handle[Any], call: Callable[[], object]) -> None:
+        """See `Owner`."""
+        if self.issuing is None:
+            self.progress.post(call)
+        else:
+            handle.finish_with(call)
+
+    def named(
+        self,
+        use: Named,
+        what: Fingerprint,
+        program: Program[T],
+        claims: Sequence[Claim] = (),
+        *,
+        nbytes: int = 0,
+        timeout: float | None = None,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Handle[Any]:
+        """Issue `program` as `use` of its name: it begins when all ranks are known to have issued the same as that.
+
+        It has no place in the order, and no number there. `convert`: as of `collective`.
+        """
+        handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout, use)
+        self.names.record(use, handle, what)
+        self._watchdog.came(use)
+        completion = Completion(self, handle, claims, convert)
+        run = partial(completion.run, program)
+        if self.gate is None:
+            self.start(run, nbytes)
+            return handle
+
+        def begin() -> None:
+            if nbytes >= self.large_bytes and self.progress.owns_thread():
+                self.progress.start_in_thread(run)
+            else:
+                run()
+
+        self.names.meet(use, what.word, (begin, partial(completion.refuse, program)))
+        return handle
+
     def later(self, call: Callable[[], object]) -> None:
         """See `Owner`."""
         self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
@@ -240,12 +304,14 @@ class Dispatcher:
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
 
+        def cancel_now() -> None:
+            self.progress.called()  # the receive itself may still be to be made
+            if self.mailbox.cancel(wanted):
+                wanted.finish(None, asyncio.CancelledError())
+
         def cancel() -> bool:
-            with transport_lock:
-                withdrawn = self.mailbox.cancel(wanted)
-                if withdrawn:
-                    wanted.finish(None, asyncio.CancelledError())
-            return withdrawn
+            self.progress.exclusively(cancel_now)
+            return handle.cancelled()
 
         handle.set_canceller(cancel)
         self.start(partial(self.mailbox.receive, wanted), 0)
@@ -258,13 +324,11 @@ class Dispatcher:
         done = once(partial(self._quick_done, handle, claim, t))
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
-        elif plan.carries:
-            self._carry(plan, t, handle.seq, done)
         elif plan.nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
             then = self.progress.counted(done) if plan.nbytes < plan.inline_bytes else done
             self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
         else:
-            self.progress.start(self._quickly(plan, t, handle.seq, done, large=False))
+            self._start(self._quickly(plan, t, handle.seq, done, large=False))
         return handle
 
     def _quick_done(
@@ -277,49 +341,37 @@ class Dispatcher:
             self.freed(handle)
             self.fell_out(handle, error)
 
-    def carry(
-        self,
-        plan: ReductionPlan,
-        t: Tensor,
-        claims: Sequence[Claim],
-        timeout: float | None,
-        convert: Callable[[Tensor], Tensor],
-    ) -> Handle[Any]:
-        """Issue an allreduce of `t`, which is nobody else's; the result is what `convert` makes of it."""
-        handle: Handle[Any] = self._handle("allreduce", plan.nbytes, claims, timeout)
-        self.oplog.record(plan.what, handle.raw_origin)
-        completion = Completion(self, handle, claims, convert)
-        self._carry(plan, t, handle.seq, lambda error: completion(t if error is None else None, error))
-        return handle
-
-    def _carry(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done) -> None:
-        assert self.gate is not None
-        failure = self.disputes.refuse(seq)
-        ended = done if failure is None else lambda error: done(error or failure)
-        self.progress.start(partial(self.gate.carry, seq, plan.what.word ^ seq, partial(plan.start, t), ended))
-
     def _failed_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
         """The lane that did it has ended it with `error`; its memory is free."""
         self.progress.post(partial(self.progress.exclusively, partial(self._conclude_in_lane, handle, error)))
 
     def _conclude_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
         if handle not in self._pending:
-            self._differing.discard(handle.seq)
-        elif isinstance(error, MismatchError):
-            self._freed.add(handle.seq)
-            self._differ_in_lane(handle)
-        else:
-            self.freed(handle)
-            self.fell_out(handle, error)
-
-    def _differ_in_lane(self, handle: Handle[Any]) -> None:
-        """The ranks differ on what a lane does: they show each other what they issued."""
-        if handle.seq not in self._differing:
-            self._differing.add(handle.seq)
+            return
+        self.freed(handle)
+        if isinstance(error, MismatchError):
+            # Each rank finds that by itself, since each is unlike one of two that differ.
             entry = Entry(handle.seq, 0, When.ALL)
             entry.refused = True
             entry.settle(differs=True)
             self.disputes.begin(entry)
+        else:
+            self.fell_out(handle, error)
+
+    def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+        """The ranks agree on a collective that no lane has done: the program of `make` does it; from any thread."""
+        self.traffic(handle.seq)  # from now on it can be refused
+        self.progress.start_from_thread(partial(self._go_on, handle, make, claims))
+
+    def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+        if handle not in self._pending:
+            in_flight.release_all(claims)
+            return
+        completion = Completion(self, handle, claims)
+        entry = Entry(handle.seq, 0, traffic=self.traffic(handle.seq))
+        program = make()
+        entry.calls = partial(completion.run, program, entry), partial(completion.refuse, program)
+        entry.settle(differs=False)
 
     def _quickly(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done, *, large: bool) -> Callable[[], None]:
         """Return the call that takes the operation to the gate."""
@@ -345,7 +397,8 @@ class Dispatcher:
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
-        return self.collective(Fingerprint(kind), nothing(), timeout=timeout, when=When.ALL)
+        with self.undisturbed():
+            return self.collective(Fingerprint(kind), nothing(), timeout=timeout, when=When.ALL)
 
     def message(
         self,
@@ -366,7 +419,7 @@ class Dispatcher:
         if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call)
         else:
-            self.progress.start(call)
+            self._start(call)
 
     def _handle(
         self,
@@ -374,14 +427,19 @@ class Dispatcher:
         nbytes: int,
         claims: Sequence[Claim],
         timeout: float | None,
-        peer: Peer | None = None,
+        meets: Peer | Named | None = None,
     ) -> Handle[Any]:
         self.check_usable()
-        handle: Handle[Any] = Handle(self.progress, op, self.oplog.seq, nbytes, whence(4), self.account)
+        handle: Handle[Any]
+        if isinstance(meets, Named):
+            handle = NamedHandle(self.progress, op, meets.count, nbytes, whence(4), self.account)
+            handle.name = meets.name
+        else:
+            handle = Handle(self.progress, op, self.oplog.seq, nbytes, whence(4), self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
         in_flight.acquire_all(claims, handle)
-        self._pending[handle] = peer or True
+        self._pending[handle] = meets or True
         self._watch.keep_watch()
         return handle
 
@@ -400,16 +458,23 @@ class Dispatcher:
 
     def over(self, handle: Handle[Any], result: object, error: BaseException | None) -> None:
         """See `Owner`."""
-        if self._pending.pop(handle, None) is True and self._rejected:
-            error = self._rejected.pop(handle.seq, error)  # it ended with zeros, which others sent in place of theirs
+        number = self._number(handle) if self._rejected or error is not None else -1
+        self._pending.pop(handle, None)
+        if self._rejected:
+            error = self._rejected.pop(number, error)  # it ended with zeros, which others sent in place of theirs
         if error is not None:
-            self._freed.discard(handle.seq)
+            self._freed.discard(number)
             self._failed(handle, error)
         elif not handle.done():
             if isinstance(result, Arrived):
                 handle.source, handle.tag, handle.nbytes = result.source, result.tag, result.nbytes
                 result = result.data
             handle.resolve(result)
+
+    def _number(self, handle: Handle[Any]) -> int:
+        """Return the number that the ranks give a pending collective; -1 of what is none, or over."""
+        meets = self._pending.get(handle)
+        return handle.seq if meets is True else meets.number if isinstance(meets, Use) else -1
 
     def _failed(self, handle: Handle[Any], error: BaseException) -> None:
         if handle.done():
@@ -419,7 +484,8 @@ class Dispatcher:
             return
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
-        handle.reject(error)
+        with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
+            handle.reject(error)
 
     # --- what goes wrong in a collective ---------------------------------------------------------------------
 
@@ -429,15 +495,15 @@ class Dispatcher:
         Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from
         what is heard of only then: that ranks differ, or that one of them is gone.
         """
-        collective = self._pending.get(handle) is True
+        number = self._number(handle)
         if isinstance(error, _KNOWN):
             self.over(handle, None, error)
-            if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
-                self.later(partial(self.disputes.tell_failed, handle.seq, error))
+            if number >= 0 and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
+                self.later(partial(self.disputes.tell_failed, number, error))
             return
         if isinstance(error, (Differ, Refused)):
             return
-        if not collective:
+        if number < 0:
             over = partial(self.over, handle, None, error)
             if isinstance(error, BackendError):
                 self.later(partial(self.progress.exclusively, over))
@@ -446,16 +512,34 @@ class Dispatcher:
             return
 
         def conclude() -> None:
-            self._failing.pop(handle.seq, None)
+            self._failing.pop(number, None)
             if handle in self._pending and not handle.done():
-                self.reject(handle.seq, error)
-                self.disputes.tell_failed(handle.seq, error)
+                self.reject(number, error)
+                self.disputes.tell_failed(number, error)
 
-        self._failing[handle.seq] = error
+        self._failing[number] = error
         if isinstance(error, BackendError):
             self.later(conclude)
         else:
             self.progress.post(conclude)
+
+    def called(self, number: int) -> str:
+        """See `Judge`."""
+        if number < NAMED:
+            return f"operation #{number}"
+        use = self.names.find(number)
+        return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
+
+    def text(self, number: int) -> str:
+        """See `Judge`."""
+        if number < NAMED:
+            return self.oplog.text(number)
+        use = self.names.find(number)
+        return "an operation that is no longer kept" if use is None else use.text()
+
+    def has_issued(self, number: int) -> bool:
+        """See `Judge`."""
+        return number < self.oplog.seq if number < NAMED else self.names.has_issued(number)
 
     def reject(self, seq: int, error: BaseException) -> None:
         """See `Judge`."""
@@ -472,33 +556,35 @@ class Dispatcher:
             self.later(partial(self.progress.exclusively, partial(self._reject_now, handle)))
 
     def _reject_now(self, handle: Handle[Any]) -> None:
-        error = self._rejected.pop(handle.seq, None)
-        self._freed.discard(handle.seq)
+        number = self._number(handle)
+        error = self._rejected.pop(number, None)
+        self._freed.discard(number)
         if error is not None and self._pending.pop(handle, None) is not None:
             self._failed(handle, error)
 
     def freed(self, handle: Handle[Any]) -> None:
         """See `Owner`."""
-        if self._pending.get(handle) is True:
-            self._freed.add(handle.seq)
-            if handle.seq in self._rejected:
+        if (number := self._number(handle)) >= 0:
+            self._freed.add(number)
+            if number in self._rejected:
                 self._reject_now(handle)
 
     def _collective_of(self, seq: int) -> Handle[Any] | None:
         """Return the handle of collective `seq` while it is pending."""
-        pending = list(self._pending.items())
-        return next((handle for handle, what in pending if what is True and handle.seq == seq), None)
+        return next((handle for handle in list(self._pending) if self._number(handle) == seq), None)
 
     def doubt(self, seq: int) -> None:
         """See `Judge`."""
-        if (handle := self._collective_of(seq)) is not None and handle.in_lane:
-            self.progress.exclusively(partial(self._differ_in_lane, handle))
-        elif self.gate is not None:
+        if self.gate is not None:
             self.progress.exclusively(partial(self.gate.doubt, seq))
 
     def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
-        traffic = self._recent.get(seq)
+        use = self.names.find(seq)
+        if (handle := self._collective_of(seq)) is not None:
+            handle.done()  # a lane may have left it to a program, which can be refused
+        traffic = self._recent.get(seq) if use is None else use.traffic
+        self.progress.exclusively(partial(self.names.hold, seq))
         if traffic is not None:
             self.progress.exclusively(partial(self._refuse_steps, seq, traffic, error or Differ(seq)))
         if error is not None:
@@ -508,6 +594,10 @@ class Dispatcher:
             else:
                 self.reject(seq, self._failing.get(seq, error))
         return traffic
+
+    def cleared(self, number: int) -> None:
+        """See `Judge`."""
+        self.progress.exclusively(partial(self.names.release, number))
 
     def _refuse_steps(self, seq: int, traffic: Traffic, error: BaseException) -> None:
         traffic.refuse(error)
@@ -593,7 +683,8 @@ class Dispatcher:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
         if self._refusal is not None:
             return
-        self._refuse(self._aborted(error))
+        with self.undisturbed():
+            self._refuse(self._aborted(error))
         self._watchdog.close()
         self.progress.exclusively(partial(self._fail_all, error))
         for tell in list(self.on_abort):
@@ -601,11 +692,11 @@ class Dispatcher:
 
     def _fail_all(self, error: AiodistError) -> None:
         for handle in self.pending():
-            own = self._rejected.get(handle.seq) if self._pending.get(handle) is True else None
-            self._failed(handle, own or again(error))
+            self._failed(handle, self._rejected.get(self._number(handle)) or again(error))
         self._pending.clear()
         self._freed.clear()
         self._rejected.clear()
+        self.names.close(error)
         if self.gate is not None:
             self.gate.close(error)
         if self.repertoire.within is not None:
@@ -621,13 +712,19 @@ class Dispatcher:
     def close(self) -> None:
         """Refuse every later call; warn of messages that nobody received."""
         self._watchdog.close()
-        self.disputes.close()
+        self.unsubscribe()
         orderly = self._refusal is None
         if orderly:
-            self._refuse(CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name))
+            with self.undisturbed():
+                self._refuse(CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name))
         self.account.judge()
         if orderly and (came := self.mailbox.unmatched()):
             self._warn_of(came)
+
+    def unsubscribe(self) -> None:
+        """Hear nothing of other ranks any more."""
+        self.disputes.close()
+        self.names.unsubscribe()
 
     @property
     def refusal(self) -> AiodistError | RuntimeError | None:
@@ -636,6 +733,7 @@ class Dispatcher:
 
     def forked(self) -> None:
         """This is a child of the process that opened it."""
+        self.issuing = None  # a thread that is not there may have begun
         self._refuse(RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it"))
 
     def _refuse(self, why: AiodistError | RuntimeError) -> None:

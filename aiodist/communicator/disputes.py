@@ -8,19 +8,17 @@ Everything here runs on the loop's thread, but `begin`, which runs where the gat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from aiodist.backends.base import Transport
+from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.gate import Entry, When
-from aiodist.communicator.oplog import OpLog
 from aiodist.control import Channel
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Progress
-
-__all__ = ["Disputes", "Judge"]
 
 _SIDES_SECONDS = 0.5  # how long the other ranks have to show what they issued
 _MOST_IN_A_ROW = 3
@@ -29,6 +27,15 @@ _KEPT = 4096
 
 class Judge(Protocol):
     """Answers for the operations of a communicator; all of it on the loop's thread."""
+
+    def called(self, number: int) -> str:
+        """Return what messages call operation `number`."""
+
+    def text(self, number: int) -> str:
+        """Return what this rank issued as operation `number`, and where."""
+
+    def has_issued(self, number: int) -> bool:
+        """Return whether this rank has issued operation `number`."""
 
     def reject(self, seq: int, error: AiodistError) -> None:
         """Operation `seq` failed, if it is still pending."""
@@ -42,8 +49,14 @@ class Judge(Protocol):
         With `error` it failed on another rank: reject it, or where it cannot be stopped give the communicator up.
         """
 
+    def cleared(self, number: int) -> None:
+        """All ranks have told what they had sent for operation `number`, which failed, and nothing of it is left."""
+
     def abort(self, error: AiodistError) -> None:
         """The communicator is given up."""
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Have no thread issue meanwhile."""
 
 
 @dataclass
@@ -51,11 +64,19 @@ class _Dispute:
     """An operation that ranks differ on, as this rank knows it."""
 
     entry: Entry
-    last: bool
-    """After it the communicator is given up."""
     sides: dict[int, str]
     """What each rank issued."""
     over: bool = False
+
+
+@dataclass
+class _Stopped:
+    """An operation that failed on some rank."""
+
+    traffic: Traffic | None
+    """What this rank had on the wire."""
+    told: set[int] = field(default_factory=set)
+    """The other ranks that have said what they had there."""
 
 
 class Disputes:
@@ -67,22 +88,19 @@ class Disputes:
         channel: Channel,
         ranks: Sequence[int],
         transport: Transport,
-        oplog: OpLog,
         judge: Judge,
         progress: Progress,
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order."""
-        self._to_fail: dict[int, AiodistError] = {}
+        self.to_fail: dict[int, AiodistError] = {}
         """Operations that failed on another rank before this one issued them."""
-        self._stopped: dict[int, Traffic | None] = {}
-        """Those that failed on some rank, with what this one had on the wire."""
+        self._stopped: dict[int, _Stopped] = {}
         self._name = name
         self._topic = f"disputes:{name}"
         self._channel = channel
         self._ranks = list(ranks)
         self._rank = self._ranks.index(channel.rank)
         self._transport = transport
-        self._oplog = oplog
         self._judge = judge
         self._progress = progress
         self._open: dict[int, _Dispute] = {}
@@ -91,7 +109,6 @@ class Disputes:
         self._early_stops: dict[int, list[tuple[int, list[Any]]]] = {}
         """The same of operations that failed there."""
         self._first: int | None = None
-        self._in_a_row: list[int] = []
         channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
@@ -102,26 +119,25 @@ class Disputes:
 
     def begin(self, entry: Entry) -> None:
         """The gate found that ranks differ on `entry`: show the others this rank's side, though its loop be busy."""
-        seq, mine = entry.seq, self._oplog.text(entry.seq)
+        seq, mine = entry.seq, self._judge.text(entry.seq)
         for rank in self._others():
             self._send(rank, "side", seq, [mine, *_lists(entry.traffic, rank)])
         self._progress.post(partial(self._opened, entry, mine))
 
     def _opened(self, entry: Entry, mine: str) -> None:
         seq = entry.seq
-        self._in_a_row = [*self._in_a_row, seq] if self._in_a_row[-1:] == [seq - 1] else [seq]
-        last = len(self._in_a_row) >= _MOST_IN_A_ROW
-        self._open[seq] = _Dispute(entry, last, {self._rank: mine})
+        self._open[seq] = _Dispute(entry, {self._rank: mine})
         self._progress.loop.call_later(_SIDES_SECONDS, self._conclude, seq)
-        self._forget_before(seq - _KEPT)
+        self._forget()
         for src, payload in self._early.pop(seq, []):
             self._take_side(src, seq, payload)
 
-    def _forget_before(self, seq: int) -> None:
+    def _forget(self) -> None:
         """Late news of older operations are not expected."""
-        for kept in (self._open, self._stopped, self._early, self._early_stops, self._to_fail):
-            for old in [one for one in kept if one < seq]:
-                del kept[old]
+        kept: dict[int, Any]
+        for kept in (self._open, self._stopped, self._early, self._early_stops, self.to_fail):
+            while len(kept) > _KEPT:
+                del kept[next(iter(kept))]
 
     def tell_failed(self, seq: int, error: BaseException) -> None:
         """Operation `seq` failed on this rank, and only here as far as it knows: have the others stop it."""
@@ -129,9 +145,9 @@ class Disputes:
 
     def refuse(self, seq: int) -> AiodistError | None:
         """Return why operation `seq`, which is about to enter, failed on another rank already; None if it did not."""
-        if not self._to_fail:
+        if not self.to_fail:
             return None
-        error = self._to_fail.pop(seq, None)
+        error = self.to_fail.pop(seq, None)
         if error is not None:
             self._progress.post(partial(self._refuse, seq, str(error.args[0]), None))
         return error
@@ -140,12 +156,12 @@ class Disputes:
         """Tell every other rank what this one has sent for `seq`, and asked for, and take the rest off the wire."""
         if seq in self._stopped:
             return
-        traffic = self._stopped[seq] = self._judge.refuse(seq, error)
+        stopped = self._stopped[seq] = _Stopped(self._judge.refuse(seq, error))
         for rank in self._others():
-            self._send(rank, "stop", seq, [text, *_lists(traffic, rank)])
+            self._send(rank, "stop", seq, [text, *_lists(stopped.traffic, rank)])
         for src, (_, sent, asked) in self._early_stops.pop(seq, []):
-            self._clear(traffic, src, sent, asked)
-        self._forget_before(seq - _KEPT)
+            self._clear_stopped(src, seq, sent, asked)
+        self._forget()
 
     def tell_abort(self, text: str, *, differ: bool = False) -> None:
         """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
@@ -156,7 +172,12 @@ class Disputes:
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
         """On the listener thread."""
-        self._progress.post(partial(self._take, self._ranks.index(world_rank), *message))
+        self._progress.post(partial(self._take_undisturbed, self._ranks.index(world_rank), *message))
+
+    def _take_undisturbed(self, src: int, what: str, seq: int, payload: list[Any]) -> None:
+        """Whether this rank has issued operation `seq` or is still to must not change meanwhile."""
+        with self._judge.undisturbed():
+            self._take(src, what, seq, payload)
 
     def _take(self, src: int, what: str, seq: int, payload: list[Any]) -> None:
         if what == "abort":
@@ -168,7 +189,7 @@ class Disputes:
             self._take_side(src, seq, payload)
         else:
             self._early.setdefault(seq, []).append((src, payload))
-            if seq < self._oplog.seq:
+            if self._judge.has_issued(seq):
                 self._judge.doubt(seq)
 
     def _take_side(self, src: int, seq: int, payload: list[Any]) -> None:
@@ -184,14 +205,21 @@ class Disputes:
         text, sent, asked = payload
         if seq in self._stopped:
             self._judge.refuse(seq, None)  # it may have begun a step there before it heard of this
-            self._clear(self._stopped[seq], src, sent, asked)
+            self._clear_stopped(src, seq, sent, asked)
             return
         self._early_stops.setdefault(seq, []).append((src, payload))
-        error = RemoteError(f"operation #{seq}: {text}", raised_by=src, comm=self._name)
-        if seq < self._oplog.seq:
+        error = RemoteError(f"{self._judge.called(seq)}: {text}", raised_by=src, comm=self._name)
+        if self._judge.has_issued(seq):
             self._refuse(seq, text, error)
         else:
-            self._to_fail.setdefault(seq, error)
+            self.to_fail.setdefault(seq, error)
+
+    def _clear_stopped(self, src: int, seq: int, sent: list[Any], asked: list[Any]) -> None:
+        stopped = self._stopped[seq]
+        self._clear(stopped.traffic, src, sent, asked)
+        stopped.told.add(src)
+        if len(stopped.told) == len(self._ranks) - 1:
+            self._judge.cleared(seq)
 
     def _clear(self, traffic: Traffic | None, src: int, sent: list[Any], asked: list[Any]) -> None:
         if sent or asked:
@@ -205,17 +233,34 @@ class Disputes:
         if dispute is None or dispute.over:
             return
         dispute.over = True
-        since = "" if self._first is None else f" (out of step since #{self._first})"
-        self._first = seq if self._first is None else min(self._first, seq)
+        since = ""
+        if seq < NAMED:
+            since = "" if self._first is None else f" (out of step since #{self._first})"
+            self._first = seq if self._first is None else min(self._first, seq)
         unspecified = dispute.entry.traffic is not None and not dispute.entry.refused
         data = "; what the operation was to fill is unspecified" if unspecified else ""
-        error = MismatchError(f"ranks disagree on operation #{seq}{since}: {_sides(dispute.sides)}{data}")
-        if dispute.entry.when is When.NOW or dispute.last:
+        what = f"{self._judge.called(seq)}{since}"
+        error = MismatchError(f"ranks disagree on {what}: {_sides(dispute.sides)}{data}")
+        if self._is_third(seq):  # as each rank finds by itself
             self._judge.abort(error)
-            if not dispute.last:  # else each rank finds that by itself
-                self.tell_abort(str(error), differ=True)
+        elif dispute.entry.when is When.NOW:
+            self._judge.abort(error)
+            self.tell_abort(str(error), differ=True)
         else:
             self._judge.reject(seq, error)
+
+    def _is_third(self, seq: int) -> bool:
+        """Return whether so many in a row have differed that the ranks are out of step; named ones are in no row."""
+        first, end = seq, seq + 1
+        while self._is_over(first - 1):
+            first -= 1
+        while self._is_over(end):
+            end += 1
+        return seq < NAMED and end - first >= _MOST_IN_A_ROW
+
+    def _is_over(self, seq: int) -> bool:
+        dispute = self._open.get(seq)
+        return dispute is not None and dispute.over
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if rank != self._rank]

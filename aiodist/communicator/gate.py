@@ -9,7 +9,7 @@ others in messages (`Between`) and tells the verdict in a lane of its own.
 
 What an operation has to wait for before it may begin, `When` says. Each step is made in the order of numbers, by the
 thread that holds the transport lock: on the loop's thread or on the progress thread, so also while user code computes.
-An operation that a lane does altogether is *carried*: its word travels with its data, and it is compared there.
+What a lane does from the call on (`direct`) does not enter: its word travels with its data, and is compared there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from functools import partial
 import torch
 
 from aiodist._core import Operation as Compared
-from aiodist.backends.base import Done, Operation, again, guarded
+from aiodist.backends.base import Done, Operation, again, tag_of
 from aiodist.backends.shm import Lane
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.errors import MismatchError
 from aiodist.handles import Progress
-
-__all__ = ["Entry", "Gate", "When"]
 
 
 class When(Enum):
@@ -159,26 +157,6 @@ class Gate:
         """Those that wait for the other hosts, in order."""
         self._closed: BaseException | None = None
 
-    def carry(self, seq: int, word: int, begin: Callable[[int, Done], object], done: Done) -> None:
-        """Begin an operation that is compared on its way."""
-        if self._closed is not None:
-            done(again(self._closed))
-            return
-        entry = Entry(seq, word, When.ALL, calls=(_nothing, done))
-        self._line.append(entry)
-
-        def over(error: BaseException | None) -> None:
-            self._line.remove(entry)  # the first, unless it could not even begin
-            if error is None:
-                done(None)
-            elif isinstance(error, MismatchError) and not entry.decided:
-                entry.settle(differs=True)
-                self._on_differ(entry)
-            elif not entry.decided:
-                entry.abort(error)
-
-        guarded(partial(begin, word), over)
-
     def enter(self, entry: Entry) -> None:
         """Take the next operation."""
         if self._closed is not None:
@@ -223,7 +201,8 @@ class Gate:
         self._undecided.append(entry)
         if self._between is not None:
             word = entry.word if entry.compared is None else entry.compared.met
-            self._between.compare(entry.seq, word, differs, partial(self._between_hosts, entry))
+            told = partial(self._between_hosts, entry)
+            self._between.compare(tag_of(entry.seq), word, differs=differs, told=told)
         elif self._verdicts is not None:
             self._tell_verdict(torch.zeros(1, dtype=torch.bool), self._verdict_told)
 

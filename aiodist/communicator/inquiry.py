@@ -21,8 +21,6 @@ from aiodist.control import Channel
 from aiodist.handles import Progress
 from aiodist.handles.origin import is_ours
 
-__all__ = ["Inquiry", "Wait", "Whereabouts", "line_of_task", "line_of_thread", "lines_of_tasks", "ranked"]
-
 _TOPIC = "whereabouts"
 _ANSWER_SECONDS = 0.3  # who has not answered after this is told to be one that does not
 _LOOP_SECONDS = 0.2  # and so the loop of one that did

@@ -12,21 +12,6 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from aiodist.errors import MismatchError
 
-__all__ = [
-    "FORMS",
-    "Asked",
-    "Form",
-    "Group",
-    "Key",
-    "Levels",
-    "Split",
-    "agree",
-    "checked_form",
-    "checked_key",
-    "forms_of",
-    "keys_of",
-]
-
 Form = Literal["cartesian", "tree"]
 FORMS: Final[tuple[str, ...]] = get_args(Form)
 

@@ -22,8 +22,6 @@ from aiodist.types import ANY
 if TYPE_CHECKING:
     from aiodist.backends.base import Done
 
-__all__ = ["PointToPoint"]
-
 
 class PointToPoint(Base):
     """`send`, `recv` and `sendrecv`."""
@@ -53,6 +51,7 @@ class PointToPoint(Base):
         """
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         if isinstance(t, list):
+            self._dispatcher.check_on_loop("recv() of a list")
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
         works = self._work_for(into)

@@ -12,8 +12,9 @@ from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program, lockstep
-from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, returning
+from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, nothing, returning
 from aiodist.communicator.arguments import (
+    Terms,
     check_apart,
     check_list,
     check_one_place,
@@ -26,19 +27,13 @@ from aiodist.communicator.base import (
     Base,
     check_alike,
     check_single,
-    described,
-    how,
-    kind_of,
-    kinds_of,
     lift,
     tensors_of,
 )
 from aiodist.communicator.claims import claims_of, reading, writing
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle
 from aiodist.types import Impl
-
-__all__ = ["Movement"]
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
@@ -47,7 +42,14 @@ class Movement(Base):
     """`broadcast`, `allgather`, `gather`, `scatter`, `alltoall`, `alltoall_single` and `barrier`."""
 
     def broadcast(
-        self, t: Data, root: int = 0, *, across: bool = False, timeout: float | None = None, impl: Impl = "auto"
+        self,
+        t: Data,
+        root: int = 0,
+        *,
+        across: bool = False,
+        timeout: float | None = None,
+        impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Data]:
         """Return root's elements, in place: `t` keeps its shape, only dtype and number of elements must be root's.
 
@@ -57,97 +59,105 @@ class Movement(Base):
         Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521; Pješivac-Grbović et al. 2007, DOI
         10.1007/s10586-007-0012-0.
         """
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         if across:
-            return self._broadcast_across(t, root, timeout, impl)
+            return self._broadcast_across(t, root, terms)
+        direct: Handle[Any] | None = self._direct.issue("broadcast", t, None, terms, root=root)
+        if direct is not None:
+            return direct
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, impl)
+        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, terms)
         if isinstance(t, list):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
-        what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t), root)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout)
+        what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
+        return self._issue(what, mapped(program, convert), claims, ts, terms)
 
-    def _broadcast_across(self, t: object, root: int, timeout: float | None, impl: str) -> Handle[Any]:
+    def _broadcast_across(self, t: object, root: int, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
-        what = Fingerprint("broadcast", described(ts), None, how(None, impl, given=t, across=True), root)
+        what = fingerprint_of("broadcast", ts, None, root, terms.impl, given=t, across=True)
 
         def broadcast(p: Primitives) -> Program[Any]:
             return returning(copied_to_all(operations.broadcast(p, ts[0], root), ts), t)
 
         claims = [*reading(*ts[:1]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
-        return self._issue_across(what, ts, broadcast, claims, timeout=timeout, impl=impl, empty=t)
+        return self._issue_across(what, ts, broadcast, claims, terms, empty=t)
 
     def allgather(
         self,
-        t: Tensor | list[Tensor],
+        t: Tensor | float | list[Tensor],
         *,
         out: Tensor | None = None,
         across: bool = False,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Any]:
         """Return every rank's tensor: a list by rank, or with `out` all of them concatenated along dim 0.
 
         Sizes may differ between ranks, dtypes may not; with `out` each is `(rows, ...)`, of the same trailing shape,
         and a number counts as one row. `out` grows when it is too small and owns its memory, and `t` may be this rank's
-        own block of it. A list of tensors gives a list of such results; with `across=True` one flat list in the order
-        rank * len + i, of tensors as in `allreduce`.
+        own block of it. A Python number gives a list of numbers. A list of tensors gives a list of such results; with
+        `across=True` one flat list in the order rank * len + i, of tensors as in `allreduce`.
 
         Raises ValueError on await where shapes cannot be concatenated.
         Cost: shapes and dtypes first, then p-1 messages and all other ranks' bytes (ring), or log2(p) messages of as
         many (doubling, Bruck). Source: Bruck et al. 1997, DOI 10.1109/71.642949; Chan et al. 2007, DOI
         10.1002/cpe.1206.
         """
+        terms = Terms(timeout, impl, name)
         if across:
-            return self._allgather_across(t, out, timeout, impl)
-        ts = tensors_of(t)
+            return self._allgather_across(t, out, terms)
+        if (direct := self._direct.issue("allgather", t, out, terms)) is not None:
+            return direct
+        lifted, convert = lift(t, None)
+        ts = tensors_of(lifted)
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, t, impl)
-        what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t))
-        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
+        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, lifted, terms)
+        what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
+        return self._issue(what, mapped(program, convert), claims_of(ts, out), ts, terms, outs=(out,))
 
-    def _allgather_across(self, t: object, out: object, timeout: float | None, impl: str) -> Handle[Any]:
+    def _allgather_across(self, t: object, out: object, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
         if out is not None:
             check_single(t, "out")
-        what = Fingerprint("allgather", kinds_of(ts), how=how(None, impl, given=t, across=True))
+        what = fingerprint_of("allgather", ts, None, impl=terms.impl, given=t, across=True)
 
         def allgather(p: Primitives) -> Program[Any]:
             by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
             return mapped(lockstep(by_tensor), interleaved)
 
         many = len(ts) > 1
-        return self._issue_across(
-            what, ts, allgather, reading(*ts), timeout=timeout, impl=impl, empty=[], together=many
-        )
+        return self._issue_across(what, ts, allgather, reading(*ts), terms, empty=[], together=many)
 
     def gather(
         self,
-        t: Tensor | list[Tensor],
+        t: Tensor | float | list[Tensor],
         root: int = 0,
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Any]:
         """Return on `root` what `allgather` returns, and None elsewhere; `out` counts on root alone.
 
         So root gets a list of p tensors, each of the shape that its rank gave, or with `out` one of shape
         `(all rows, ...)`. Cost: two messages to root from each other rank, shape and dtype first.
         """
-        root = check_rank(root, self.size)
-        ts = tensors_of(t)
+        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        lifted, convert = lift(t, None)
+        ts = tensors_of(lifted)
         out = out if self.rank == root else None
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, t, impl)
-        what = Fingerprint("gather", kinds_of(ts), how=how(None, impl, given=t), root=root)
-        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
+        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, lifted, terms)
+        what = fingerprint_of("gather", ts, None, root, impl, given=t)
+        return self._issue(what, mapped(program, convert), claims_of(ts, out), ts, terms, outs=(out,))
 
     def scatter(
         self,
@@ -157,6 +167,7 @@ class Movement(Base):
         out: Tensor | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Any]:
         """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
 
@@ -166,16 +177,16 @@ class Movement(Base):
         Raises TypeError or ValueError on root unless `ts` is a list of p tensors, and ValueError for `out` beside a
         list of lists. Cost: two messages from root to each other rank, shape and dtype first.
         """
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         if out is not None:
             check_tensor(out, "out")
         # The root's dtype, and that of an `out`: elsewhere nobody knows it.
         said = partial(Fingerprint, "scatter", how=how(None, impl), root=root, loose=True)
         if self.rank != root:
             what = said(None if out is None else kind_of(out))
-            program = operations.scatter(self._primitives(impl), None, False, out, root)
+            program = operations.scatter(self._primitives(terms), None, False, out, root)
             claims = [] if out is None else writing(out)
-            return self._issue(what, program, claims, [], timeout, outs=(out,), expects=out is None)
+            return self._issue(what, program, claims, [], terms, outs=(out,), expects=out is None)
         if ts is None:
             raise TypeError("ts is None: root gives a list of tensors, one for each rank")
         lists, nested = self._lists(ts, out)
@@ -184,9 +195,9 @@ class Movement(Base):
             check_apart(out, lists[0], lists[0][root])
         sent = [t for one in lists for t in one]
         kinds = set(map(kind_of, sent))
-        program = operations.scatter(self._primitives(impl), lists, nested, out, root)
+        program = operations.scatter(self._primitives(terms), lists, nested, out, root)
         what = said(kinds.pop() if len(kinds) == 1 else None)
-        return self._issue(what, program, claims_of(sent, out), sent, timeout, outs=(out,))
+        return self._issue(what, program, claims_of(sent, out), sent, terms, outs=(out,))
 
     def alltoall(
         self,
@@ -195,6 +206,7 @@ class Movement(Base):
         out: Sequence[Tensor] | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
 
@@ -216,11 +228,12 @@ class Movement(Base):
         for t, into in zip(lists[0], outs or (), strict=False):
             check_out(into, t, numel=0)
             check_apart(into, lists[0], t)
-        programs = [operations.alltoall(self._primitives(impl), one, outs) for one in lists]
+        terms = Terms(timeout, impl, name)
+        programs = [operations.alltoall(self._primitives(terms), one, outs) for one in lists]
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
-        return self._issue(what, program, claims, sent, timeout, outs=outs or ())
+        return self._issue(what, program, claims, sent, terms, outs=outs or ())
 
     def alltoall_single(
         self,
@@ -230,6 +243,7 @@ class Movement(Base):
         sizes: Sequence[int] | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Tensor]:
         """Return the rows that all ranks hold for this one, in rank order along dim 0: rank r gets `sizes[r]` of `t`.
 
@@ -239,6 +253,9 @@ class Movement(Base):
         of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half
         of `t`, for short tensors without `sizes`.
         """
+        terms = Terms(timeout, impl, name)
+        if sizes is None and (direct := self._direct.issue("alltoall_single", t, out, terms)) is not None:
+            return direct
         check_tensor(t)
         if t.dim() == 0:
             raise ValueError("t has no dimension to cut: expected at least one")
@@ -253,9 +270,9 @@ class Movement(Base):
         # The shape of what all send alike, else of a row.
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
-        program = operations.alltoall_single(self._primitives(impl), t, out, sizes)
+        program = operations.alltoall_single(self._primitives(terms), t, out, sizes)
         what = Fingerprint("alltoall_single", kind_of(t), shape, form)
-        return self._issue(what, program, claims_of([t], out), [t], timeout, outs=(out,))
+        return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
@@ -266,11 +283,14 @@ class Movement(Base):
         check_one_place([t for one in lists for t in one])
         return lists, nested
 
-    def barrier(self, *, timeout: float | None = None) -> Handle[None]:
+    def barrier(self, *, timeout: float | None = None, name: str | None = None) -> Handle[None]:
         """Return None once every rank has called it. Covers the handles before it that nobody awaited.
 
         Cost: what every collective costs that moves nothing, the comparison of the ranks: a word in memory within a
         host, log2(hosts) small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two
         algorithms for barrier synchronization.
         """
-        return self._dispatcher.barrier(timeout)
+        if name is not None:
+            return self._issue(Fingerprint("barrier"), nothing(), [], [], Terms(timeout, name=name))
+        direct = self._direct.barrier(timeout)
+        return self._dispatcher.barrier(timeout) if direct is None else direct

@@ -12,14 +12,12 @@ from aiodist.collectives import operations
 from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.wrappers import returning
 from aiodist.communicator import pickling as objects
-from aiodist.communicator.arguments import check_rank, check_tag
+from aiodist.communicator.arguments import Terms, check_rank, check_tag
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messages import PointToPoint
-from aiodist.communicator.oplog import Fingerprint
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle
 from aiodist.types import ANY
-
-__all__ = ["Objects"]
 
 T = TypeVar("T")
 
@@ -31,52 +29,62 @@ class Objects(PointToPoint):
     choice: all of them trust their peers. They cost what those of a uint8 tensor with the pickled bytes cost.
     """
 
-    def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> Handle[T]:
+    def broadcast_object(
+        self, obj: T, root: int = 0, *, timeout: float | None = None, name: str | None = None
+    ) -> Handle[T]:
         """Return root's object on every rank; later changes to it are not seen. Root gets the very object back.
 
         Cost: one broadcast of a short object, two of a longer one.
         """
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj) if self.rank == root else None
-        program = operations.broadcast_bytes(self._primitives("auto"), packed, root)
+        program = operations.broadcast_bytes(self._primitives(terms), packed, root)
         what = Fingerprint("broadcast_object", root=root)
         if packed is not None:
-            return self._issue(what, returning(program, obj), [], [packed], timeout)
-        return self._issue(what, program, [], [], timeout, objects.unpack)
+            return self._issue(what, returning(program, obj), [], [packed], terms)
+        return self._issue(what, program, [], [], terms, objects.unpack)
 
-    def allgather_object(self, obj: object, *, timeout: float | None = None) -> Handle[list[Any]]:
+    def allgather_object(
+        self, obj: object, *, timeout: float | None = None, name: str | None = None
+    ) -> Handle[list[Any]]:
         """Return every rank's object, by rank. Cost: as `allgather`."""
-        packed = objects.pack(obj)
-        program = operations.allgather(self._primitives("auto"), packed, None)
-        return self._issue(Fingerprint("allgather_object"), program, [], [packed], timeout, objects.unpack_each)
+        packed, terms = objects.pack(obj), Terms(timeout, name=name)
+        program = operations.allgather(self._primitives(terms), packed, None)
+        return self._issue(Fingerprint("allgather_object"), program, [], [packed], terms, objects.unpack_each)
 
-    def gather_object(self, obj: object, root: int = 0, *, timeout: float | None = None) -> Handle[list[Any] | None]:
+    def gather_object(
+        self, obj: object, root: int = 0, *, timeout: float | None = None, name: str | None = None
+    ) -> Handle[list[Any] | None]:
         """Return every rank's object on `root`, by rank, and None elsewhere. Cost: as `gather`."""
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
-        program = operations.gather(self._primitives("auto"), packed, None, root)
+        program = operations.gather(self._primitives(terms), packed, None, root)
         convert = objects.unpack_each if self.rank == root else None
-        return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], timeout, convert)
+        return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], terms, convert)
 
-    def scatter_object(self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Handle[Any]:
+    def scatter_object(
+        self, objs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, name: str | None = None
+    ) -> Handle[Any]:
         """Return object number `rank` of root's list; `objs` is ignored elsewhere.
 
         Raises ValueError on root unless there are p objects. Cost: as `scatter`.
         """
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = [self._pack_each(objs)] if self.rank == root else None
-        program = operations.scatter(self._primitives("auto"), packed, False, None, root)
+        program = operations.scatter(self._primitives(terms), packed, False, None, root)
         what = Fingerprint("scatter_object", root=root)
-        return self._issue(what, program, [], packed[0] if packed else [], timeout, objects.unpack)
+        return self._issue(what, program, [], packed[0] if packed else [], terms, objects.unpack)
 
-    def alltoall_object(self, objs: Sequence[Any], *, timeout: float | None = None) -> Handle[list[Any]]:
+    def alltoall_object(
+        self, objs: Sequence[Any], *, timeout: float | None = None, name: str | None = None
+    ) -> Handle[list[Any]]:
         """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r.
 
         Raises ValueError unless there are p objects. Cost: as `alltoall`.
         """
-        packed = self._pack_each(objs)
-        program = operations.alltoall(self._primitives("auto"), packed, None)
-        return self._issue(Fingerprint("alltoall_object"), program, [], packed, timeout, objects.unpack_each)
+        packed, terms = self._pack_each(objs), Terms(timeout, name=name)
+        program = operations.alltoall(self._primitives(terms), packed, None)
+        return self._issue(Fingerprint("alltoall_object"), program, [], packed, terms, objects.unpack_each)
 
     def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
         """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it.

@@ -9,23 +9,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Wanted, dtype_name
+from aiodist.backends.base import Wanted, dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
 from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, returning
-from aiodist.communicator.arguments import check_list, check_out, check_rank, check_sizes
-from aiodist.communicator.base import Base, check_single, fingerprint_of, how, lift, tensors_of
+from aiodist.communicator.arguments import Terms, blocks_of, check_list, check_out, check_rank
+from aiodist.communicator.base import Base, check_single, lift, tensors_of
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.types import Impl, Op, ReduceOp
-
-__all__ = ["Reductions"]
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
@@ -45,6 +43,7 @@ class Reductions(Base):
         across: bool = False,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Data]:
         """Return the elementwise sum (or other `op`) over all ranks, in place; sum unless said otherwise.
 
@@ -59,17 +58,21 @@ class Reductions(Base):
         DOI 10.1177/1094342005051521.
         """
         issuer = self._dispatcher.issuer
-        if issuer is not None and out is None and not across and (timeout is None or timeout >= 0):
+        if issuer is not None and name is None and out is None and not across and (timeout is None or timeout >= 0):
             handle = issuer.allreduce(t, op, impl)
             if handle is not None:
                 if timeout is not None or self._dispatcher.timeout is not None:
                     self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
                 return handle  # type: ignore[return-value]
-        if isinstance(t, Tensor) and not across and (quick := self._quickly(t, op, out, timeout, impl)) is not None:
-            return quick
+        terms = Terms(timeout, impl, name)
         if across:
-            return self._reduction_across("allreduce", t, op, timeout, impl)
-        return self._reduction("allreduce", operations.allreduce, t, op, out, timeout, impl)
+            return self._reduction_across("allreduce", t, op, terms)
+        direct: Handle[Any] | None = self._direct.issue("allreduce", t, out, terms, op=op)
+        if direct is None and isinstance(t, Tensor) and out is None and name is None:
+            direct = self._quickly(t, op, timeout, impl)
+        if direct is not None:
+            return direct
+        return self._reduction("allreduce", operations.allreduce, t, op, out, terms)
 
     def scan(
         self,
@@ -79,6 +82,7 @@ class Reductions(Base):
         out: Tensor | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Data]:
         """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
 
@@ -86,7 +90,9 @@ class Reductions(Base):
         Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis, Steele 1986, DOI
         10.1145/7902.7903.
         """
-        return self._reduction("scan", operations.scan, t, op, out, timeout, impl)
+        terms = Terms(timeout, impl, name)
+        direct: Handle[Any] | None = self._direct.issue("scan", t, out, terms, op=op)
+        return self._reduction("scan", operations.scan, t, op, out, terms) if direct is None else direct
 
     def exscan(
         self,
@@ -96,13 +102,14 @@ class Reductions(Base):
         out: Tensor | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Data]:
         """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
 
         `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`. Cost: one
         message of n bytes, in a chain of p-1 steps.
         """
-        return self._reduction("exscan", operations.exscan, t, op, out, timeout, impl)
+        return self._reduction("exscan", operations.exscan, t, op, out, Terms(timeout, impl, name))
 
     def reduce(
         self,
@@ -114,6 +121,7 @@ class Reductions(Base):
         across: bool = False,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Any]:
         """Return the reduction on `root`, in place there, and None elsewhere, where `t` is left alone.
 
@@ -122,11 +130,13 @@ class Reductions(Base):
         Cost: one message of n bytes, in log2(p) steps (tree, for short tensors), or in parts along a chain. Source:
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
-        root = check_rank(root, self.size)
+        root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         if across:
-            return self._reduction_across("reduce", t, op, timeout, impl, root)
+            return self._reduction_across("reduce", t, op, terms, root)
+        if (direct := self._direct.issue("reduce", t, out, terms, op=op, root=root)) is not None:
+            return direct
         make = partial(operations.reduce, root=root)
-        return self._reduction("reduce", make, t, op, out, timeout, impl, root)
+        return self._reduction("reduce", make, t, op, out, terms, root)
 
     def reduce_scatter(
         self,
@@ -137,6 +147,7 @@ class Reductions(Base):
         out: Tensor | None = None,
         timeout: float | None = None,
         impl: Impl = "auto",
+        name: str | None = None,
     ) -> Handle[Any]:
         """Return this rank's block of the reduction, in new memory or in `out`; `t` is left alone.
 
@@ -148,30 +159,34 @@ class Reductions(Base):
         TypeError as `allreduce`. Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many
         (halving). Source: Chan et al. 2007, DOI 10.1002/cpe.1206.
         """
+        terms = Terms(timeout, impl, name)
+        if sizes is None and (direct := self._direct.issue("reduce_scatter", t, out, terms, op=op)) is not None:
+            return direct
         ts = tensors_of(t)
         known = _op_for(ts, op)
-        blocks = [_blocks(x, sizes, self.size) for x in ts]
+        blocks = [blocks_of(x, sizes, self.size) for x in ts]
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=blocks[0][self.rank].numel())
 
         def reduce_scatter(p: Primitives, x: Tensor) -> Program[Any]:
-            return operations.reduce_scatter(p, x, out, known, _blocks(x, sizes, self.size))
+            return operations.reduce_scatter(p, x, out, known, blocks_of(x, sizes, self.size))
 
-        program = self._each(reduce_scatter, ts, t, impl)
+        program = self._each(reduce_scatter, ts, t, terms)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
-        return self._issue(what, program, claims_of(ts, out), ts, timeout, outs=(out,))
+        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
     # --- building them --------------------------------------------------------------------------------------
 
-    def _quickly(self, t: Tensor, op: str, out: Tensor | None, timeout: float | None, impl: str) -> Handle[Any] | None:
-        """Issue an allreduce of one tensor that is a single native call, where it is one."""
+    def _quickly(self, t: Tensor, op: str, timeout: float | None, impl: str) -> Handle[Any] | None:
+        """Issue an allreduce of one tensor in place that is a single call of a library, where it is one."""
         if t.is_cuda:
-            queued = self._queue_plan(t, op, impl) if out is None else None
+            queued = self._queue_plan(t, op, impl)
             if queued is None:
                 return None
             check_not_capturing(t.get_device())
+            self._dispatcher.check_on_loop("an operation on CUDA tensors")
             return self._dispatcher.quick(queued, t, timeout)
         if not self._can_be_quick or not t.is_cpu:
             return None
@@ -179,14 +194,7 @@ class Reductions(Base):
         plan = self._plans.get(key) or self._plan(key)
         if plan is None or t.layout is not torch.strided or not t.is_contiguous():
             return None
-        if out is None:
-            return self._dispatcher.quick(plan, t, timeout)
-        if not plan.carries:
-            return None
-        # All ranks go this way, those without `out` too: what ends up in `out` is no matter of others.
-        check_out(out, t, numel=t.numel())
-        into = partial(operations.into, out=out)
-        return self._dispatcher.carry(plan, t.clone(), claims_of([t], out), timeout, into)
+        return self._dispatcher.quick(plan, t, timeout)
 
     def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> ReductionPlan | None:
         """Remember how to reduce tensors like this one with a single native call, where that is possible."""
@@ -203,10 +211,7 @@ class Reductions(Base):
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
-        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes, chosen.carries)
-        if plan.carries and self._dispatcher.issuer is not None:
-            code, reduction = DTYPES.index(kind), list(ReduceOp).index(known)
-            self._dispatcher.issuer.add(kind, shape, op, impl, what, what.word, numel, plan.nbytes, code, reduction)
+        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
         return plan
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
@@ -236,13 +241,12 @@ class Reductions(Base):
 
     def _reduction(
         self,
-        name: str,
+        kind: str,
         make: Callable[..., Program[Any]],
         t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
-        timeout: float | None,
-        impl: str,
+        terms: Terms,
         root: int | None = None,
     ) -> Handle[Any]:
         """`make(p, t, into, op)` is the program of one tensor; `root`: it alone gets the result."""
@@ -257,19 +261,17 @@ class Reductions(Base):
         def one(p: Primitives, x: Tensor) -> Program[Any]:
             return make(p, x, (x if out is None else out) if mine else None, known)
 
-        program = self._each(one, ts, lifted, impl)
+        program = self._each(one, ts, lifted, terms)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             program = returning(program, t if mine else None)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
-        what = fingerprint_of(name, ts, op, root, impl, given=t)
-        return self._issue(what, mapped(program, convert), claims, ts, timeout, outs=(out,))
+        what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
+        return self._issue(what, mapped(program, convert), claims, ts, terms, outs=(out,))
 
-    def _reduction_across(
-        self, name: str, t: object, op: str, timeout: float | None, impl: str, root: int | None = None
-    ) -> Handle[Any]:
+    def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:
         """Reduce the list and the ranks: into every tensor, or into the first of `root`."""
         ts = check_list(t, None, "t")
-        what = fingerprint_of(name, ts, op, root, impl, given=t, across=True)
+        what = fingerprint_of(kind, ts, op, root, terms.impl, given=t, across=True)
         known = _op_for(ts, op)
         if root is None:
             claims, result = writing(*ts), t
@@ -282,7 +284,7 @@ class Reductions(Base):
             program = local_first(p, ts, known, root)
             return returning(copied_to_all(program, ts) if root is None else program, result)
 
-        return self._issue_across(what, ts, over_all, claims, timeout=timeout, impl=impl, empty=result)
+        return self._issue_across(what, ts, over_all, claims, terms, empty=result)
 
 
 def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
@@ -290,13 +292,3 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
     for t in ts:
         check_op(op, t.dtype)
     return ReduceOp(op)
-
-
-def _blocks(t: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.Size]:
-    """Return the shapes of the blocks that reduce_scatter cuts `t` into."""
-    if sizes is not None:
-        return [torch.Size([size]) for size in check_sizes(sizes, t.numel(), ranks)]
-    if t.dim() == 0:
-        raise ValueError("t has no dimension to cut: expected at least one, or sizes=")
-    rows, more = divmod(t.shape[0], ranks)
-    return [torch.Size([rows + (rank < more), *t.shape[1:]]) for rank in range(ranks)]

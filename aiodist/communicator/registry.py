@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from aiodist.control import Channel, Exit
     from aiodist.topology import Topology
 
-__all__ = ["DRAIN_SECONDS", "Guest", "Parts", "Registry"]
-
 T = TypeVar("T")
 
 DRAIN_SECONDS = 30.0
@@ -172,8 +170,8 @@ class Registry(Generic[C]):
         """Tell the other ranks that this one fails."""
         self._channel.fail(why)
 
-    def world(self, transport: Transport, topology: Topology) -> C:
-        """Return the first communicator, over all ranks."""
+    def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
+        """Return the first communicator, over all ranks; `thread`: on which other threads may issue too."""
         if topology.devices:
             self.accelerator = Accelerator(
                 Progress.current(),
@@ -181,7 +179,7 @@ class Registry(Generic[C]):
                 self._device_failed,
                 direct="cuda" in transport.capabilities().devices,
             )
-        world = self._communicator("world", transport, range(transport.size), topology)
+        world = self._communicator("world", transport, range(transport.size), topology, thread=thread)
         self._channel.on_lost(lambda exit: world.parts.dispatcher.progress.post(lambda: self._lost(exit)))
         return world
 
@@ -192,10 +190,12 @@ class Registry(Generic[C]):
         ranks: Sequence[int],
         topology: Topology | None,
         table: Table | None = None,
+        *,
+        thread: bool = False,
     ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
         gate = partial(self._gate, transport, ranks, repertoire.within) if transport.size > 1 else None
-        dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate)
+        dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate, thread=thread)
         dispatcher.timeout = self._timeout
         if self.accelerator is not None:
             dispatcher.on_abort.append(partial(self.accelerator.abort, name))
@@ -257,6 +257,7 @@ class Registry(Generic[C]):
         dispatcher = communicator.parts.dispatcher
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
         with transport_lock:
+            dispatcher.names.close(why)
             if dispatcher.gate is not None:
                 dispatcher.gate.close(why)
             if (within := dispatcher.repertoire.within) is not None:
@@ -312,8 +313,11 @@ class Registry(Generic[C]):
 
     # --- making ----------------------------------------------------------------------------------------------
 
-    def derive(self, parent: C, kind: str, ranks: Sequence[int]) -> Handle[C]:
-        """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike."""
+    def derive(self, parent: C, kind: str, ranks: Sequence[int], *, thread: bool = False) -> Handle[C]:
+        """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike.
+
+        `thread`: other threads may issue on it too, here; the other ranks may want it otherwise.
+        """
         agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
         name = self.next_name(parent, kind)
 
@@ -324,7 +328,7 @@ class Registry(Generic[C]):
                 kinds = {r: "dup" if wanted[r][0] else "group" for r in (0, other)}
                 sides = "; ".join(f"rank {r}: {kind} of {wanted[r][1:]}" for r, kind in kinds.items())
                 raise MismatchError(f"ranks disagree on {name!r}: {sides}")
-            return self.join(parent, name, tuple(ranks), kind != "dup")
+            return self.join(parent, name, tuple(ranks), kind != "dup", thread=thread)
 
         return self.later(parent, kind, agreed, join)
 
@@ -378,7 +382,16 @@ class Registry(Generic[C]):
         self._edits_before[name] = len(self._edits.get(parent.name, ()))
         return name
 
-    async def join(self, parent: C, name: str, ranks: tuple[int, ...], shared: bool, levels: Levels | None = None) -> C:
+    async def join(
+        self,
+        parent: C,
+        name: str,
+        ranks: tuple[int, ...],
+        shared: bool,
+        levels: Levels | None = None,
+        *,
+        thread: bool = False,
+    ) -> C:
         """Return the communicator among `ranks` of `parent`, made once where it is `shared`; see `Base.levels`."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
@@ -390,7 +403,7 @@ class Registry(Generic[C]):
         transport = await parent.parts.transport.split(ranks, name)
         world_ranks = [parent.parts.dispatcher.ranks[rank] for rank in ranks]
         table = parent.parts.repertoire.table
-        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table)
+        made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table, thread=thread)
         made.parts.dispatcher.large_bytes = table.limits["large_bytes"]
         # Edits that came since the call that makes it: elsewhere it may have been there when they came.
         for edit in self._edits.get(parent.name, [])[before:]:
@@ -486,7 +499,7 @@ class Registry(Generic[C]):
         given_up, self._open = self._open[::-1], []
         for communicator in given_up:
             communicator.parts.dispatcher.abort(error)
-            communicator.parts.dispatcher.disputes.close()
+            communicator.parts.dispatcher.unsubscribe()
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
         for communicator in given_up:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from aiodist.communicator.inquiry import Inquiry, Wait
 
-__all__ = ["REPORT_SECONDS", "StallReporter", "check_report"]
-
 REPORT_SECONDS = 10.0
 """How long an operation is waited for before it is reported."""
 _AGAIN_SECONDS = 60.0

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from aiodist.backends.shm.moving import move
 from aiodist.communicator.base import Base
 
-__all__ = ["SharedMemory"]
-
 _CPU = torch.device("cpu")
 Shared = TypeVar("Shared", bound=Tensor | nn.Module)
 

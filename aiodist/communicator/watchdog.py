@@ -1,8 +1,9 @@
 """Operations that take long: ranks ask one another where they are, so that late ranks are named.
 
 An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
-so. A rank that still waits after a second, or at half of the nearest deadline, asks where they are, again and again
-with growing pauses. In a healthy program nothing of it is ever said.
+so; of a named one each says whether it has issued it, as soon as it has. A rank that still waits after a second, or
+at half of the nearest deadline, asks where they are, again and again with growing pauses. In a healthy program
+nothing of it is ever said.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts, line_of_thread, lines_of_tasks
-from aiodist.communicator.oplog import OpLog
+from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.handles import Handle, Progress
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes
 from aiodist.types import ANY
-
-__all__ = ["Peer", "Watch", "Watchdog"]
 
 _LOOK_SECONDS = 0.1  # an operation that is pending at two looks in a row is published
 _ASK_SECONDS = 1.0
@@ -48,6 +48,26 @@ class Peer(NamedTuple):
         if self.src is not None:
             ends.append(f"from {'any rank' if self.src == ANY else f'rank {self.src}'}")
         return f"{', '.join(ends)} with {'any tag' if self.tag == ANY else f'tag {self.tag}'}"
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One use of a name, by which an operation of this rank meets those of the others."""
+
+    name: str
+    count: int
+    """How many uses of the name came before it."""
+    came: set[int] = field(default_factory=set)
+    """The other ranks that are known to have issued it."""
+    number: int = -1
+    """Of the operation, as soon as that of the name is known; see `number_of_use`."""
+    record: Record | None = None
+    """What was issued, and where."""
+
+    def text(self) -> str:
+        """Return what was issued and where."""
+        assert self.record is not None
+        return self.record.text()
 
 
 @dataclass
@@ -110,10 +130,11 @@ class Watch:
             self.progress.belongings[Watch].pop(self.inquiry.channel, None)
 
     def keep_watch(self) -> None:
-        """Go on looking, or begin."""
-        if not self.watching:
-            self.watching = True
-            self.progress.loop.call_later(_LOOK_SECONDS, self._look)
+        """Go on looking, or begin; from any thread, once what is to be looked at is pending."""
+        if self.watching:
+            return
+        self.watching = True
+        self.progress.on_loop(partial(self.progress.loop.call_later, _LOOK_SECONDS, self._look))
 
     def hurry(self) -> None:
         """Publish and ask now: something that is pending will not be waited for much longer."""
@@ -121,10 +142,10 @@ class Watch:
             member.look(self.inquiry.now(), hurry=True)
 
     def _look(self) -> None:
+        self.watching = False  # and then it looks: another thread adds to what is pending, and then looks at this
         if not any(member.pending for member in self.members.values()):
-            self.watching = False
             return
-        self.progress.loop.call_later(_LOOK_SECONDS, self._look)
+        self.keep_watch()
         now = self.inquiry.now()
         for member in list(self.members.values()):
             member.look(now)
@@ -163,9 +184,14 @@ class Watchdog:
     """Watches the pending operations of one communicator, on the loop's thread, and knows why they are not over."""
 
     def __init__(
-        self, name: str, pending: Mapping[Handle[Any], bool | Peer], oplog: OpLog, ranks: Sequence[int], watch: Watch
+        self,
+        name: str,
+        pending: Mapping[Handle[Any], bool | Peer | Use],
+        oplog: OpLog,
+        ranks: Sequence[int],
+        watch: Watch,
     ) -> None:
-        """`pending` holds operations in order of issue: True for collectives, whom they meet for messages.
+        """`pending` holds operations in order of issue: True for collectives, else whom or by what they meet.
 
         The dispatcher adds to it and removes. `ranks` are the world ranks of the communicator's.
         """
@@ -175,6 +201,9 @@ class Watchdog:
         """Whether any message was issued."""
         self.unmatched: Callable[[], list[str]] = list
         """What arrived, and no receive has matched."""
+        self.uses_of: Callable[[str], int] = lambda _: 0
+        """How often this rank has issued an operation of a name."""
+        self._last_use: Use | None = None
         self._name = name
         self._topic = f"watchdog:{name}"
         self._oplog = oplog
@@ -188,6 +217,8 @@ class Watchdog:
         self._stalled: WeakKeyDictionary[Handle[Any], _Stalled] = WeakKeyDictionary()
         self._asked: dict[int, set[int]] = {}
         """By number, who waits for this rank to issue an operation, with what it has issued itself."""
+        self._asked_by_name: dict[tuple[str, int], set[int]] = {}
+        """The same of named ones, by name and use."""
         watch.members[name] = self
         self._inquiry.channel.subscribe(self._topic, self._heard)
 
@@ -205,7 +236,8 @@ class Watchdog:
     def expect(self, seconds: float) -> None:
         """Have it known in good time who is late when the deadline of a new operation comes, in so many seconds."""
         if seconds < SHORT_SECONDS:
-            self.watch.progress.loop.call_later(seconds / 2, self.watch.hurry)
+            progress = self.watch.progress
+            progress.on_loop(partial(progress.loop.call_later, seconds / 2, self.watch.hurry))
 
     # --- looking -------------------------------------------------------------------------------------------
 
@@ -219,37 +251,54 @@ class Watchdog:
             if handle not in self._stalled and handle.is_pending:
                 left = handle.seconds_left()
                 self._stalled[handle] = _Stalled(now - _LOOK_SECONDS * (not hurry), inf if left is None else now + left)
-        for handle in self._watched(old):
+        watched = self._watched(old)
+        self._publish(watched)
+        for handle in watched:
             stalled = self._stalled.get(handle)
             if stalled is None:
                 continue
             self._see_who_waits(handle, stalled, now)
-            if not stalled.published:
-                stalled.published = True
-                if self.pending.get(handle) is True:
-                    self._send(list(self._reached), "stalled", handle.seq + 1)
             if hurry or stalled.is_due(now, self.watch.scopes.ends):
                 stalled.asked = now
                 asked.update(dict.fromkeys(self._missing(handle)))
-                if not asked and self.pending.get(handle) is True:
+                if not asked and not isinstance(self.pending.get(handle), Peer):
                     asked.update(dict.fromkeys(self._reached))
         self._inquiry.ask([self._ranks[rank] for rank in asked], self._name)
 
+    def _publish(self, handles: Sequence[Handle[Any]]) -> None:
+        """Tell the others of collectives that take long, once of each."""
+        uses = []
+        for handle in handles:
+            stalled, meets = self._stalled.get(handle), self.pending.get(handle)
+            if stalled is None or stalled.published:
+                continue
+            stalled.published = True
+            if isinstance(meets, Use):
+                uses.append((meets.name, meets.count))
+            elif meets is True:
+                self._send(list(self._reached), "stalled", handle.seq + 1)
+        if uses:
+            self._send(list(self._reached), "uses", 0, uses)
+
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
-        """Return the first of the collectives, behind which the others come, and all messages but what is detached."""
+        """Return the first of the collectives in the order, behind which the others come, and what has no place in it.
+
+        That is each named one, and all messages but what is detached.
+        """
         collective = next((handle for handle in handles if self.pending.get(handle) is True), None)
-        messages = [
+        apart = [
             h
             for h in handles
-            if isinstance(self.pending.get(h), Peer) and not (h.detached and h.seconds_left() is None)
+            if isinstance(meets := self.pending.get(h), Use)
+            or (isinstance(meets, Peer) and not (h.detached and h.seconds_left() is None))
         ]
-        return [*([] if collective is None else [collective]), *messages]
+        return [*([] if collective is None else [collective]), *apart]
 
     def _see_who_waits(self, handle: Handle[Any], stalled: _Stalled, now: float) -> None:
         """Note since when somebody waits: not in a message that was posted ahead."""
         if handle.was_looked_at():
             stalled.polled = now
-        if self.pending.get(handle) is True:
+        if not isinstance(self.pending.get(handle), Peer):
             stalled.waited = stalled.since
         elif handle.detached or not (handle.awaited or now - stalled.polled < _POLLED_SECONDS):
             stalled.waited = inf
@@ -262,6 +311,8 @@ class Watchdog:
         if isinstance(what, Peer):
             ends = [end for end in (what.src, what.dst) if end is not None]
             return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
+        if isinstance(what, Use):
+            return [rank for rank in self._reached if rank not in what.came]
         return [rank for rank, reached in self._reached.items() if what and reached <= handle.seq]
 
     # --- what is known -------------------------------------------------------------------------------------
@@ -271,7 +322,7 @@ class Watchdog:
         if self._closed or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)
-        if not missing and self.pending.get(handle) is True:  # all have come: one may do nothing any more
+        if not missing and not isinstance(self.pending.get(handle), Peer):  # all have come: one may do nothing any more
             missing = [rank for rank in self._reached if self._inquiry.is_silent(self._ranks[rank])]
         told = {rank: self._inquiry.text(self._ranks[rank], since) for rank in missing}
         return {rank: text for rank, text in told.items() if text is not None}
@@ -291,14 +342,14 @@ class Watchdog:
     @property
     def has_issued(self) -> bool:
         """Whether this rank has issued anything here."""
-        return self.messages or self._oplog.seq > 0
+        return self.messages or self._oplog.seq > 0 or self._last_use is not None
 
     def last(self) -> str:
         """Return the last operation of this rank as words; from any thread."""
-        last = self._oplog.last()
-        if last is not None:
-            return f"after {last.text()}"
-        return "has issued no collective yet" if self.has_issued else "has issued nothing yet"
+        last, use = self._oplog.last(), self._last_use
+        after = [] if last is None else [f"after {last.text()}"]
+        after += [] if use is None else [f"by name after {use.name!r}, {use.text()}"]
+        return ", ".join(after) or ("has issued no collective yet" if self.has_issued else "has issued nothing yet")
 
     def ages(self) -> list[float]:
         """Return for how long, in seconds, this rank waits in each of its operations that take long."""
@@ -314,12 +365,12 @@ class Watchdog:
             stalled = self._stalled.get(handle)
             if stalled is not None and stalled.waited < inf:
                 found.append((handle, stalled.waited))
-            elif self.pending.get(handle) is True or handle.awaited:
+            elif not isinstance(self.pending.get(handle), Peer) or handle.awaited:
                 found.append((handle, now))
         collectives = [each for each in found if self.pending.get(each[0]) is True]
-        messages = [each for each in found if each not in collectives]
-        messages.sort(key=lambda each: (each[1] <= told, abs(each[1] - told)))
-        return [self._wait(handle, now - since) for handle, since in (*collectives, *messages[:_SHOWN])]
+        apart = [each for each in found if each not in collectives]
+        apart.sort(key=lambda each: (each[1] <= told, abs(each[1] - told)))
+        return [self._wait(handle, now - since) for handle, since in (*collectives, *apart[:_SHOWN])]
 
     def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
         what = self.pending.get(handle)
@@ -337,8 +388,11 @@ class Watchdog:
 
     # --- the conversation ----------------------------------------------------------------------------------
 
-    def _send(self, ranks: Sequence[int], what: str, issued: int, last: str = "") -> None:
-        """Tell `ranks` how many collectives this one has issued, at least; who is "stalled" wants to hear back."""
+    def _send(self, ranks: Sequence[int], what: str, issued: int, last: str | Sequence[tuple[str, int]] = "") -> None:
+        """Tell `ranks` how many collectives this one has issued, at least; who is "stalled" wants to hear back.
+
+        "uses" asks after uses of names, as a list in place of `last`, and "came" tells of those that this rank issued.
+        """
         for rank in ranks:
             self._inquiry.channel.send(self._ranks[rank], self._topic, [what, issued, last])
 
@@ -346,6 +400,12 @@ class Watchdog:
         """On the listener thread."""
         what, issued, last = message
         src = self._ranks.index(world_rank)
+        if what == "uses":
+            self._tell_of_uses(src, last)
+            return
+        if what == "came":
+            self._take_note(src, last)
+            return
         self._reached[src] = max(self._reached[src], issued)
         if last:
             self._inquiry.hint(world_rank, last)
@@ -365,3 +425,33 @@ class Watchdog:
 
     def _came(self, seq: int) -> None:
         self._send(list(self._asked.pop(seq, ())), "reached", seq + 1)
+
+    # --- the same of named operations ------------------------------------------------------------------------
+
+    def came(self, use: Use) -> None:
+        """This rank has issued `use`: tell those that wait for it."""
+        self._last_use = use
+        if self._asked_by_name:
+            asked = self._asked_by_name.pop((use.name, use.count), set())
+            self._send(list(asked), "came", 0, [(use.name, use.count)])
+
+    def _tell_of_uses(self, src: int, uses: Sequence[tuple[str, int]]) -> None:
+        """Tell rank `src` which of `uses` this rank has issued, and of each other one as soon as it has."""
+        came = []
+        for name, count in uses:
+            asked = self._asked_by_name.setdefault((name, count), set())
+            asked.add(src)
+            if self.uses_of(name) > count:  # also where it was issued just now, on the loop's thread
+                asked.discard(src)
+                if not asked:  # else the loop's thread is about to tell the others
+                    self._asked_by_name.pop((name, count), None)
+                came.append((name, count))
+        if came:
+            self._send([src], "came", 0, came)
+
+    def _take_note(self, src: int, uses: Sequence[tuple[str, int]]) -> None:
+        """Rank `src` has issued `uses`."""
+        issued = {(name, count) for name, count in uses}
+        for meets in list(self.pending.values()):
+            if isinstance(meets, Use) and (meets.name, meets.count) in issued:
+                meets.came.add(src)

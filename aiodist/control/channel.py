@@ -19,8 +19,6 @@ from aiodist.control.roster import Exit
 from aiodist.control.wire import EVERYBODY, pack
 from aiodist.errors import OperationTimeout
 
-__all__ = ["Channel", "exchange", "settle"]
-
 
 async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401
     """Return what every rank brought to `what`, in JSON's types, by rank; each must call it, once for each name.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from aiodist.control.places import Place
     from aiodist.control.thread import LoopThread
 
-__all__ = ["SocketChannel"]
-
 _FAIL_TIMEOUT = 0.9
 _BYE_TIMEOUT = 2.0
 _TRACEBACK_LIMIT = 256 << 10

@@ -13,8 +13,6 @@ import os
 import select
 from collections.abc import Iterator
 
-__all__ = ["Owner", "forget", "guard", "guard_polling"]
-
 _guarded: set[int] = set()
 _polling: list[int] = []
 

@@ -19,8 +19,6 @@ from aiodist.control.link import Link
 from aiodist.control.roster import Refused
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
-__all__ = ["Authenticator", "Hello", "dial"]
-
 HANDSHAKE_TIMEOUT: Final = 10.0
 _ABORT_TIMEOUT: Final = 1.0
 _PROTOCOL: Final = "aiodist control 2"

@@ -23,8 +23,6 @@ from aiodist.machine import network
 if TYPE_CHECKING:
     from aiodist.control.channel import Channel
 
-__all__ = ["find_hosts"]
-
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 1024
 _RETRY_SECONDS = 0.01

@@ -19,8 +19,6 @@ from aiodist.control.roster import Exit, Roster
 from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 
-__all__ = ["Hub", "HubOptions"]
-
 _FAREWELL_TIMEOUT = 1.0
 
 

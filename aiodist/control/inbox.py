@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiodist.control.roster import Exit
 
-__all__ = ["Subscriptions"]
-
 
 class Subscriptions:
     """Hands each message to the subscriber of its topic, in order, and keeps it until there is one.

@@ -10,8 +10,6 @@ from typing import Final, cast
 from aiodist.control import forks
 from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame
 
-__all__ = ["Link", "Listener", "Pulse"]
-
 MAX_BACKLOG: Final = 16 * MAX_FRAME
 """How many bytes may wait for a peer that does not read before it is given up."""
 

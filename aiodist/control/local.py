@@ -16,8 +16,6 @@ from aiodist.control.roster import Exit
 from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack, unpack
 
-__all__ = ["in_process"]
-
 
 def in_process(size: int) -> list[Channel]:
     """Return the channels of `size` ranks that share the running loop."""

@@ -16,8 +16,6 @@ from aiodist.machine import boot_id
 if TYPE_CHECKING:
     from aiodist.control.hub import Hub
 
-__all__ = ["Notice"]
-
 
 @dataclass(frozen=True)
 class Notice:

@@ -18,8 +18,6 @@ from urllib.parse import unquote, urlsplit
 
 from aiodist.errors import ConfigError
 
-__all__ = ["FilePlace", "Place", "TcpPlace", "is_loopback", "listen", "outward_host", "parse", "tcp_address"]
-
 _AGENT_PORTS = 8
 
 

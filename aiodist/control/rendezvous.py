@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from aiodist.control.channel import Channel
 
-__all__ = ["HostedHub", "connect", "host"]
-
 _THREAD_NAME = "aiodist-control"
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 0.5

@@ -8,8 +8,6 @@ from typing import Final
 
 from aiodist.errors import PeerLost, RemoteError
 
-__all__ = ["HUB", "Exit", "Refused", "Roster", "name_ranks"]
-
 HUB: Final = -1
 """Stands for the hub where a rank is expected, when the hub lives in no rank's process."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Store"]
-
 Waiter = tuple[int, int]
 """Who asks: a rank, and the number of its request."""
 Reply = Callable[[object, Exception | None], object]

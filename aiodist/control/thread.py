@@ -12,8 +12,6 @@ from weakref import WeakSet
 
 from aiodist.control.forks import Owner
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 
 

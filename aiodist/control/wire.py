@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
-__all__ = ["MAX_FRAME", "Frame", "FrameReader", "Kind", "WireError", "frame", "pack", "unpack"]
-
 MAX_FRAME: Final = 64 << 20
 """The largest body of a frame in bytes: the channel is for control, not for data."""
 STRANGER_FRAME: Final = 64 << 10

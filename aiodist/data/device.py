@@ -16,8 +16,6 @@ from aiodist.handles import Done, Handle, Progress, join
 from aiodist.streams import CudaStream, OnStream, Staging
 from aiodist.streams.capture import Uncaptured
 
-__all__ = ["DeviceLike", "ToDevice", "device_of"]
-
 DeviceLike = torch.device | int | str
 Copies = list[tuple[Tensor, Tensor]]
 

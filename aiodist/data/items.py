@@ -11,8 +11,6 @@ from torch import Tensor
 
 from aiodist.handles import Handle, Permit
 
-__all__ = ["Item", "Made", "Outcome"]
-
 
 class Outcome(Enum):
     """What became of an item."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["nbytes_of", "rebuilt"]
-
 _FLAT = frozenset({int, float, bool, complex, str, type(None)})
 """What most leaves are that hold neither bytes nor tensors."""
 _BYTES = (bytes, bytearray)

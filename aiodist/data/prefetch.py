@@ -23,8 +23,6 @@ from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
-__all__ = ["Prefetch", "Prefetched", "PrefetchedStatistics", "prefetch"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -13,8 +13,6 @@ from aiodist.data.items import Item, Made, Outcome
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
 
-__all__ = ["Deliver", "Reader", "TaskReader", "ThreadReader", "WorkQueue"]
-
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loop was closed around it

@@ -14,8 +14,6 @@ from typing import TypeVar
 import numpy as np
 from torch.utils.data import Sampler
 
-__all__ = ["ShardSampler", "shard", "shard_indices"]
-
 T = TypeVar("T")
 
 
@@ -62,8 +60,7 @@ class ShardSampler(Sampler[int]):
         self, data: Sized | int, rank: int, size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> None:
         _check(rank, size)
-        if seed < 0:
-            raise ValueError(f"seed={seed}: expected at least 0")
+        check_natural("seed", seed)
         self._length = data if isinstance(data, int) else len(data)
         if self._length < 0:
             raise ValueError(f"data={data}: expected a dataset, or how many items it has")
@@ -77,8 +74,7 @@ class ShardSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch}: expected at least 0")
+        check_natural("epoch", epoch)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -95,3 +91,9 @@ class ShardSampler(Sampler[int]):
 def _check(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank}, size={size}: expected 0 <= rank < size")
+
+
+def check_natural(name: str, number: int) -> None:
+    """Raise ValueError unless `number` is at least 0."""
+    if number < 0:
+        raise ValueError(f"{name}={number}: expected at least 0")

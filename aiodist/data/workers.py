@@ -20,8 +20,6 @@ from aiodist.data.reading import Deliver, WorkQueue
 from aiodist.handles import Progress
 from aiodist.streams import Modes
 
-__all__ = ["ProcessWorkers", "ThreadWorkers", "Workers"]
-
 Job = tuple[Item, Made]
 
 

@@ -7,8 +7,6 @@ import os
 
 from aiodist.doctor.report import Answer, Finding, State
 
-__all__ = ["ASK_CALLS", "system_calls"]
-
 # Run in a process of its own, since a filter may kill for such a call. `process_vm_readv` of oneself meets filters
 # alone; of a process that is no child, as among ranks, it also meets kernel.yama.ptrace_scope.
 ASK_CALLS = """

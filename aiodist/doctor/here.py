@@ -21,14 +21,6 @@ from aiodist.doctor.report import Answer, Finding, Report, State
 from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
 
-__all__ = [
-    "ASK_MPI",
-    "ask",
-    "ask_command",
-    "ask_ranks",
-    "examine",
-]
-
 _TIME_LIMIT = 120.0
 _SMALL_SHM = 1 << 30
 _NAMES = {Flavour.OPENMPI: "Open MPI", Flavour.MPICH: "MPICH"}

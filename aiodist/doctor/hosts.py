@@ -29,8 +29,6 @@ from aiodist.launch.hosts import Host
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["HostsReport", "Question", "examine_hosts", "show_hosts"]
-
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWER = 30.0  # seconds for a host to answer
 _FAREWELL = 1.0

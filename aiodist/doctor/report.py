@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Answer", "Finding", "Report", "State", "show", "show_findings", "show_verdict"]
-
 
 class State(StrEnum):
     """What a check found."""

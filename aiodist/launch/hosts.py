@@ -8,8 +8,6 @@ from pathlib import Path
 
 from aiodist.errors import ConfigError
 
-__all__ = ["Host", "host_of", "parse_hosts", "placed", "read_hostfile"]
-
 
 @dataclass(frozen=True)
 class Host:

@@ -23,8 +23,6 @@ from aiodist.launch.ranks import Ranks
 from aiodist.launch.supervisor import Event, Signalled, Supervisor, report
 from aiodist.launch.wire import Start, Stdin
 
-__all__ = ["run"]
-
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 

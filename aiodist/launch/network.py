@@ -11,8 +11,6 @@ from contextlib import suppress
 from aiodist.control.places import is_loopback, outward_host
 from aiodist.errors import ConfigError
 
-__all__ = ["LOOPBACK", "check_known", "interface", "is_this_host", "meeting_address"]
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -15,8 +15,6 @@ from aiodist.launch.wire import Kind
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
 
-__all__ = ["Console", "Lines", "Logs", "Notices", "Streams", "read_input"]
-
 _LONGEST = 1 << 20
 _REDRAW = 1.0
 _RULE = 60

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from aiodist.errors import LaunchError
 
-__all__ = ["Command", "ProcessEnded", "Processes"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from aiodist.errors import ConfigError
 
-__all__ = ["command_of"]
-
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 

@@ -18,8 +18,6 @@ from aiodist.launch.verdict import Ending
 from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
 from aiodist.machine import process_table
 
-__all__ = ["Finished", "Ranks"]
-
 _HELLO_TIMEOUT = 10.0
 _LONGEST_HELLO = 4096
 

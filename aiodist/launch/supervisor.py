@@ -18,8 +18,6 @@ from aiodist.launch.verdict import Departures, Ending, JobVerdict, Left, describ
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
 
-__all__ = ["Event", "Signalled", "Supervisor", "report"]
-
 _START_TIMEOUT = 60.0
 _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
 _TOLD = 2.5  # seconds that ranks have to end by themselves, when the control channel told them who failed

@@ -24,8 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["HOLD", "Departures", "Ending", "JobVerdict", "Left"]
-
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5
 _ASKED_BY_OTHERS = 1.0

@@ -17,8 +17,6 @@ from typing import Literal, Self
 
 from aiodist.errors import LaunchError
 
-__all__ = ["HEADER", "Exited", "GuardHello", "Kind", "Start", "Started", "Stdin", "header", "keep_alive", "pack"]
-
 HEADER = struct.Struct("!BI")
 LONGEST = 16 << 20
 _SILENCE = (

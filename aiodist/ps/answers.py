@@ -14,8 +14,6 @@ from aiodist.ps.context import Context
 from aiodist.ps.requests import Pushing, Request
 from aiodist.ps.wire import Kind, Stage, pack_done
 
-__all__ = ["Answers"]
-
 
 class Answers:
     """Every method but `decoded` runs with the transport lock held."""

@@ -12,8 +12,6 @@ from aiodist.backends.inplace import flat
 from aiodist.ps.names import NameEntry
 from aiodist.ps.rules import Rule
 
-__all__ = ["Out", "Pushed", "check_settings", "check_timeout", "check_version", "listed", "outs_of", "pushed_of"]
-
 
 class Pushed(NamedTuple):
     """What goes up for one name."""

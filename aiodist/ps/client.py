@@ -27,8 +27,6 @@ from aiodist.ps.requests import Freed
 from aiodist.ps.sharding import Span
 from aiodist.ps.wire import Kind
 
-__all__ = ["Client"]
-
 _Said = dict[str, Any]
 
 

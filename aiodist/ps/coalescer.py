@@ -19,8 +19,6 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.types import ANY
 
-__all__ = ["Coalescer", "keep"]
-
 _FRAME = struct.Struct("<iIHBx4x")  # source, bytes in use, frames answered, flags
 _ENTRY = struct.Struct("<BxxxI")
 _REQUESTS, _LAST = 1, 2
@@ -43,7 +41,7 @@ def keep(t: Tensor, error: BaseException | None) -> None:
 
 
 Heard = Callable[[int, int, memoryview], None]
-"""(rank, kind, body) of an entry; the body may be kept, its memory is used for nothing else."""
+"""(rank, kind, body) of an entry; the body may be kept and written to, its memory is used for nothing else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,11 +57,16 @@ class _Outgoing:
     waiting: bool = False
     """It is among those to flush."""
 
-    def close(self) -> None:
-        """Begin another frame."""
-        self.full.append((self.frame, self.has_requests))
+    def taken(self) -> tuple[bytearray, bool]:
+        """Begin another frame, and return this one and whether it has requests."""
+        taken = self.frame, self.has_requests
         self.frame = bytearray(_FRAME.size)
         self.has_requests = False
+        return taken
+
+    def close(self) -> None:
+        """Begin another frame; this one waits."""
+        self.full.append(self.taken())
 
 
 class Coalescer:
@@ -82,7 +85,9 @@ class Coalescer:
         self._heard = heard
         self._failed = failed
         self._ring = ring
-        short = transport.capabilities().short_receives
+        can = transport.capabilities()
+        short = can.short_receives
+        self._send_now = can.send_now
         self._fixed_bytes = 0 if short else _FIXED_BYTES
         self._room_bytes = _ROOM_BYTES if short else _FIXED_BYTES
         self._full_bytes = min(_LONG_BYTES, self._room_bytes)
@@ -90,6 +95,8 @@ class Coalescer:
         """The most data that an entry carries."""
         self._longest = self._room_bytes - _FRAME.size - _ENTRY.size
         assert self._longest % 8 == 0
+        self._room = torch.empty(self._room_bytes, dtype=torch.uint8)
+        self._came = self._room.numpy().data
         self._outgoing = [_Outgoing() for _ in range(transport.size)]
         self._to_flush: list[int] = []
         self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
@@ -159,8 +166,7 @@ class Coalescer:
             self._send(dst, outgoing, *outgoing.full.popleft())
         self.congested = bool(outgoing.full)
         if outgoing.unanswered < _WINDOW and len(outgoing.frame) > _FRAME.size:
-            outgoing.close()
-            self._send(dst, outgoing, *outgoing.full.popleft())
+            self._send(dst, outgoing, *outgoing.taken())
         if outgoing.owed:
             # No answer has taken the word along that its frames were read.
             self._send(dst, outgoing, bytearray(_FRAME.size), False)
@@ -173,6 +179,8 @@ class Coalescer:
         if self._fixed_bytes:
             frame.extend(bytes(self._fixed_bytes - used))
         self.sent_bytes += used
+        if self._send_now is not None and self._send_now(frame, dst, _FRAME_TAG):
+            return
         t = torch.frombuffer(frame, dtype=torch.uint8)
         self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
         self._ring(dst)
@@ -189,10 +197,9 @@ class Coalescer:
     # --- receiving -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        frame = torch.empty(self._room_bytes, dtype=torch.uint8)
-        self._transport.irecv(frame, ANY, _FRAME_TAG, lambda error: self._arrived(frame, error))
+        self._transport.irecv(self._room, ANY, _FRAME_TAG, self._arrived)
 
-    def _arrived(self, frame: Tensor, error: BaseException | None) -> None:
+    def _arrived(self, error: BaseException | None) -> None:
         if self._closed:
             return
         if error is not None:
@@ -203,8 +210,8 @@ class Coalescer:
             else:
                 self._failed(error)
             return
-        body = frame.numpy().data
-        source, used, answered, flags = _FRAME.unpack_from(body)
+        source, used, answered, flags = _FRAME.unpack_from(self._came)
+        body = memoryview(bytearray(self._came[:used]))
         outgoing = self._outgoing[source]
         outgoing.unanswered -= answered
         if flags & _REQUESTS:

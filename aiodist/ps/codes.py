@@ -17,8 +17,6 @@ from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
 from aiodist.ps.rules import RULES, Rule
 
-__all__ = ["Codes"]
-
 _Part = tuple[int, int]  # key of the tensor, rank of the server
 
 

@@ -20,8 +20,6 @@ from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
 
-__all__ = ["Context"]
-
 
 @dataclass(eq=False)
 class Context:

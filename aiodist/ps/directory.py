@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from aiodist.ps.context import Context
     from aiodist.ps.shards import Shards
 
-__all__ = ["Directory"]
-
 _KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
 _COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
 

@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from aiodist.handles import Handle, Progress, gather
 
-__all__ = ["BackwardPushes"]
-
 
 class BackwardPushes:
     """Pushes the gradients of a block's backward passes; leaving it waits until they are where `push` says."""

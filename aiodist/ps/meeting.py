@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from aiodist.ps.shard import Shard
     from aiodist.ps.shards import Shards
 
-__all__ = ["Meeting"]
-
 _Standing = list[list[int]]
 """Of each worker that has not left: its rank, and the number of the sync or barrier in which it waits."""
 

@@ -14,8 +14,6 @@ from aiodist.communicator.arguments import check_tensor
 from aiodist.ps.rules import Rule
 from aiodist.ps.sharding import Span
 
-__all__ = ["NameEntry", "Names", "checked", "checked_name", "named"]
-
 
 class NameEntry:
     """A name as this rank sees it."""

@@ -21,8 +21,6 @@ from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, RuleLike, Start, one_of
 from aiodist.ps.sharding import Span, place
 
-__all__ = ["Naming"]
-
 _MISSING: Any = object()
 
 

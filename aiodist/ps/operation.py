@@ -16,8 +16,6 @@ from aiodist.handles import Handle, in_flight
 if TYPE_CHECKING:
     from aiodist.ps.names import NameEntry
 
-__all__ = ["Operation", "PullPart", "PushPart"]
-
 
 class Operation:
     """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from aiodist.ps.rules import COMPLEX, FLOATS, Rule, bare
 
-__all__ = ["SGD", "Adagrad", "Adam", "OptimizerRule", "OptimizerState", "RMSprop", "optimizer"]
-
 _WHOLE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 """Those of torch.optim that look at a tensor as a whole, or at its shape: its shards would be updated otherwise."""
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})

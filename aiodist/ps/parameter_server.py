@@ -25,8 +25,6 @@ from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Sta
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import Reads
 
-__all__ = ["ParameterServer"]
-
 
 class ParameterServer(Naming):
     """Tensors by name, in shards on servers; every call returns a handle.

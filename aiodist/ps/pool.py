@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Pool"]
-
 _KEPT_BYTES = 512 << 20
 
 

@@ -16,8 +16,6 @@ from aiodist.ps.operation import PullPart
 from aiodist.ps.request_queue import RequestQueue
 from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, bytes_in, pack_pull, pack_release, unpack
 
-__all__ = ["Pulls"]
-
 
 class Pulls:
     """`pull` is called on the loop's thread; the rest runs with the transport lock held."""

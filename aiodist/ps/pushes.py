@@ -21,8 +21,6 @@ from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.sharding import Span
 from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
 
-__all__ = ["Pushes"]
-
 _INLINE, _PUSH = int(Way.INLINE), int(Kind.PUSH)
 
 

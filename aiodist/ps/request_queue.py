@@ -10,8 +10,6 @@ from itertools import count
 from aiodist.errors import AiodistError
 from aiodist.ps.context import Context
 
-__all__ = ["RequestQueue", "Sender"]
-
 Sender = Callable[[], object]
 """Puts a request, or a part of one, into the coalescer; called with the transport lock held."""
 

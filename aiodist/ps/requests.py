@@ -10,8 +10,6 @@ from torch import Tensor
 
 from aiodist.ps.wire import Reads, Way
 
-__all__ = ["Arrivals", "Change", "Freed", "Mark", "Pulling", "Pushing", "Request"]
-
 
 class Freed(LookupError):
     """The tensor was freed: what clients raise as KeyError."""

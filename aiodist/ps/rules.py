@@ -17,8 +17,6 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.collectives.arithmetic import SUPPORTED
 
-__all__ = ["COMPLEX", "FLOATS", "RULES", "Function", "Piece", "Rule", "State", "apply_step", "as_rule", "bare"]
-
 State: TypeAlias = Any
 """What lies beside a shard; only its rule knows what that is."""
 

@@ -37,8 +37,6 @@ from aiodist.ps.wire import (
     values_in,
 )
 
-__all__ = ["Server"]
-
 
 class Server:
     """Every method runs with the transport lock held."""

@@ -12,8 +12,6 @@ from queue import SimpleQueue
 from aiodist.backends.base import Done
 from aiodist.handles import Progress
 
-__all__ = ["LIGHT_BYTES", "Service", "error_of"]
-
 LIGHT_BYTES = 256 << 10
 """Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
 

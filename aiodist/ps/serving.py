@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from aiodist.ps.shard import Shard
 
-__all__ = ["Serving"]
-
 
 class Serving:
     """Every method runs with the transport lock held."""

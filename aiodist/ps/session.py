@@ -30,8 +30,6 @@ from aiodist.ps.service import Service
 from aiodist.ps.settings import Settings
 from aiodist.ps.wire import Kind
 
-__all__ = ["ParameterServerSession"]
-
 _DRAIN_SECONDS = 1e-3
 _NO_LIMIT = inf  # a rank that leaves waits for the others, however long they work
 _SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})

@@ -16,8 +16,6 @@ from aiodist.ps.consistency import Policy
 from aiodist.ps.rules import RULES, Rule, as_rule
 from aiodist.ps.wire import Reads
 
-__all__ = ["READS", "STARTS", "ReadMode", "RuleLike", "Settings", "Start", "one_of", "roles_of", "rules_of"]
-
 Start = Literal["root", "first", "own"]
 ReadMode = Literal["snapshot", "lock-free"]
 RuleLike = str | Rule | Callable[[Tensor, Tensor], object]

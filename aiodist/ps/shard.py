@@ -24,8 +24,6 @@ from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
 
-__all__ = ["Shard"]
-
 _Key = tuple[int, int]  # client, number
 
 

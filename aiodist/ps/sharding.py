@@ -11,8 +11,6 @@ from zlib import crc32
 
 from aiodist.schedules.plan import cut
 
-__all__ = ["Span", "place"]
-
 
 class Span(NamedTuple):
     """Elements [start, stop) of the flat tensor, on the server with this rank."""

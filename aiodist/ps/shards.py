@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from aiodist.ps.requests import Mark
 from aiodist.ps.shard import Shard
 
-__all__ = ["Shards"]
-
 
 class Shards(dict[int, Shard]):
     """By key; every method runs with the transport lock held."""

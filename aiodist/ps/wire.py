@@ -14,32 +14,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DATA_BYTES",
-    "FILL",
-    "PUSH_BYTES",
-    "Data",
-    "Done",
-    "Kind",
-    "Order",
-    "OrderKind",
-    "PullHead",
-    "PushHead",
-    "Reads",
-    "Release",
-    "Stage",
-    "Way",
-    "as_bytes",
-    "bytes_in",
-    "pack_data",
-    "pack_done",
-    "pack_pull",
-    "pack_push",
-    "pack_release",
-    "unpack",
-    "values_in",
-]
-
 
 class Kind(IntEnum):
     """What an entry says."""

@@ -11,8 +11,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
-__all__ = ["allgather", "alltoall", "length"]
-
 
 def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Send all I have to the rank 1, 2, 4 and so on below me; all elements but some block, log2(size) messages.

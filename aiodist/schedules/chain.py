@@ -13,8 +13,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, cut, step
 
-__all__ = ["MOST_CHUNKS", "broadcast", "reduce", "scan"]
-
 MOST_CHUNKS = 1 << 16
 
 

@@ -10,8 +10,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, step
 
-__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce", "reduce_scatter"]
-
 _AT_ONCE = 16
 """Receives that root of a reduction has open: each takes n elements of memory."""
 

@@ -16,8 +16,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
 
-__all__ = ["Core", "allgather", "allreduce", "bound", "halving_allreduce", "reduce_scatter", "scan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Core:

@@ -23,23 +23,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = [
-    "MAX_LANES",
-    "Algorithm",
-    "Blocks",
-    "Copy",
-    "Lane",
-    "Recv",
-    "Schedule",
-    "Send",
-    "Step",
-    "cut",
-    "lanes_of",
-    "piece",
-    "rounds",
-    "step",
-]
-
 MAX_LANES = 32
 """The most lanes of a schedule: each has tags of its own, and libraries have few."""
 

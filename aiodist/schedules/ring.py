@@ -13,8 +13,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, lanes_of, piece, step
 
-__all__ = ["allgather", "allreduce", "reduce_scatter"]
-
 
 def allreduce(rank: int, size: int, n: int, *, chunks: int = 1) -> Schedule:
     """Reduce-scatter around the ring, then allgather; the buffer is cut in `chunks`, each with a ring of its own.

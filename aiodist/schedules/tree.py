@@ -13,8 +13,6 @@ from functools import partial
 
 from aiodist.schedules.plan import Copy, Recv, Schedule, Send, Step, lanes_of, rounds, step
 
-__all__ = ["allreduce", "broadcast", "reduce"]
-
 
 def broadcast(rank: int, size: int, n: int, root: int, *, chunks: int = 1) -> Schedule:
     """Receive from the parent, send to the children, the one with most below it first; root sends log2(size) times."""

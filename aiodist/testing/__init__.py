@@ -1,10 +1,8 @@
 """Testing programs that communicate: N ranks inside one process, and the pytest plugin.
 
 `run_ranks(n, main)` runs the unmodified program n times as tasks of one event loop, with a clock that jumps and an
-interleaving that a seed fixes. `simulated_cuda()` opens CUDA devices where there are none, whose work is done late, so
-that a missing synchronisation shows. The plugin (see `aiodist.testing.plugin`) gives the marker `ranks` and the
-fixtures `coll` and `simulated_cuda`. Names are resolved at first use: pytest loads the plugin in every run, and must
-not load torch with it.
+interleaving that a seed fixes. The plugin (see `aiodist.testing.plugin`) gives the marker `ranks` and the fixture
+`coll`. Names are resolved at first use: pytest loads the plugin in every run, and must not load torch with it.
 """
 
 from __future__ import annotations
@@ -14,18 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiodist.testing.clock import FakeClockLoop
-    from aiodist.testing.cuda import SimulatedCuda, simulated_cuda
     from aiodist.testing.ranks import Deadlock, gather_ranks, run_ranks
 
-__all__ = ["Deadlock", "FakeClockLoop", "SimulatedCuda", "gather_ranks", "run_ranks", "simulated_cuda"]
+__all__ = ["Deadlock", "FakeClockLoop", "gather_ranks", "run_ranks"]
 
 _HOMES: Final = {
     "Deadlock": "aiodist.testing.ranks",
     "FakeClockLoop": "aiodist.testing.clock",
-    "SimulatedCuda": "aiodist.testing.cuda",
     "gather_ranks": "aiodist.testing.ranks",
     "run_ranks": "aiodist.testing.ranks",
-    "simulated_cuda": "aiodist.testing.cuda",
 }
 
 if not TYPE_CHECKING:

@@ -27,8 +27,6 @@ from aiodist.handles.pending import Pending
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Timers
 
-__all__ = ["FakeClockLoop", "TimeLimit"]
-
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
 _GRACE_PARTS = 40

@@ -22,8 +22,6 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
 
-__all__ = ["Jobs", "RanksFunction", "Reporter", "Spec"]
-
 _End = dict[str, Any]
 """How one test ended on one rank: nodeid, mpi, skipped, failures."""
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -36,8 +35,6 @@ import pytest
 
 from aiodist.testing import jobs
 from aiodist.testing.jobs import RanksFunction, Spec
-
-__all__: list[str] = []
 
 _BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo", "shm")
 
@@ -82,21 +79,6 @@ def coll(request: pytest.FixtureRequest) -> object:
     if not isinstance(spec, Spec):
         pytest.fail("the fixture coll goes with @pytest.mark.ranks(…) on an async test", pytrace=False)
     return spec  # the test's body gets a communicator in its place
-
-
-@pytest.fixture
-def simulated_cuda(request: pytest.FixtureRequest) -> Iterator[object]:
-    """Two simulated CUDA devices (see `aiodist.testing.cuda`), with delays that the test's name fixes.
-
-    The test fails where memory was used after it had been freed; one that means to do so clears `hazards`.
-    """
-    from aiodist.testing import simulated_cuda as opened
-
-    with opened(devices=2, seed=zlib.crc32(request.node.nodeid.encode())) as device:
-        print(device)  # noqa: T201 - shown where the test fails
-        yield device
-    if device.hazards:
-        pytest.fail("\n".join(device.hazards), pytrace=False)
 
 
 # --- collecting --------------------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.world.isolation import isolate
 from aiodist.world.opening import RankPlace, current_place
 
-__all__ = ["Deadlock", "gather_ranks", "run_ranks"]
-
 T = TypeVar("T")
 Main = Callable[..., Coroutine[Any, Any, T]]
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from aiodist.streams.modes import Modes, ModeSwitch, plain
 
-__all__ = ["isolate"]
-
 
 def isolate(loop: asyncio.AbstractEventLoop) -> None:
     """Give each task that `loop` makes from now on torch modes of its own.

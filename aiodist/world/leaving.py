@@ -20,8 +20,6 @@ from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Origin
 from aiodist.world.tracebacks import folded
 
-__all__ = ["End", "Kept", "abort", "leave_in_time", "the_end"]
-
 _LOOK_SECONDS = 0.05
 
 

@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from aiodist.backends.base import Transport
     from aiodist.backends.mpi import MpiTransport
 
-__all__ = [
-    "Limits",
-    "RankPlace",
-    "current_place",
-    "find_neighbours",
-    "find_place",
-    "find_topology",
-    "unless_lost",
-]
-
 T = TypeVar("T")
 
 _BACKENDS = ("mpi", "gloo", "shm", "local")

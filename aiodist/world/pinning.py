@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from aiodist.control import Channel
     from aiodist.topology import Topology
 
-__all__ = ["pinned", "share", "warn_of_one_core"]
-
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 

@@ -16,13 +16,16 @@ import torch
 
 from aiodist.collectives.choice.tablefile import edits_at_start
 from aiodist.communicator import Communicator, Hierarchy, root_levels
+from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS, check_report
+from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.forks import guard_polling
 from aiodist.env import Environment, Starter
 from aiodist.handles import Handle, Progress, from_future
 from aiodist.streams import CudaStream, event_handle
+from aiodist.topology import Topology
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import Limits, current_place, find_neighbours, find_place, find_topology, unless_lost
@@ -42,6 +45,7 @@ def init(
     report: float | None = REPORT_SECONDS,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
+    thread: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -53,7 +57,7 @@ def init(
     entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those
     of a host under the last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it
     (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
-    "none" is neither.
+    "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -64,7 +68,9 @@ def init(
     closed. Before that a process whose job meets at an address (`aiodist run`, torchrun, Slurm, a file) gets a
     `ConfigError`; the only rank, and one of a plain `mpirun`, gets one more world. See `open` for one without a block.
     """
-    return opened(Limits(), backend=backend, timeout=timeout, report=report, levels=levels, selector=selector)
+    return opened(
+        Limits(), backend=backend, timeout=timeout, report=report, levels=levels, selector=selector, thread=thread
+    )
 
 
 @asynccontextmanager
@@ -76,6 +82,7 @@ async def opened(
     report: float | None = REPORT_SECONDS,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
+    thread: bool = False,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says."""
     check_report(report)
@@ -86,7 +93,7 @@ async def opened(
     near, alone, sharing = await find_neighbours(channel, place.hosts, transport, environment, limits)
     registry = Registry(
         channel,
-        Communicator,
+        _communicator,
         near=near,
         alone=alone,
         sharing=sharing,
@@ -96,7 +103,7 @@ async def opened(
     process, patience = os.getpid(), None
     try:
         topology = await unless_lost(channel, find_topology(channel, place.hosts, environment, limits))
-        world = registry.world(transport, topology)
+        world = registry.world(transport, topology, thread=thread)
         Watch.of(Progress.current(), channel).report.after = report
         _limit_spinning(world)
         asked = selector or environment.selector
@@ -130,6 +137,11 @@ async def opened(
     if os.getpid() == process:
         await registry.close_memory()
         await channel.aclose()
+
+
+def _communicator(dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> Communicator:
+    make = Communicator if dispatcher.issuing is None else ThreadedCommunicator
+    return make(dispatcher, topology, registry)
 
 
 def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:

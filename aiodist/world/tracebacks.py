@@ -19,8 +19,6 @@ from aiodist.env import wants_full_tracebacks
 from aiodist.errors import AiodistError
 from aiodist.handles.origin import is_ours
 
-__all__ = ["fold_tracebacks", "folded"]
-
 _OTHERS = (f"{os.path.dirname(concurrent.futures.__file__)}/", "uvloop/", "<frozen runpy>")
 _EXPLAINED = (AiodistError, asyncio.CancelledError, TimeoutError, BaseExceptionGroup)
 """Errors whose text says it all: nobody asks which line of ours raised them."""

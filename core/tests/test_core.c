@@ -33,6 +33,7 @@ typedef struct {
     int windows;  // 0 none, 1 all, 2 some
     int differs;  // the rank that brings another fingerprint, or -1
     int refuser;  // the rank that refuses it where the lane is led, or -1
+    int unlike;   // the rank that only compares, or brings another `like`, or -1
     _Atomic bool refused;        // all are told
     _Atomic unsigned done, not;  // on how many ranks it was done, and was not
 } spec_t;
@@ -122,6 +123,7 @@ static void make_specs(uint64_t seed) {
         s->windows = (int)(next(&seed) % 3);
         s->differs = next(&seed) % 29 == 0 && ranks > 1 ? (int)(next(&seed) % ranks) : -1;
         s->refuser = next(&seed) % 13 == 0 ? (int)(next(&seed) % ranks) : -1;
+        s->unlike = next(&seed) % 17 == 0 && ranks > 1 && s->kind != CORE_BARRIER ? (int)(next(&seed) % ranks) : -1;
         s->seed = next(&seed);
         for (unsigned r = 0; r < ranks; r++) {
             uint64_t left = s->count;
@@ -173,14 +175,21 @@ static void begin(unsigned me, flight_t *f, unsigned slot, unsigned number) {
     f->in = f->window && slot < 6 ? rank[me].segment + at : malloc(brought * item + 16);
     f->window = f->window && slot < 6;
     bool in_place = s->kind == CORE_ALLREDUCE || s->kind == CORE_REDUCE || s->kind == CORE_SCAN || s->kind == CORE_BROADCAST;
-    f->out = in_place ? f->in : malloc(gives * item + 16);
+    // A reduction may leave its input alone; then nobody else is told where that lies.
+    bool apart = !f->window && s->seed % 3 == 0 && (s->kind == CORE_ALLREDUCE || s->kind == CORE_SCAN || (s->kind == CORE_REDUCE && s->root == me));
+    f->out = in_place && !apart ? f->in : malloc(gives * item + 16);
     for (uint64_t i = 0; i < brought; i++) store(f->in, s->dtype, i, value_of(s, me, i));
+    if (apart) memcpy(f->out, f->in, brought * item);
     f->op = (core_op){
         .kind = (uint8_t)s->kind, .dtype = (uint8_t)s->dtype, .reduction = (uint8_t)s->reduction, .root = s->root,
         .print = s->seed ^ (s->differs == (int)me), .in = f->in, .out = f->out,
         .count = s->kind == CORE_ALLTOALL ? brought : s->count, .sent = s->sent[me], .received = s->received[me],
         .key = (uint64_t)number << CORE_KEY_BITS | s->seed % (1 << CORE_KEY_BITS), .in_at = {f->window ? 0 : CORE_NOWHERE, f->window ? at : 0},
     };
+    if (s->unlike == (int)me) {
+        if (s->kind == CORE_ALLGATHER && s->seed % 2) f->op.like = 1;
+        else f->op.kind = CORE_BARRIER;
+    }
     if (!core_op_valid(&f->op, ranks)) abort();
 }
 
@@ -229,16 +238,18 @@ static void let_go(flight_t *f) {
 // Returns false where it was given up.
 static bool check(unsigned me, flight_t *f) {
     spec_t *s = &specs[f->number];
-    bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || refused;
+    bool refused = core_op_state(&f->op) == CORE_REFUSED, differ = s->differs >= 0 || s->unlike >= 0 || refused;
     if (leaver < ranks && core_op_state(&f->op) == CORE_ABANDONED) {
         EXPECT(f->op.differs < ranks, "rank %u has left", f->op.differs);
         let_go(f);
         return false;
     }
     EXPECT(!refused || (led && s->refuser >= 0), "refused by nobody");
-    atomic_fetch_add(core_op_state(&f->op) == CORE_DONE ? &s->done : &s->not, 1);
+    if (s->unlike < 0) atomic_fetch_add(core_op_state(&f->op) == CORE_DONE ? &s->done : &s->not, 1);
     EXPECT(s->done == 0 || s->not == 0, "done by %u ranks, and by %u not", s->done, s->not);
-    EXPECT(core_op_state(&f->op) == (refused ? CORE_REFUSED : differ ? CORE_DIFFERENT : CORE_DONE), "state %u", core_op_state(&f->op));
+    uint32_t state = refused ? CORE_REFUSED : s->differs >= 0 ? CORE_DIFFERENT : CORE_DONE;
+    if (state == CORE_DONE && s->unlike >= 0 && f->op.kind != CORE_BARRIER) state = CORE_UNLIKE;
+    EXPECT(core_op_state(&f->op) == state, "state %u, expected %u", core_op_state(&f->op), state);
     uint64_t begin = 0;
     for (unsigned q = 0; q < ranks && !differ; q++) {
         uint64_t n = s->kind == CORE_ALLTOALL ? s->received[me][q] : s->kind == CORE_ALLGATHER ? s->sent[0][q] : 0;
@@ -268,6 +279,8 @@ static bool check(unsigned me, flight_t *f) {
         EXPECT((s->reduction == CORE_MEAN ? (float)seen == (float)wanted : seen == wanted), "element %llu is %g, expected %g",
                (unsigned long long)i, seen, wanted);
     }
+    for (uint64_t i = 0; f->out != f->in && s->kind <= CORE_SCAN && i < n; i++)
+        EXPECT(load(f->in, s->dtype, i) == value_of(s, me, i), "element %llu of the input was written", (unsigned long long)i);
     let_go(f);
     return true;
 }
@@ -293,6 +306,8 @@ static void *run(void *number) {
             }
             check(me, f);
             over++;
+            // A segment may be mapped while others are looked for.
+            if (over < CORE_SEGMENTS) core_memory_map(rank[me].memory, over, rank[me].segment, 1);
             if (me == leaver && over == leaves_after) core_lane_abandon(rank[me].lane);
         }
     }

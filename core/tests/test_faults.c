@@ -81,6 +81,8 @@ static uint64_t next(void) {
 
 static uint64_t word(void) { return next() >> next() % 64; }
 
+static uint8_t kinds[OPS];  // that this rank submits
+
 // Writes what could be taken for a block, here and there.
 static void scribble(struct block *block) {
     for (unsigned e = 0; e < ENTRIES; e++) {
@@ -98,6 +100,8 @@ static void scribble(struct block *block) {
         if (next() % 8 == 0) entry->window.segment = CORE_NOWHERE;
         if (next() % 2) entry->stride = 16 * word();
         if (next() % 2) entry->rounds = next() % 9;
+        if (next() % 8) entry->kind = kinds[e % OPS];
+        if (entry->kind == CORE_ALLGATHER && next() % 8) entry->like = 0;
     }
     for (unsigned i = 0; i < PLACES; i++) block->places[i] = next() % 2 ? next() % STAGE : word();
     block->filled = word();
@@ -120,10 +124,11 @@ static void fuzz_once(unsigned *ended) {
     for (unsigned q = 0; q < ranks; q++)
         segments[q] = memset(aligned_alloc(128, sizeof **segments), 0, sizeof **segments);
     open_lane(next() % ranks);
+    for (unsigned k = 0; k < OPS; k++) kinds[k] = (uint8_t)(next() % CORE_KINDS);
     for (unsigned q = 0; q < ranks; q++)
         if (q != rank) scribble(&segments[q]->block);
     for (unsigned k = 0; k < OPS; k++) {
-        core_op op = {.kind = (uint8_t)(next() % CORE_KINDS), .root = (uint32_t)(next() % ranks), .print = 1};
+        core_op op = {.kind = kinds[k], .root = (uint32_t)(next() % ranks), .print = 1};
         do op.dtype = (uint8_t)(next() % CORE_DTYPES), op.reduction = (uint8_t)(next() % CORE_REDUCTIONS);
         while (op.sent = sent[k], op.received = received[k], !core_op_valid(&op, ranks));
         for (unsigned q = 0; q < ranks; q++) sent[k][q] = word() % 4000, received[k][q] = word() % 4000;

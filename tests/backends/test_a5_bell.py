@@ -10,18 +10,20 @@ from multiprocessing import get_context
 
 import pytest
 
-from aiodist.handles.bell import FutexBell, SharedWord
+from aiodist import _core
 
 ROUNDS = 3000
 
 
-def bell_in(page: mmap.mmap) -> FutexBell:
-    memory = memoryview(page)
-    return FutexBell(SharedWord(memory[0:]), SharedWord(memory[64:]))
+SLEEP_AT = _core.BELL_BYTES // 2  # where a bell says how its owner sleeps
 
 
-def count_in(page: mmap.mmap) -> SharedWord:
-    return SharedWord(memoryview(page)[128:])
+def bell_in(page: mmap.mmap) -> _core.Bell:
+    return _core.Bell(memoryview(page))
+
+
+def word_in(page: mmap.mmap, at: int) -> memoryview:
+    return memoryview(page)[at : at + 4].cast("I")
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_a5_a_ring_that_nobody_waits_for_is_heard_by_the_next_wait(page: mmap.mm
     assert time.monotonic() - began >= 0.045, "it was rung once, and heard twice"
 
 
-def _within(seconds: float, bell: FutexBell, wait: float | None) -> None:
+def _within(seconds: float, bell: _core.Bell, wait: float | None) -> None:
     thread = threading.Thread(target=bell.wait, args=(wait,), daemon=True)
     thread.start()
     thread.join(seconds)
@@ -54,49 +56,55 @@ def test_a5_waits_end_in_time(page: mmap.mmap) -> None:
         assert seconds * 0.9 <= time.monotonic() - began < seconds + 50
 
 
+def _asleep(page: mmap.mmap) -> memoryview:
+    """Return the word that says how the owner of the bell sleeps, once it does."""
+    word, until = word_in(page, SLEEP_AT), time.monotonic() + 10
+    while not word[0]:
+        assert time.monotonic() < until, "nobody went to sleep"
+        time.sleep(0)
+    return word
+
+
 def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:
     mine, other = bell_in(page), bell_in(page)
-    other.ring_if_asleep()
+    other.call()
     began = time.monotonic()
     mine.wait(0.02)
     assert time.monotonic() - began >= 0.018, "nobody slept, so nothing was rung"
     thread = threading.Thread(target=mine.wait, args=(None,), daemon=True)
     thread.start()
-    asleep = SharedWord(memoryview(page)[64:])
-    until = time.monotonic() + 10
-    while not asleep.get() and time.monotonic() < until:
-        time.sleep(0)
-    other.ring_if_asleep()
+    asleep = _asleep(page)
+    other.call()
     thread.join(10)
     assert not thread.is_alive()
-    assert asleep.get() == 0
+    assert asleep[0] == 0
 
 
-def test_a5_rings_that_overtake_one_another_are_heard(page: mmap.mmap) -> None:
-    """A ringer that is stopped just before it writes the count must not be taken for one that was heard."""
-    mine, slow, other = bell_in(page), bell_in(page), bell_in(page)
-    stale = slow._count
-    seen: list[int] = []
+def test_a5_another_process_does_not_wake_one_who_sleeps_for_its_own(page: mmap.mmap) -> None:
+    mine, other = bell_in(page), bell_in(page)
+    thread = threading.Thread(target=mine.wait, args=(None,), kwargs={"for_all": False}, daemon=True)
+    thread.start()
+    _asleep(page)
+    other.call()
+    thread.join(0.2)
+    assert thread.is_alive()
+    other.ring()
+    thread.join(10)
+    assert not thread.is_alive()
 
-    class Stopped:
-        address = stale.address
 
-        def get(self) -> int:
-            return stale.get()
-
-        def set(self, value: int) -> None:
-            if not seen:
-                seen.append(value)
-                other.ring()
-                mine.wait(20.0)  # which hears the other
-            stale.set(value)
-
-    slow._count = Stopped()  # type: ignore[assignment]
+def test_a5_a_bell_of_one_process_needs_no_memory() -> None:
+    bell = _core.Bell()
+    bell.ring()
+    _within(10, bell, None)
     began = time.monotonic()
-    slow.ring()
-    mine.wait(20.0)
-    assert seen
-    assert time.monotonic() - began < 15, "the second ring was not heard"
+    bell.wait(0.02)
+    assert time.monotonic() - began >= 0.018
+
+
+def test_a5_memory_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory of 8 bytes: expected at least 128"):
+        _core.Bell(memoryview(bytearray(8)))
 
 
 def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:
@@ -104,19 +112,18 @@ def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:
     hear, tell = bell_in_half(page, mine), bell_in_half(page, theirs)
     get, put = word_in_half(page, mine), word_in_half(page, theirs)
     for number in range(1, ROUNDS + 1):
-        while get.get() != number:
+        while get[0] != number:
             hear.wait(None)
-        put.set(number)
+        put[0] = number
         tell.ring()
 
 
-def bell_in_half(page: mmap.mmap, half: int) -> FutexBell:
-    memory = memoryview(page)[half * 1024 :]
-    return FutexBell(SharedWord(memory[0:]), SharedWord(memory[64:]))
+def bell_in_half(page: mmap.mmap, half: int) -> _core.Bell:
+    return _core.Bell(memoryview(page)[half * 1024 :])
 
 
-def word_in_half(page: mmap.mmap, half: int) -> SharedWord:
-    return SharedWord(memoryview(page)[half * 1024 + 128 :])
+def word_in_half(page: mmap.mmap, half: int) -> memoryview:
+    return word_in(page, half * 1024 + _core.BELL_BYTES)
 
 
 @pytest.fixture(params=["threads", "processes"])
@@ -145,9 +152,9 @@ def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, 
     def play() -> None:
         nonlocal last
         for number in range(1, ROUNDS + 1):
-            put.set(number)
+            put[0] = number
             tell.ring()
-            while get.get() != number:
+            while get[0] != number:
                 hear.wait(None)
             last = number
 

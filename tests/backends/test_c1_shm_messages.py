@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from aiodist._core import NUMBERS_BYTES
 from aiodist.backends.base import Done, Transport
 from aiodist.backends.shm import Neighbourhood, ShmTransport, meet, open_world
+from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.messages import PASS_BYTES
 from aiodist.backends.shm.peers import CREDIT_BYTES, ring_bytes, short_bytes
 from aiodist.control import in_process
@@ -69,14 +71,12 @@ def _started(call: Callable[[Done], None]) -> Ended:
 
 
 @asynccontextmanager
-async def ranks(count: int, *, ordered: bool = True, drained: bool = True) -> AsyncIterator[list[Rank]]:
+async def ranks(count: int, *, drained: bool = True) -> AsyncIterator[list[Rank]]:
     """Open `count` ranks; at the end nothing may be left of theirs in their arenas."""
     async with asyncio.timeout(10):
         met = await asyncio.gather(*[meet(channel, [0] * count) for channel in in_process(count)])
         nears = [one.near for one in met if one.near is not None]
         assert len(nears) == count
-        for near in nears:
-            near.ordered = ordered
         before = [_used(near) for near in nears]
         opened = [Rank(near, open_world(near)) for near in nears]
         try:
@@ -105,11 +105,10 @@ def drawn(nbytes: int, seed: int) -> Tensor:
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("places", ["private private", "shared private", "private shared", "shared shared"])
-async def test_c1_sizes_around_every_limit_arrive(places: str, ordered: bool) -> None:
+async def test_c1_sizes_around_every_limit_arrive(places: str) -> None:
     mine, theirs = places.split()
-    async with ranks(2, ordered=ordered) as (a, b):
+    async with ranks(2) as (a, b):
         for first in ("send", "receive"):
             for size in SIZES:
                 sent = getattr(a, mine)(size)
@@ -126,18 +125,18 @@ async def test_c1_sizes_around_every_limit_arrive(places: str, ordered: bool) ->
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[int, bool, list[Any], int]:
+def exchanges(draw: st.DrawFn) -> tuple[int, list[Any], int]:
     count = draw(st.integers(1, 4))
     rank = st.integers(0, count - 1)
     size = st.sampled_from((0, 1, 100, short_bytes(count), short_bytes(count) + 1, 300_000))
     one = st.tuples(rank, rank, st.integers(0, 2), size, st.booleans(), st.booleans(), st.booleans())
-    return count, draw(st.booleans()), draw(st.lists(one, max_size=30)), draw(st.integers(0, 1 << 30))
+    return count, draw(st.lists(one, max_size=30)), draw(st.integers(0, 1 << 30))
 
 
 @settings(max_examples=25, deadline=None)
 @given(exchanges())
 def test_c1_any_order_of_posting_keeps_the_order_of_equal_messages(drawing: Any) -> None:
-    count, ordered, messages, seed = drawing
+    count, messages, seed = drawing
 
     async def main() -> None:
         if count == 1:
@@ -146,7 +145,7 @@ def test_c1_any_order_of_posting_keeps_the_order_of_equal_messages(drawing: Any)
             await alone[0].transport.aclose(drained=True)
             alone[0].near.close()
         else:
-            async with ranks(count, ordered=ordered) as here:
+            async with ranks(count) as here:
                 await exchange(here)
 
     async def exchange(here: Sequence[Rank]) -> None:
@@ -187,12 +186,11 @@ def test_c1_any_order_of_posting_keeps_the_order_of_equal_messages(drawing: Any)
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_c1_both_may_send_far_more_than_the_queues_hold_before_they_receive(ordered: bool) -> None:
+async def test_c1_both_may_send_far_more_than_the_queues_hold_before_they_receive() -> None:
     size = SHORT - 64
     count = 3 * CREDIT_BYTES // size // 2
     assert count * size > ring_bytes(2)
-    async with ranks(2, ordered=ordered) as both:
+    async with ranks(2) as both:
         sends = [rank.send(rank.private(size, i), 1 - i) for _ in range(count) for i, rank in enumerate(both)]
         await asyncio.sleep(0)
         assert not all(end.done() for end in sends), "nothing waits: all of them were copied"
@@ -218,6 +216,42 @@ async def test_c1_what_nobody_asked_for_takes_bounded_memory_and_lets_others_pas
             await b.receive(room, 0, tag=1)
             assert int(room[0]) == int(room[-1]) == i % 251
         await asyncio.gather(*sends)
+
+
+async def test_c1_what_is_sent_at_once_keeps_its_order_with_what_waits() -> None:
+    async with ranks(2) as (a, b):
+        send_now = a.transport.capabilities().send_now
+        assert send_now is not None
+        count = 0
+        while send_now(bytearray([count % 251]) * SHORT, 1, 0):
+            count += 1
+        assert 1 < count <= ring_bytes(2) // SHORT + 1, "nothing is read meanwhile, so the ring fills up"
+        waits = a.send(a.private(SHORT, count % 251), 1)
+        await asyncio.sleep(0)
+        if not waits.done():
+            assert not send_now(bytearray(1), 1, 0), "it would overtake one that waits"
+        room = b.private(SHORT)
+        for i in range(count + 1):
+            await b.receive(room, 0)
+            assert int(room[0]) == int(room[-1]) == i % 251
+        await waits
+        assert not send_now(bytearray(SHORT + 1), 1, 0), "what is long is fetched, and so must stay"
+
+
+async def test_c1_a_ring_that_was_overwritten_is_an_error_that_names_the_rank() -> None:
+    async with ranks(2, drained=False) as (a, b):
+        room = b.private(1)
+        await asyncio.gather(a.send(a.private(1, 1), 1), b.receive(room, 0))
+        received = b.receive(room, 0)
+        from_a = b.near.neighbours[0]
+        segment, offset = from_a.places["messages"]
+        its_numbers = from_a.memory(Place(segment, offset + NUMBERS_BYTES), NUMBERS_BYTES)
+        its_numbers[:8] = 0x7F  # how much it has sent
+        with pytest.raises(BackendError, match="rank 0: what the other rank wrote into its ring makes no sense"):
+            await received
+        with pytest.raises(BackendError, match="rank 0"):
+            await b.receive(room, 0)
+        del received, its_numbers  # the error has frames, and so all that they look at
 
 
 async def test_c1_an_unmatched_send_takes_no_memory() -> None:

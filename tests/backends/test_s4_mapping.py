@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from aiodist.backends.cuda_ipc import Loan, Mapper, Mappings
 from aiodist.backends.cuda_ipc import mapping as mapping_module
 from aiodist.errors import BackendError, MismatchError
-from aiodist.testing import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import endtoend, jobs, models, prefetching, threads, training
+from benchmarks import coding, endtoend, jobs, models, prefetching, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -245,6 +245,34 @@ def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     impls = ["aiodist:prefetch", "plain", "loader", "step", "torch:dataloader", "torch:dataloader:2"]
     assert [(r.op, r.impl) for r in found] == [(op, impl) for op in ("prefetch", "prefetch:cpu") for impl in impls]
     assert all(record.seconds for record in found)
+
+
+def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "_NUMEL", 1000)
+    impls = ("int8", "sign", "topk")
+    (found,) = [asyncio.run(measure(Plan("codecs", 1, impls, ("int8-hook",), repeat=1)))]
+    assert [(r.op, r.impl, r.nbytes) for r in found] == [
+        ("codecs", impl, 4000) for impl in (*(f"aiodist:{name}" for name in impls), "int8-hook")
+    ]
+    first, second = run_ranks(2, partial(trained, ("powersgd", "topk", "bf16")))
+    for mine, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> None:
+    coded = [("aiodist:int8", 0.02), ("aiodist:sign", 0.1), ("aiodist:topk", 0.1), ("int8-hook", 0.04)]
+    steps = [("aiodist:datapar", 1.0), ("aiodist:powersgd", 0.19), ("aiodist:topk", 0.5)]
+    found = verdicts(
+        [Record("codecs", impl, 1, 64_000_000, seconds=seconds) for impl, seconds in coded]
+        + [Record("train:mlp", impl, 2, batch=32, seconds=seconds) for impl, seconds in steps]
+    )
+    assert [(round(v.value, 3), v.reached) for v in found] == [
+        (3.2, True),
+        (0.64, False),
+        (0.5, True),
+        (0.19, True),
+        (0.5, False),
+    ]
 
 
 # --- what the figures are held against ------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from aiodist.bench import peers
 from aiodist.bench.plan import Plan
 from aiodist.bench.session import Session
 from aiodist.launch import commands as launcher
-from aiodist.testing import SimulatedCuda, run_ranks, simulated_cuda
-from aiodist.testing.cuda.device import active
+from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
 from benchmarks import (
     gpu,
@@ -41,6 +40,8 @@ from benchmarks.gpu_cases import CASES, QUICK, Case, Figure, Measured, Sizes, St
 from benchmarks.gpu_notes import read_notes
 from benchmarks.gpu_turns import Bench, NotPossible, WrongResult
 from tests.support.fake_nccl.core import FakeNccl
+from tests.support.simulated_cuda.device import SimulatedCuda, active
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 TINY = replace(
     QUICK, allreduce_bytes=4 << 10, ahead=1e-4, long_kernel=1e-2, waits=5, flight=3, width=8, layers=1, batches=3,

@@ -94,8 +94,6 @@ def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: 
     assert all(value >= 0 for value in values.values())
     beside = {r["nbytes"] for r in records if r["op"] == "await_small" and r["impl"] == "mpi4py:iallreduce"}
     assert beside == {4, 1024}
-    assert "speeds to reach" in done.stdout
-    assert "over Open MPI" in done.stdout
 
 
 @pytest.mark.thorough
@@ -112,8 +110,6 @@ def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: st
     impls = ["aiodist:auto", "mpi4py:allreduce", "mpi4py:iallreduce"]
     assert [(r["op"], r["impl"]) for r in records] == [("await_small:busy", impl) for impl in impls]
     assert "each with a process that spins" in done.stdout
-    for figure in ("median", "mean"):
-        assert f"busy cores: await aiodist:auto 4 B / mpi4py:iallreduce, {figure}" in done.stdout
 
 
 @pytest.mark.parametrize(

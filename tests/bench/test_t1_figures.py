@@ -9,7 +9,6 @@ import pytest
 from aiodist.bench import timing
 from aiodist.bench.plan import Plan, default_sizes, parse_names, parse_sizes
 from aiodist.bench.records import BUSY, Record, bandwidths, dumps
-from aiodist.bench.targets import verdicts
 from aiodist.bench.timing import (
     WARMUPS,
     Contender,
@@ -22,6 +21,7 @@ from aiodist.bench.timing import (
     slowest_of_each,
 )
 from aiodist.errors import ConfigError
+from benchmarks.await_targets import verdicts
 from tests.support.records import loads
 
 FIELDS = ["op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"]

@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 from aiodist.bench import report, versions
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
-from aiodist.bench.targets import verdicts
 from aiodist.errors import BackendUnavailable
+from benchmarks.await_targets import verdicts
 
 RECORDS = [
     Record("allreduce", "aiodist:auto", 2, 64, 4e-6, 4e-6, 4e-6, 5e-6, 0.016, 0.016, (0, 1), 1),

@@ -17,7 +17,7 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Endpoint, Program, lockstep, run
 from aiodist.collectives.scheduled import LANE_TAGS, Scheduled, SubEndpoint
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")

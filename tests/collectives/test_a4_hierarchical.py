@@ -14,7 +14,7 @@ from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.program import Endpoint, Implementation, Program
-from aiodist.communicator.oplog import Fingerprint
+from aiodist.communicator.fingerprint import Fingerprint
 
 HOSTS = {
     2: [[[0], [1]]],

@@ -13,9 +13,10 @@ from aiodist.collectives.choice.table import HOSTS, NAMES
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.scheduled import Scheduled
-from aiodist.testing import run_ranks, simulated_cuda
-from aiodist.testing.cuda import SimulatedCuda
+from aiodist.testing import run_ranks
 from aiodist.types import OPERATIONS
+from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_a6_a_later_step_is_no_librarys() -> None:
 
 
 class _Native:
-    finishes, inline_bytes, in_order, carries, recallable = False, 0, True, False, False
+    finishes, inline_bytes, in_order, recallable = False, 0, True, False
 
     def supports(self, wanted: Wanted) -> bool:
         return True
@@ -295,7 +295,6 @@ async def test_a6_an_edit_reaches_calls_that_were_planned(coll: Communicator, na
         t.fill_(1)
         assert (await coll.allreduce(t)).tolist() == [2.0] * 64
     assert names == []
-    assert coll._plans
     await coll.selector.set("allreduce", "doubling", above=256, below=257)
     t.fill_(1)
     assert (await coll.allreduce(t)).tolist() == [2.0] * 64

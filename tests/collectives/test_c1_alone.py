@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator
-from aiodist.testing.cuda import SimulatedCuda
 from aiodist.types import Op
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 OPS = ["sum", "mean", "prod", "min", "max"]
 

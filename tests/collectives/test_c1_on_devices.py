@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, gather
-from aiodist.testing.cuda import SimulatedCuda
 from aiodist.types import Impl, Op
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 IMPLS: tuple[Impl, ...] = ("auto", "staged", "cuda_ipc", "ring", "doubling", "direct")

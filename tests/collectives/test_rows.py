@@ -117,6 +117,13 @@ async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
     assert await coll.scan(rank + 1) == (rank + 1) * (rank + 2) // 2
     assert await coll.broadcast(rank + 7.5, root=n - 1) == n + 6.5
     assert await coll.reduce(rank, root=n - 1) == (sum(range(n)) if rank == n - 1 else None)
+    for kind, add in ((int, 1), (float, 0.5)):
+        gathered = [r + add for r in range(n)]
+        for seen in (await coll.allgather(rank + add), await coll.gather(rank + add, root=n - 1)):
+            assert seen == gathered or (seen is None and rank != n - 1)
+            assert all(type(number) is kind for number in seen or ())
+    with pytest.raises(ValueError, match="out= goes with one tensor"):
+        coll.allgather(1.0, out=torch.empty(n))
 
 
 @every

@@ -13,7 +13,7 @@ from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
-from aiodist.testing import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.Stream]:

@@ -24,8 +24,8 @@ from aiodist.collectives.cuda import ipc as cuda_ipc
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.scheduled import SubEndpoint
-from aiodist.testing import SimulatedCuda
 from aiodist.types import ReduceOp
+from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
-from aiodist.testing import SimulatedCuda
 from aiodist.types import ReduceOp
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.collectives.conftest import Make, Ranks

@@ -9,7 +9,8 @@ from aiodist import init
 from aiodist.backends import local
 from aiodist.backends.base import Capabilities
 from aiodist.backends.inplace import copy
-from aiodist.testing import run_ranks, simulated_cuda
+from aiodist.testing import run_ranks
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 
 def at_once(into: torch.Tensor, t: torch.Tensor) -> None:

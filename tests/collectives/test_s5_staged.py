@@ -25,8 +25,8 @@ from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import PinnedPool, Staging
-from aiodist.testing.cuda import SimulatedCuda
 from aiodist.types import ReduceOp
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 PIECE = 4096
 LIMITS = {**USUAL_LIMITS, "staged.piece_bytes": PIECE}

@@ -32,7 +32,7 @@ async def test_a9_statistics_tell_which_way_bytes_went(coll: Communicator, shari
     if shares:
         assert own.share_(t) is t
     assert (inside(own, t), inside(own, view), inside(own, other)) == (shares, shares, False)
-    assert own.statistics() == CommunicatorStatistics(0, 0, 0, 0)
+    assert own.statistics() == CommunicatorStatistics(0, 0, 0, 0, named=0)
     await own.allreduce(t, impl="shm")
     assert t.eq(3).all()
     assert view.eq(3).all()
@@ -40,7 +40,7 @@ async def test_a9_statistics_tell_which_way_bytes_went(coll: Communicator, shari
     await own.allreduce(other, impl="shm")
     short = view.nbytes  # travels whole, wherever it lies
     ways = (t.nbytes, short + other.nbytes) if shares else (0, t.nbytes + short + other.nbytes)
-    assert own.statistics() == CommunicatorStatistics(3, 0, *ways)
+    assert own.statistics() == CommunicatorStatistics(3, 0, *ways, named=0)
     await own.aclose()
 
 
@@ -49,11 +49,14 @@ async def test_a9_what_an_operation_owns_stays_where_it_is(coll: Communicator) -
     net = nn.Linear(30, 40)
     before = [p.data_ptr() for p in net.parameters()]
     with torch.no_grad():
+        if coll.rank == 1:
+            await coll.recv(torch.empty(1), 0)  # so that rank 0's allreduce waits for this one's
         handle = coll.allreduce(net.bias.detach())
         if coll.rank == 0:
             with pytest.raises(BufferInFlight, match=r"share_\(\) .*allreduce.* still owns"):
                 coll.share_(net)
             assert [p.data_ptr() for p in net.parameters()] == before
+            await coll.send(torch.ones(1), 1)
         await handle
     assert coll.share_(net) is net
     assert all(inside(coll, p) for p in net.parameters())

@@ -73,25 +73,6 @@ async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicato
             await asyncio.sleep(0.001)
 
 
-@pytest.fixture
-def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks take themselves to be on a processor whose stores may be seen in another order."""
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-
-
-@pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
-async def test_c10_words_travel_as_messages_where_stores_are_not_ordered(unordered: None, coll: Communicator) -> None:
-    assert not coll._registry.near.ordered  # type: ignore[union-attr]
-    for turn in range(20):
-        t = torch.full((3,), float(coll.rank + turn))
-        assert (await coll.allreduce(t))[0] == sum(range(coll.size)) + coll.size * turn
-    with pytest.raises(aiodist.MismatchError, match="max"):
-        await coll.allreduce(t.fill_(coll.rank), op="max" if coll.rank else "sum")
-    assert t.eq(coll.rank).all()
-    ts = await aiodist.gather(*[coll.allreduce(torch.ones(3)) for _ in range(100)])
-    assert torch.stack(ts).eq(coll.size).all()
-
-
 @pytest.mark.ranks(2, 3)
 async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator) -> None:
     for _ in range(1100):

@@ -20,9 +20,9 @@ from aiodist import (
     MismatchError,
     gather,
 )
-from aiodist.testing.cuda import SimulatedCuda
 from aiodist.types import Impl
 from tests.support.fake_nccl.core import FakeNccl
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices

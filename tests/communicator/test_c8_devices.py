@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, CommunicatorAborted, MismatchError, init
-from aiodist.testing import run_ranks, simulated_cuda
-from aiodist.testing.cuda import SimulatedCuda
+from aiodist.testing import run_ranks
 from aiodist.types import Impl, Op
+from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 KINDS = (torch.float32, torch.bfloat16, torch.int32)
 

@@ -12,9 +12,9 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.collectives.cuda import peers
-from aiodist.testing import simulated_cuda
 from aiodist.topology import Device, Means, Topology
 from tests.support.hearing import heard
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 some = pytest.mark.ranks(2, 4, 5)
 processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))

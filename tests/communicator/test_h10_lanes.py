@@ -115,3 +115,18 @@ async def test_h7_the_line_of_what_a_lane_does_is_the_users(coll: Communicator) 
     handle = call(coll, t)
     assert str(handle.origin).startswith(f"{__file__}:")
     await handle
+
+
+@pytest.mark.ranks(3, backend=("openmpi", "shm"))
+async def test_c10_memory_is_free_when_it_is_known_that_ranks_differ(coll: Communicator) -> None:
+    """Though one of them has not come yet."""
+    other = await coll.dup()
+    await other.allreduce(torch.ones(4))
+    t = torch.full((4,), float(coll.rank))
+    if coll.rank == 2:
+        await asyncio.sleep(1.5)
+    with pytest.raises(aiodist.MismatchError, match="max"):
+        await other.allreduce(t, op="max" if coll.rank == 1 else "sum")
+    assert t.eq(coll.rank).all()
+    assert (await coll.allreduce(t)).tolist() == [3.0] * 4
+    await other.allreduce(t)

@@ -13,7 +13,7 @@ from torch import Tensor
 import aiodist
 from aiodist import AiodistError, BufferInFlight, Communicator, Handle, OperationTimeout, gather
 from aiodist.streams import CudaStream, HostStream
-from aiodist.testing.cuda import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 NUMEL = 5000
 

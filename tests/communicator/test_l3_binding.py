@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from aiodist import Communicator, gather, init
-from aiodist.testing import run_ranks, simulated_cuda
-from aiodist.testing.cuda import SimulatedCuda
+from aiodist.testing import run_ranks
 from aiodist.world.opening import current_place
+from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 
 def my_rank() -> int | None:

@@ -14,9 +14,10 @@ from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborte
 from aiodist.backends import nccl
 from aiodist.errors import BackendUnavailable
 from aiodist.streams import CudaStream
-from aiodist.testing import run_ranks, simulated_cuda
+from aiodist.testing import run_ranks
 from aiodist.types import Impl
 from tests.support.fake_nccl.core import FakeNccl
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -2,6 +2,7 @@
 
 `core/tests/test_core.c` draws operations of every kind, size and dtype, on tensors that others reach and on those that
 they do not, up to 40 in flight, some of which the ranks disagree on; and has a rank leave in the middle.
+`core/tests/test_rings.c` sends records both ways, and overwrites what a ring holds.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import pytest
 
 from build_backend import aiodist_build as build
 
-PROGRAM = build.ROOT / "core" / "tests" / "test_core.c"
+TESTS = build.ROOT / "core" / "tests"
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler that compiles the core")
 
 
-def built(folder: Path, *flags: str) -> Path:
-    program = folder / "test_core"
+def built(folder: Path, *flags: str, name: str = "test_core") -> Path:
+    program = folder / name
     command = [*build.compiler(), *build.FLAGS, *build.WARNINGS, "-Werror", "-g", *flags]
-    command += [*map(str, build.LIBRARY), str(PROGRAM), "-o", str(program), "-lm"]
+    command += [*map(str, build.LIBRARY), str(TESTS / f"{name}.c"), "-o", str(program), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 
 
-def run(program: Path, seed: int, operations: int) -> str:
-    done = subprocess.run([program, str(seed), str(operations)], capture_output=True, text=True, timeout=300)
+def run(program: Path, **numbers: int) -> str:
+    done = subprocess.run([program, *map(str, numbers.values())], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,6 +43,10 @@ def test_c2_core_stores_past_the_caches_are_right(tmp_path: Path) -> None:
     run(built(tmp_path, "-O2", *always), seed=4, operations=60)
 
 
+def test_c1_core_records_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    assert run(built(tmp_path, "-O2", name="test_rings"), records=50_000) == "50000 records each way\n"
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -50,3 +55,4 @@ def test_c2_core_stores_past_the_caches_are_right(tmp_path: Path) -> None:
 def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], tmp_path: Path) -> None:
     program = built(tmp_path, "-O1", *flags)
     run(program, seed=3, operations=60)
+    assert run(built(tmp_path, "-O1", *flags, name="test_rings"), records=50_000)

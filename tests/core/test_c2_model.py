@@ -55,10 +55,11 @@ def test_c2_model_holds_in_every_order(ranks: int, places: int, portion: int, se
 @pytest.mark.parametrize(
     ("file", "line", "wrong"),
     [
-        ("lane.c", " || (lane->first != NULL && k - lane->first->number >= ENTRIES)", ""),
+        ("lane.c", "if (lane->first != NULL && k - lane->first->number >= ENTRIES) return false;", ""),
         ("lane.c", "if (portion - oldest->portion >= PLACES)", "if (portion - oldest->portion > PLACES)"),
-        ("lane.c", "if (lane->unsettled || ", "if ("),
+        ("lane.c", "if (lane->unsettled) return false;", ""),
         ("lane.c", "% PLACES].portion < consumed", "% PLACES].portion <= consumed"),
+        ("lane.c", "if (!alike(entry, op)) other = q;", "(void)alike;"),
         ("ways.c", "<= op->base + j) {", "< op->base + j) {"),
         ("ways.c", "memory_order_acquire) <= op->base) {", "memory_order_acquire) < op->base) {"),
         ("ways.c", "op->filled < to_fill ? op->filled : op->rounds", "op->rounds"),

@@ -21,7 +21,8 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress, Scheduler
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import CudaStream, Staging
-from aiodist.testing import SimulatedCuda, run_ranks
+from aiodist.testing import run_ranks
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.timeout(60)
 

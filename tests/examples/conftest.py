@@ -61,7 +61,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ou
     return run
 
 
-def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str, servers: int = 0) -> Output:
+def start(
+    folder: Path, n: int, script: Path, *arguments: str, mpi: str, servers: int = 0, seconds: float = 60
+) -> Output:
     ranks = ["-n", str(n), "--servers", str(servers)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -70,7 +72,7 @@ def start(folder: Path, n: int, script: Path, *arguments: str, mpi: str, servers
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds,
         check=False,
     )
     lines: dict[int, list[str]] = {rank: [] for rank in range(n + servers)}

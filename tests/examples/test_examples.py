@@ -121,7 +121,9 @@ def test_train_digits_notices_different_weights(
 
 # --- the ways to train ------------------------------------------------------------------------------------------------
 
-SAME_STEPS = ["train_allreduce", "train_async", "train_prefetch", "train_pipelined", "train_evaluate"]
+SAME_STEPS = [f"train_{way}" for way in ("allreduce", "async", "prefetch", "pipelined", "evaluate")] + [
+    "model_parallel"
+]
 WAYS = [*SAME_STEPS, "train_uneven"]
 
 
@@ -259,7 +261,7 @@ def test_t3_ps_synchronous_steps_are_those_of_one_process(
 
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", ["ps_downpour", "ps_easgd", "ps_data_parallel"])
+@pytest.mark.parametrize("name", ["ps_downpour", "ps_easgd", "ps_data_parallel", "ps_data_model_parallel"])
 def test_t3_ps_workers_that_wait_for_nobody_learn(
     name: str, n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +270,60 @@ def test_t3_ps_workers_that_wait_for_nobody_learn(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert accuracy_in(lines[-1]) >= 0.85
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_n12_a_few_codecs_learn_the_digits(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = example("compressed")
+    monkeypatch.setattr(program, "CODECS", [None, program.codecs.TopK(0.01), program.codecs.PowerSGD(rank=4)])
+    monkeypatch.setattr(program, "PASSES", 1)
+    run_ranks(2, program.main)
+    check_compressed(capsys.readouterr().out.splitlines(), 3, within=0.02)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("n", [2, 3])
+def test_n12_with_few_bytes_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
+    done = launch(n, EXAMPLES / "compressed.py", mpi="openmpi", seconds=300)  # seven trainings; 60 s beside other tests
+    assert (done.code, done.errors, done.lines[1]) == (0, "", [])
+    check_compressed(done.lines[0], 7, within=0.01)
+
+
+def check_compressed(lines: list[str], codecs: int, within: float) -> None:
+    """Compare the accuracy of each codec with that of the first line, which is of plain gradients."""
+    found = [re.fullmatch(r".*: (\d+\.\d) times fewer bytes, test accuracy (\d\.\d{4})", line) for line in lines]
+    (plain, expected), *others = [(float(match[1]), float(match[2])) for match in found if match is not None]
+    assert len(others) == codecs - 1
+    assert plain == 1.0
+    assert expected >= 0.95 - within
+    for fewer, accuracy in others:
+        assert fewer > 1.9
+        assert accuracy >= expected - within
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_n13_models_on_two_ranks_each_in_groups(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = shortened(example, monkeypatch, capsys, epochs=3)
+    run_ranks(4, example("model_parallel").main)
+    same_weights(capsys.readouterr().out.splitlines(), expected)
+    monkeypatch.setattr(sys.modules["train_sequential"], "EPOCHS", 8)
+    run_ranks(8, example("ps_data_model_parallel").main)
+    assert accuracy_in(capsys.readouterr().out.splitlines()[-1]) >= 0.85
+
+
+@pytest.mark.thorough
+def test_n13_model_parallel_in_processes(launch: Launch) -> None:
+    names = ["model_parallel", "ps_data_model_parallel"]
+    done = launch(4, ONE_AFTER_ANOTHER, *names, mpi="openmpi")
+    assert (done.code, done.errors) == (0, "")
+    assert [line for rank in range(1, 4) for line in done.lines[rank]] == [f"--- {name}" for name in names] * 3
+    for lines in by_example(done.lines[0]).values():
+        assert accuracy_in(lines[-1]) >= 0.9
 
 
 def check_versions(lines: list[str], expected: list[str], last: int) -> None:

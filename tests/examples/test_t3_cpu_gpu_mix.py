@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.testing import SimulatedCuda, run_ranks
+from aiodist.testing import run_ranks
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 Launch = Any  # conftest's fixture
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "cpu_gpu_mix.py"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from aiodist import _core
 from aiodist.handles import Handle, Progress
 from aiodist.handles import progress as module
-from aiodist.handles.bell import LockBell
 from aiodist.handles.progress import transport_lock
 
 pytestmark = pytest.mark.timeout(30)
@@ -87,6 +87,42 @@ async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None
         await asyncio.to_thread(handle.wait, 25)
 
 
+class Wanting:
+    """A poller that nothing is pending of, and that wants to be polled all the same."""
+
+    rings = True
+    polled = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def poll(self, until: float = 0.0) -> bool:
+        self.polled += 1
+        return False
+
+
+async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: None) -> None:
+    progress, wanting, held, let_go = Progress.current(), Wanting(), threading.Event(), threading.Event()
+    progress.add_poller(wanting)
+
+    def hold() -> None:
+        with transport_lock:
+            held.set()
+            let_go.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    progress.resume()
+    assert wanting.polled == 0
+    let_go.set()
+    thread.join(10)
+    async with asyncio.timeout(10):
+        while not wanting.polled:  # noqa: ASYNC110  - nothing tells
+            await asyncio.sleep(0.001)
+    progress.remove_poller(wanting)
+
+
 class _Ended:
     def __init__(self, handle: Handle[int]) -> None:
         self.handle = handle
@@ -99,7 +135,7 @@ class _Ended:
 async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
     """A ringer looks which bell it is, and may be held up there while the thread goes to sleep at another."""
     thread = module._ProgressThread()
-    before, after = LockBell(), LockBell()
+    before, after = _core.Bell(), _core.Bell()
     thread.sleep_at(before)
     before.wait(1)
     thread.sleep_at(after)

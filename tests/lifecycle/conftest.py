@@ -157,13 +157,18 @@ class Run(Jobs):
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running nursery."""
-    folder = tmp_path_factory.mktemp("nursery")
-    environ = {**os.environ, "PYTHONPATH": python_path()}
+    with nursed(tmp_path_factory.mktemp("nursery")) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def nursed(folder: Path, **environ: str) -> Iterator[str]:
+    """The address of a nursery that runs meanwhile."""
     with subprocess.Popen(
         [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environ,
+        env={**os.environ, "PYTHONPATH": python_path(), **environ},
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

@@ -19,10 +19,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  - what takes so long
+
+if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is installed
+    spec = spec_from_file_location("aiodist._core", core)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["aiodist._core"] = built = module_from_spec(spec)
+    spec.loader.exec_module(built)
 
 import aiodist.backends.gloo
 import aiodist.launch.job

@@ -34,7 +34,7 @@ def outlived(run: Run, backend: str, *arguments: str) -> Ended:
 def test_p12_a_killed_worker_holds_nobody_up(run: Run, backend: str, policy: str) -> None:
     ended = outlived(run, backend, "worker", policy)
     for rank in range(2):
-        assert ended.said(rank) == ["steps: 30", "nothing lost: True", "left: [] dropped 0"]
+        assert ended.said(rank) == ["steps: 30", "nothing lost: True", "left: [] only the dead's dropped: True"]
 
 
 @pytest.mark.parametrize(("backend", "policy"), [("gloo", "synchronous"), ("shm", "bounded"), ("gloo", "quorum")])

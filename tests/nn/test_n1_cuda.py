@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aiodist import BufferInFlight, Communicator, MismatchError
 from aiodist.nn import DataParallel, assert_synchronized, synchronize_gradients, synchronize_parameters
-from aiodist.testing.cuda import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
-from aiodist.testing.cuda import SimulatedCuda
-from aiodist.testing.cuda.device import Event
+from tests.support.simulated_cuda.device import Event, SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial

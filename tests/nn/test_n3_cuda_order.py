@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.testing.cuda import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices

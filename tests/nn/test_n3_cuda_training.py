@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, MismatchError
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.testing.cuda import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices

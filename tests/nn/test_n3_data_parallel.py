@@ -162,7 +162,7 @@ def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> N
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
+            sizes: dict[str, Any] = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
             net = await DataParallel.create(make(), coll, op=plan.op, **sizes)
             opt = trial.OPTIMIZERS[plan.optimizer](list(net.parameters()))
             for step in range(steps):

@@ -242,24 +242,6 @@ async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: d
     trial.assert_same(net, trial.alone(coll.size, 3, make=Imaging, loss=loss, optimizer="momentum"))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
-async def test_n5_sparse_gradients_are_an_error(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
-    module = nn.ModuleDict({"dense": nn.Linear(4, 1), "sparse": nn.Embedding(5, 4, sparse=True)})
-    net = await DataParallel.create(module, coll, **sizes)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    words = torch.tensor([1, 3])
-    for step in range(4):
-        before = [p.detach().clone() for p in net.parameters()]
-        if step % 2:  # also where the first step had none
-            with pytest.raises((TypeError, aiodist.RemoteError), match=r"'sparse\.weight' has a gradient of layout"):
-                await net.step(lambda: module["dense"](module["sparse"](words)).sum(), opt)
-            assert all(map(torch.equal, before, net.parameters()))
-        else:
-            await net.step(lambda: module["dense"](torch.ones(4)).sum(), opt)
-    await assert_synchronized(module, coll)
-
-
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -53,13 +53,13 @@ def test_where_there_is_no_compiler_one_is_fetched() -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_without_any_compiler_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="install GCC 12, clang 15 or later, or ziglang"):
+    with pytest.raises(SystemExit, match="install gcc, clang or ziglang"):
         build.zig()
 
 
 def test_a_compiler_that_was_asked_for_and_does_not_work_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false --much")
-    with pytest.raises(SystemExit, match="CC=false --much does not compile C11 with _Float16"):
+    with pytest.raises(SystemExit, match="CC=false --much does not compile C11 with atomics"):
         build.compiler()
 
 

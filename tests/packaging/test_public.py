@@ -19,7 +19,10 @@ import typer
 
 from aiodist import Communicator, cli
 
-MODULES = ("aiodist", *(f"aiodist.{name}" for name in ("codecs", "data", "handles", "nn", "ps", "streams", "testing")))
+MODULES = (
+    "aiodist",
+    *(f"aiodist.{name}" for name in ("checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing")),
+)
 LISTED = Path(__file__).with_name("public.txt")
 
 

@@ -20,7 +20,7 @@ from aiodist.handles import Handle, Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import CudaStream, Events, HostStream
 from aiodist.streams.cuda import event_handle
-from aiodist.testing import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")
 

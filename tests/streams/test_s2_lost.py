@@ -13,7 +13,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import CudaStream, Staging
 from aiodist.streams.leak import leak
-from aiodist.testing import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 
 async def test_s2_what_was_submitted_is_freed_without_harm(simulated_cuda: SimulatedCuda) -> None:

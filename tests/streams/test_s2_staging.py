@@ -16,7 +16,7 @@ from aiodist.backends.base import DTYPES
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import CudaStream, PinnedPool, Staging
-from aiodist.testing.cuda import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 PIECE = 4096
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 3)  # bytes

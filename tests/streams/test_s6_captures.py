@@ -17,7 +17,7 @@ from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
 from aiodist.streams import CudaStream, PinnedPool, capture, check_not_capturing
 from aiodist.streams.cuda import event_handle
-from aiodist.testing import SimulatedCuda
+from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, Own
-from aiodist.testing.cuda.device import active
-from aiodist.testing.cuda.lanes import Lane
+from tests.support.simulated_cuda.device import active
+from tests.support.simulated_cuda.lanes import Lane
 
 __all__ = ["SimulatedMapper"]
 

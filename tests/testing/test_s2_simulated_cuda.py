@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 
 import aiodist
 import aiodist.testing.plugin
-from aiodist.testing import SimulatedCuda, simulated_cuda
+from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 pytest_plugins = ["pytester"]
 
@@ -429,10 +429,11 @@ def test_s2_simulated_streams_end_with_the_device() -> None:
 
 
 def test_s2_simulated_the_fixture_opens_two_devices_and_reports_hazards(
-    pytester: pytest.Pytester, request: pytest.FixtureRequest
+    pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile("""
         import torch
+        from tests.support.simulated_cuda.fixture import simulated_cuda
 
         def test_right(simulated_cuda):
             assert torch.cuda.device_count() == 2
@@ -446,10 +447,8 @@ def test_s2_simulated_the_fixture_opens_two_devices_and_reports_hazards(
                 del t
                 torch.cuda.current_stream().synchronize()
     """)
-    manager = request.config.pluginmanager
-    plugin = [] if manager.get_name(sys.modules[PLUGIN]) != PLUGIN else ["-p", PLUGIN]
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
-    result = pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(
         ["*add on stream 1 of cuda:0 used memory that had been freed*", "*simulated_cuda(*seed=*"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist.testing import SimulatedCuda, simulated_cuda
+from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 
 @pytest.fixture

@@ -30,8 +30,6 @@ from aiodist.streams import OnStream
 from aiodist.streams.capture import Uncaptured
 from aiodist.streams.leak import leak
 
-__all__ = ["Mapped", "Mapper", "address_of", "living"]
-
 _REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
 

@@ -39,8 +39,6 @@ from aiodist.handles.progress import transport_lock
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["Loan", "Mappings", "ReleaseNotices"]
-
 _TOPIC = "cuda_ipc"
 _LOOK_SECONDS = 1.0
 _LOOKS = 8  # of how many storages a loan finds out, one after another, whether they have died: each costs 1 us

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from aiodist.backends.gloo.library import empty
 
-__all__ = ["CREDITS", "HEADER_BYTES", "MESSAGE", "OFFER", "TAKEN", "Frame"]
-
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
 _HEADER = struct.Struct("<B3xiQqqq24x")  # kind, tag, communicator, number, bytes of data, frames received

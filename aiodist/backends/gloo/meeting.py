@@ -16,8 +16,6 @@ from aiodist.errors import AiodistError
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["GlooRendezvous"]
-
 _SETUP_SECONDS = 60.0
 
 

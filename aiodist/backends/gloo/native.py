@@ -30,8 +30,6 @@ from aiodist.handles import LARGE_BYTES, join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
-__all__ = ["GlooNative"]
-
 _OPS: dict[ReduceOp | None, Any] = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
     ReduceOp.PROD: c10d.ReduceOp.PRODUCT,
@@ -60,7 +58,6 @@ class GlooNative:
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
-    carries = False
     recallable = False
 
     _group: ProcessGroup | None

@@ -22,8 +22,6 @@ from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
 from aiodist.types import ANY
 
-__all__ = ["ArrivedMessage", "Receiving"]
-
 
 class ArrivedMessage(NamedTuple):
     """A message that came before its receive, or that it was offered."""

@@ -27,8 +27,6 @@ from aiodist.handles.progress import transport_lock
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["GlooTransport", "open_world"]
-
 _WORLD = "world"
 
 

@@ -34,8 +34,6 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 
-__all__ = ["GlooPeer", "Member", "Wire"]
-
 _POSTED = 4  # receives of frames that wait at each peer
 _CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
 
@@ -65,6 +63,8 @@ class Wire:
         self._closing = False
         self.at_close: set[Callable[[], None]] = set()
         """What closes gloo's own collectives."""
+        self._close_lock = threading.Lock()
+        self._closed_all = False
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         self.peers = {other: GlooPeer(self, other) for other in range(size) if other != rank}
@@ -122,13 +122,17 @@ class Wire:
 
     def close(self) -> None:
         """End the threads and close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
-        atexit.unregister(self._at_exit)
-        for close in list(self.at_close):
-            close()
-        abort_group(self.group, self.peers)
-        until = monotonic() + CLOSE_SECONDS
-        if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
-            del self.group
+        with self._close_lock:  # the interpreter, when it ends, waits for a loop's thread that closes just now
+            if self._closed_all:
+                return
+            self._closed_all = True
+            for close in list(self.at_close):
+                close()
+            abort_group(self.group, self.peers)
+            until = monotonic() + CLOSE_SECONDS
+            if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
+                del self.group
+            atexit.unregister(self._at_exit)
 
 
 class GlooPeer:

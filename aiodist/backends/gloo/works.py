@@ -6,8 +6,6 @@ from aiodist.backends.gloo.library import Work
 from aiodist.backends.threads import started
 from aiodist.handles import Handle, Origin, from_future, from_source
 
-__all__ = ["work_handle"]
-
 
 class _WorkSource:
     """A torch Work that can be asked: gloo's collectives, and NCCL's works, whose futures are done too early."""

@@ -17,8 +17,6 @@ from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
 from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = ["MpiNative", "Pipeline"]
-
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
 _PIPELINED_BYTES = 1 << 20
 _PIPELINED_AT_ONCE = 2
@@ -71,7 +69,6 @@ class MpiNative:
     finishes = False
     inline_bytes = LARGE_BYTES
     in_order = True
-    carries = False
     recallable = False
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:

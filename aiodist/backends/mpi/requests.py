@@ -12,8 +12,6 @@ from aiodist.backends.base import Done, ours, tell
 from aiodist.backends.mpi.library import DTYPES, MPI, as_backend_error
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 
-__all__ = ["Requests", "address", "request_handle", "spec", "start"]
-
 _WINDOW = 64  # how many requests one pass looks at
 address = MPI.buffer.fromaddress
 

@@ -22,8 +22,6 @@ from aiodist.handles import Progress, join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
 
-__all__ = ["MpiTransport", "open_world"]
-
 T = TypeVar("T")
 
 _SHORT_BYTES = 64 << 10

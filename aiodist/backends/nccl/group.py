@@ -21,8 +21,6 @@ from aiodist.backends.threads import started
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 
-__all__ = ["CLOSE_SECONDS", "Exchange", "Launch", "NcclGroup"]
-
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
 

@@ -13,8 +13,6 @@ from aiodist.backends.nccl.library import Library
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Staging
 
-__all__ = ["NcclGroups"]
-
 _Key = tuple[str, tuple[int, ...], int, torch.device]
 
 

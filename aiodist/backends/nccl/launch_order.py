@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["LaunchOrder", "LaunchSlot"]
-
 Call = Callable[[], None]
 
 

@@ -33,20 +33,6 @@ import torch
 
 from aiodist.errors import BackendError, BackendUnavailable
 
-__all__ = [
-    "ID_BYTES",
-    "IN_PROGRESS",
-    "MULTI_RANK_VERSION",
-    "OLDEST_VERSION",
-    "SUCCESS",
-    "Library",
-    "load",
-    "missing",
-    "refuses",
-    "version",
-    "version_installed",
-]
-
 OLDEST_VERSION: Final = (2, 23)
 MULTI_RANK_VERSION: Final = (2, 30)
 """From here on NCCL lets ranks share a device, where it is told so."""

@@ -17,8 +17,6 @@ from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.launch_order import LaunchSlot
 from aiodist.types import REDUCTIONS, ReduceOp
 
-__all__ = ["NcclNative", "supports"]
-
 _MOVES = frozenset({"broadcast", "allgather", "alltoall", "exchange"})
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint32, torch.uint64})

@@ -14,19 +14,16 @@ from time import perf_counter
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.base import DTYPES, Begin, Done, Operation, Refused, again
+from aiodist.backends.base import DTYPES, Done, Operation, Refused, again
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
 from aiodist.types import ReduceOp
 
-__all__ = ["KINDS", "Kind", "Lane", "Lanes", "dtype_code", "op_code"]
-
 _STAGE_BYTES = 1 << 20
 _BLOCK_BYTES = -(-_core.BLOCK_BYTES // 4096) * 4096
 _NOWHERE = (0xFFFFFFFF, 0)
-_DIFFERENT, _ABANDONED, _REFUSED = 2, 3, 5  # of `core_state` in core.h
 
 
 class Kind(IntEnum):
@@ -85,6 +82,7 @@ class Lanes:
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
+        self.progress.last_ran = perf_counter()
         if self.completions.woken():
             self.progress.resume()
 
@@ -191,17 +189,6 @@ class Lane:
         """
         self._lane.refuse(key)
 
-    def plan_allreduce(self, kind: int, op: ReduceOp) -> Begin:
-        """Return what submits an allreduce of tensors of dtype `kind`, given the tensor and its word."""
-        submit, locate, code = self._lane.submit, self._near.locate, op_code(op)
-
-        def begin(t: Tensor, word: int, done: Done) -> None:
-            at = t.data_ptr()
-            place = locate(t) or _NOWHERE
-            submit(1, kind, code, 0, word, 0, at, at, t.numel(), None, None, *place, done, t)
-
-        return begin
-
     def close(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`."""
         if self._closed:
@@ -227,12 +214,12 @@ def _map(others: Mapping[int, Neighbour], rank: int, segment: int) -> None:
 
 def _error_of(name: str, why: list[BaseException], state: int, rank: int) -> BaseException:
     """Return why an operation of lane `name` did not end well: because of `rank`."""
-    if state == _DIFFERENT:
+    if state == _core.DIFFERENT:
         return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} brought another one")
-    if state == _REFUSED:
+    if state == _core.REFUSED:
         return Refused(f"rank {rank} takes no part in an operation of {name!r}")
     if why:
         return again(why[0])
-    if state == _ABANDONED:
+    if state == _core.ABANDONED:
         return BackendError(f"rank {rank} gave the shared memory of {name!r} up")
     return BackendError(f"the memory that rank {rank} shares for {name!r} makes no sense: it was overwritten")

@@ -11,8 +11,6 @@ from aiodist.backends.matching import Matching
 from aiodist.backends.shm.memory import Place
 from aiodist.errors import BackendError
 
-__all__ = ["Box", "Message", "Receive", "Send", "too_long"]
-
 
 @dataclass(eq=False, slots=True)
 class Send:

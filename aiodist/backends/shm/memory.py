@@ -24,9 +24,14 @@ import psutil
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Place", "check_segment", "segment_fd"]
-
 _SEGMENT_BYTES = 1 << 30  # of addresses
+_SKEW_BYTES = 33 * mmap.PAGESIZE
+"""Unused, at the end of each segment: those that are mapped side by side then do not lie a power of two apart.
+
+Some processors guess from bits 12 to 27 of an address where in the first cache its line is (Lipp et al. 2020, "Take A
+Way", doi:10.1145/3320269.3384746). What ranks reduce lies at the same place in the segment of each: with these bits
+alike as well a reduction in place took eight times as long.
+"""
 _POPULATE_WRITE = 23  # madvise, from Linux 5.14 on: have the pages in the page table at once
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -159,11 +164,12 @@ class _Segment:
     def __init__(self, number: int, nbytes: int, *, kept: bool) -> None:
         self.number = number
         self.nbytes = nbytes
+        self.mapped_bytes = nbytes + _SKEW_BYTES
         self.kept = kept
         """Its pages are there from the beginning, and stay, whether blocks are in them or not."""
-        self.fd = segment_fd(f"aiodist-{number}", nbytes)
+        self.fd = segment_fd(f"aiodist-{number}", self.mapped_bytes)
         try:
-            self.map = mmap.mmap(self.fd, nbytes)
+            self.map = mmap.mmap(self.fd, self.mapped_bytes)
         except BaseException:
             os.close(self.fd)
             raise

@@ -9,23 +9,22 @@ are still received; long ones that were not received in full by then are gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from ctypes import memmove
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
+from aiodist._core import arrived
 from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import Peer
-from aiodist.backends.shm.rings import Numbers, copy_bytes, move_bytes
+from aiodist.backends.shm.rings import move_bytes, numbers_for
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
-
-__all__ = ["PASS_BYTES", "Messages"]
 
 PASS_BYTES = 1 << 20
 """How much one pass over everything copies, about."""
@@ -61,9 +60,9 @@ class Messages:
         """How many bytes this pass may still copy."""
         self.peers: dict[int, Peer] = {}
         if near is not None:
-            slots = Numbers.slots(near)
-            self.peers = {rank: Peer(self, neighbour, slots) for rank, neighbour in near.neighbours.items()}
-        self._polled = tuple(self.peers.values())
+            numbers = numbers_for(near)
+            self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
+        self._poll_only(self.peers.values())
         self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()
         self._members: dict[int, tuple[int, ...]] = {}
@@ -75,6 +74,10 @@ class Messages:
         self._ask_at = 0.0
         self._failure: AiodistError | None = None
         progress.add_poller(self)
+
+    def _poll_only(self, peers: Iterable[Peer]) -> None:
+        self._polled = tuple(peers)
+        self._rings = tuple([peer.rings for peer in self._polled])
 
     def join(self, comm: int, ranks: tuple[int, ...]) -> None:
         """There is a communicator of these ranks of the world."""
@@ -91,14 +94,15 @@ class Messages:
             send.done(self._failure)
             return
         self._pending += 1
-        self._try(send, partial(self._send, send, to))
-
-    def _try(self, operation: Send | Receive, step: Callable[[], None]) -> None:
-        """Take a step of `operation`, which is over with what that raises."""
         try:
-            step()
+            self._send(send, to)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            self.over(operation, ours(error))
+            self.over(send, ours(error))
+
+    def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
+        """Send a few bytes to rank `to`; False where they would have to wait: then nothing is sent."""
+        peer = self.peers.get(to)
+        return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
     def _send(self, send: Send, to: int) -> None:
         if to != self.rank:
@@ -121,7 +125,10 @@ class Messages:
             receive.done(self._failure)
             return
         self._pending += 1
-        self._try(receive, partial(self._receive, receive))
+        try:
+            self._receive(receive)
+        except Exception as error:  # noqa: BLE001  - likewise
+            self.over(receive, ours(error))
 
     def _receive(self, receive: Receive) -> None:
         box = self.box(receive.comm)
@@ -155,7 +162,7 @@ class Messages:
         peer.give_back(message.cost)
         error = too_long(message.nbytes, receive)
         if error is None:
-            copy_bytes(receive.t.data_ptr(), message.data, message.nbytes)
+            memmove(receive.t.data_ptr(), message.data, message.nbytes)
         self.over(receive, error)
 
     def _to_myself(self, send: Send, receive: Receive) -> None:
@@ -227,8 +234,10 @@ class Messages:
                 return True
             if moved:
                 return True
-            if perf_counter() >= until:
+            if not until or perf_counter() >= until:
                 return False
+            if all(peer.idle for peer in self._polled) and not arrived(self._rings, until):
+                self._passes = _LOOK_PASSES
 
     def _look(self) -> bool:
         """Send what could not be sent over the sockets; True when a rank was found to be gone."""
@@ -247,7 +256,7 @@ class Messages:
     def _lose(self, peer: Peer) -> None:
         """A rank is gone: see [Note: ranks that are gone]."""
         self._gone.add(peer.rank)
-        self._polled = tuple([one for one in self._polled if one is not peer])
+        self._poll_only(one for one in self._polled if one is not peer)
         failed: list[Send | Receive] = peer.end()
         for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
             box = self.box(comm)
@@ -316,5 +325,5 @@ class Messages:
 
     def release(self) -> None:
         """Give the memory for messages back, which nobody looks at any more."""
-        self._polled = ()
+        self._poll_only(())
         self.peers.clear()

@@ -17,8 +17,6 @@ from aiodist.backends.shm.memory import Arena
 from aiodist.errors import BackendUnavailable
 from aiodist.handles import in_flight
 
-__all__ = ["move"]
-
 _MOST_SPARE = 2  # a storage of more times the tensors in it is somebody else's
 
 

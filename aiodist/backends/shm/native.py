@@ -8,11 +8,9 @@ from zlib import crc32
 
 from torch import dtype
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, again
+from aiodist.backends.base import Done, Operation, Wanted, again
 from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
 from aiodist.types import ReduceOp
-
-__all__ = ["ShmNative"]
 
 
 class ShmNative:
@@ -25,7 +23,6 @@ class ShmNative:
     finishes = True
     inline_bytes = maxsize
     in_order = False
-    carries = True
     recallable = True
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int) -> None:
@@ -78,9 +75,8 @@ class ShmNative:
             self._led = self.open("steps", led=True)
         return self._led
 
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce in the order of issue; its number is a fingerprint, compared on the way."""
-        return self.ordered.plan_allreduce(dtype_code(kind), op)
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> None:
+        """Return None: what goes from the call on is issued in the compiled core."""
 
     def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`, now."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
 import secrets
 import select
 import socket
@@ -29,20 +28,15 @@ from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
 from aiodist.backends.threads import in_thread
 from aiodist.control import exchange
 from aiodist.errors import BackendError
-from aiodist.handles.bell import FutexBell, SharedWord, futex_number
 from aiodist.handles.progress import leave_bell, sleep_at
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["NUMBERS_BYTES", "Met", "Neighbour", "Neighbourhood", "meet", "memory_of"]
-
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
-_COUNT_AT, _ASLEEP_AT, _ENGINE_BELL_AT = 0, 64, 128  # in the first page of a rank's memory
+_BELL_AT, _ENGINE_BELL_AT = 0, _core.BELL_BYTES  # in the first page of a rank's memory
 _ENGINE_SPIN_SECONDS = 50e-6
-_WORDS = struct.Struct("16q")
-NUMBERS_BYTES = _WORDS.size
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -57,14 +51,13 @@ class Neighbour:
         """Where things lie in its memory, by the names it gave them."""
         self.left: set[str] = set()
         """The names of groups that it is no longer in."""
-        self._numbers: dict[str, bytearray] = {}
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()
         """What is mapped of its memory, for the compiled core."""
-        self._bell: FutexBell | None = None
+        self._bell: _core.Bell | None = None
 
     def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send `message`, now or when its queue has room again."""
@@ -110,12 +103,6 @@ class Neighbour:
             self.left.add(message["left"])
         elif "place" in message:
             self.places[message["place"]] = Place(*message["at"])
-        elif "numbers" in message:
-            _WORDS.pack_into(self.numbers(message["numbers"]), 0, *message["are"])
-
-    def numbers(self, name: str) -> bytearray:
-        """Return the numbers it last sent as its `name`, kept up to date by `listen`."""
-        return self._numbers.setdefault(name, bytearray(NUMBERS_BYTES))
 
     def seen(self, name: str, nbytes: int) -> memoryview | None:
         """Return its memory called `name`; None while it has told of no such memory."""
@@ -159,10 +146,10 @@ class Neighbour:
             os.close(fd)
 
     @property
-    def bell(self) -> FutexBell:
+    def bell(self) -> _core.Bell:
         """What its progress thread sleeps at."""
         if self._bell is None:
-            self._bell = _bell(self.memory(Place(0, 0), mmap.PAGESIZE))
+            self._bell = _core.Bell(memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_BELL_AT:])
         return self._bell
 
     @property
@@ -172,7 +159,7 @@ class Neighbour:
 
     def ring(self) -> None:
         """Wake its progress thread, if that sleeps."""
-        self.bell.ring_if_asleep()
+        self.bell.call()
 
     def close(self) -> None:
         """Let go of its memory."""
@@ -187,18 +174,17 @@ class Neighbour:
 class Neighbourhood:
     """This rank's arena, and its neighbours."""
 
-    def __init__(self, rank: int, links: dict[int, socket.socket], *, ordered: bool | None = None) -> None:
-        """`links` lead to the other ranks; `ordered`: what one process stores, others see in that order."""
+    def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
+        """`links` lead to the other ranks."""
         self.rank = rank
         self.neighbours = {other: Neighbour(other, link) for other, link in links.items()}
         self.members = tuple(sorted([rank, *links]))
-        self.ordered = platform.machine() == "x86_64" if ordered is None else ordered
         self.arena = Arena()
         self._told = 0
         self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()
-        self.bell = _bell(self._control)
+        self.bell = _core.Bell(memory_of(self._control)[_BELL_AT:])
         self.engine = _core.Engine(memory_of(self._control)[_ENGINE_BELL_AT:], _ENGINE_SPIN_SECONDS)
         """The thread that drives collectives while no thread of Python does."""
         _alive.add(self)
@@ -211,7 +197,7 @@ class Neighbourhood:
             segment = self.arena.segments[self._told]
             self._told += 1
             for neighbour in self.neighbours.values():
-                neighbour.tell({"segment": segment.number, "nbytes": segment.nbytes}, segment.fd)
+                neighbour.tell({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
 
     def place(self, name: str, nbytes: int, others: Sequence[int]) -> Tensor:
         """Return `nbytes` of zeroed memory that `others` find under `name`."""
@@ -271,11 +257,6 @@ def memory_of(t: Tensor) -> memoryview:
     return t.numpy().data
 
 
-def _bell(page: Tensor) -> FutexBell:
-    memory = memory_of(page)
-    return FutexBell(SharedWord(memory[_COUNT_AT:]), SharedWord(memory[_ASLEEP_AT:]))
-
-
 # --- meeting -------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +313,6 @@ def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[
 def _listen() -> tuple[socket.socket | None, str]:
     """Return a socket that others of this host can connect to, or why there is none."""
     try:
-        futex_number()
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
         os.close(segment_fd("aiodist-probe", mmap.PAGESIZE))  # a container may refuse it, or have no seals

@@ -9,7 +9,6 @@ and neither do short ones that would go beyond `CREDIT_BYTES`: they are treated 
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -19,25 +18,12 @@ from torch import Tensor
 from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Message, Receive, Send, too_long
 from aiodist.backends.shm.neighbours import Neighbour
-from aiodist.backends.shm.rings import (
-    DRAINED,
-    RETURNED,
-    SENT,
-    TAKEN,
-    Inbox,
-    Numbers,
-    Outbox,
-    Record,
-    copy_bytes,
-    move_bytes,
-)
+from aiodist.backends.shm.rings import Record, map_ring, meet, move_bytes, open_ring, rings_with
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES
 
 if TYPE_CHECKING:
     from aiodist.backends.shm.messages import Messages
-
-__all__ = ["CREDIT_BYTES", "Peer", "ring_bytes", "short_bytes"]
 
 CREDIT_BYTES = 1 << 22
 """How much of short messages the receiver keeps that nobody there has asked for."""
@@ -64,21 +50,18 @@ def short_bytes(members: int) -> int:
 class Peer:
     """See the module; everything runs with the transport lock held."""
 
-    def __init__(self, messages: Messages, neighbour: Neighbour, slots: Tensor) -> None:
-        """`slots` are this rank's numbers for all its neighbours."""
+    def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
+        """`numbers` are this rank's for all its neighbours."""
         near = messages.near
         assert near is not None
         self.rank = neighbour.rank
         self._messages = messages
         self._near = near
         self._neighbour = neighbour
-        self._numbers = Numbers(near, neighbour, slots)
-        size = ring_bytes(len(near.members))
-        self._half = size // 2
+        self._ring_bytes = ring_bytes(len(near.members))
+        self.rings = rings_with(near, neighbour.rank, numbers, self._ring_bytes)
         self._short = short_bytes(len(near.members))
         self._piece = max(2 * self._short, 1 << 16)
-        self._outbox = Outbox(near, self._numbers, size)
-        self._inbox = Inbox(neighbour, self._numbers, size)
         self._waiting: deque[Send | Record] = deque()
         self._offered: dict[int, Send] = {}
         """Long messages that the neighbour may still look at, also those that were given up here."""
@@ -95,6 +78,11 @@ class Peer:
         """Its process has ended."""
 
     @property
+    def idle(self) -> bool:
+        """Nothing moves until the neighbour writes into its ring."""
+        return self.rings.met and not self._waiting and not self._staged
+
+    @property
     def stuck(self) -> bool:
         """There are records that have found no room."""
         return bool(self._waiting)
@@ -108,23 +96,41 @@ class Peer:
         elif self._waiting or not self._begin(send):
             self._waiting.append(send)
 
+    def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
+        """Send a short message; False where it would have to wait: then nothing is sent."""
+        if self._waiting or self.gone or not self._has_credit(len(data)):
+            return False
+        try:
+            return self._put_short(comm, tag, len(data), data)
+        except MemoryError:  # told to who sends it as any other message
+            return False
+
+    def _has_credit(self, nbytes: int) -> bool:
+        return nbytes <= self._short and self._given + nbytes + _RECORD_BYTES - self.rings.returned <= CREDIT_BYTES
+
+    def _put_short(self, comm: int, tag: int, nbytes: int, data: bytearray | int) -> bool:
+        """Write a short message, whose bytes are `data` or lie at that address; False when there is no room."""
+        if not self.rings.is_open:
+            open_ring(self.rings, self._near, self._ring_bytes)
+        if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
+            return False
+        self._given += nbytes + _RECORD_BYTES
+        self._ring()
+        return True
+
     def _begin(self, send: Send) -> bool:
         """Write the record of a message; False when there is no room."""
         t, nbytes = send.t, send.t.nbytes
-        cost = nbytes + _RECORD_BYTES
         try:
-            if nbytes <= self._short and self._given + cost - self._numbers.theirs[RETURNED] <= CREDIT_BYTES:
-                if not self._outbox.put(Record(_SHORT, send.comm, send.tag, size=nbytes), t.data_ptr()):
+            if self._has_credit(nbytes):
+                if not self._put_short(send.comm, send.tag, nbytes, t.data_ptr()):
                     return False
-                self._given += cost
-                self._numbers.ring()
                 self._messages.over(send, None)
                 return True
             place = self._near.locate(t)
             number = self._number + 1
             record = Record(_LONG, send.comm, send.tag, number, nbytes, *(place or (-1, 0)))
-            # A segment that the neighbour does not know yet must be in its queue before the record is seen.
-            if not self._neighbour.flush() or not self._outbox.put(record):
+            if not self._write(record):
                 return False
         except MemoryError as error:
             self._messages.over(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
@@ -134,8 +140,20 @@ class Peer:
             return True
         self._number = send.number = number
         self._offered[number] = send
-        self._numbers.ring()
+        self._ring()
         return True
+
+    def _write(self, record: Record) -> bool:
+        """Write a record that may name a place; False when there is no room."""
+        if not self.rings.is_open:
+            open_ring(self.rings, self._near, self._ring_bytes)
+        # A segment that the neighbour does not know yet must be in its queue before the record is seen.
+        return self._neighbour.flush() and self.rings.put(*record)
+
+    def _ring(self) -> None:
+        """Have the neighbour look."""
+        if meet(self.rings, self._near, self._neighbour):
+            self._neighbour.ring()
 
     def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
         record = Record(kind, 0, 0, number, nbytes, *place)
@@ -146,26 +164,21 @@ class Peer:
 
     def _put(self, record: Record) -> bool:
         try:
-            if not self._neighbour.flush() or not self._outbox.put(record):
+            if not self._write(record):
                 return False
         except MemoryError as error:
             self._messages.fail(BackendError(f"no memory for messages to rank {self.rank}: {error}"))
             return True
-        self._numbers.ring()
+        self._ring()
         return True
 
     # --- what a poll does --------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """Read what has come, and write what could not be written; True when something moved."""
-        numbers = self._numbers
-        if not self._near.ordered:
-            self._neighbour.listen()
-        if not numbers.met and not numbers.meet():
+        if not self.rings.met and not meet(self.rings, self._near, self._neighbour):
             return False
-        moved = False
-        if numbers.theirs[SENT] > numbers.mine[TAKEN]:
-            moved = self._read()
+        moved = self.rings.arrived and self._read()
         while self._waiting:
             first = self._waiting[0]
             if not (self._put(first) if isinstance(first, Record) else self._begin(first)):
@@ -186,34 +199,40 @@ class Peer:
             return False
         self._cut_at = self._cut_at or now
         self._neighbour.listen()
-        return now - self._cut_at > _GONE_SECONDS and self._numbers.theirs[SENT] == self._numbers.mine[TAKEN]
+        return now - self._cut_at > _GONE_SECONDS and not self.rings.arrived
 
     def _read(self) -> bool:
-        messages, inbox = self._messages, self._inbox
-        crowded = inbox.fill > self._half
+        messages, rings = self._messages, self.rings
+        if not rings.is_mapped:
+            map_ring(rings, self._neighbour, self._ring_bytes)
+        crowded = rings.fill > self._ring_bytes // 2
         moved = False
         while messages.budget > 0:
-            first = inbox.first()
-            if first is None:
+            try:
+                fields = rings.first()
+            except ValueError as error:
+                raise BackendError(f"rank {self.rank}: {error}") from error
+            if fields is None:
                 break
-            record, data = first
-            messages.budget -= record.size + _RECORD_BYTES
-            ended = self._short_came(record, data) if record.kind == _SHORT else self._heard(record)
-            inbox.take()
+            messages.budget -= fields[-1] + _RECORD_BYTES
+            ended: tuple[Send | Receive, BaseException | None] | None
+            if fields[0] == _SHORT:
+                ended = self._short_came(fields[1], fields[2], fields[-1])
+            else:
+                ended = self._heard(Record(*fields))
+            rings.take()
             moved = True
             if ended is not None:
                 messages.over(*ended)
-        if crowded or not self._near.ordered:
-            self._numbers.ring()
+        if crowded:
+            self._ring()
         return moved
 
-    def _short_came(self, record: Record, data: int) -> tuple[Receive, BaseException | None] | None:
-        size = record.size
-        box = self._messages.box(record.comm)
-        receive = None if box is None else box.match(self.rank, record.tag)
+    def _short_came(self, comm: int, tag: int, size: int) -> tuple[Receive, BaseException | None] | None:
+        box = self._messages.box(comm)
+        receive = None if box is None else box.match(self.rank, tag)
         if box is not None and receive is None:
-            kept = ctypes.string_at(data, size)
-            box.keep(Message(record.comm, self.rank, record.tag, size, kept, cost=size + _RECORD_BYTES))
+            box.keep(Message(comm, self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
             return None
         self.give_back(size + _RECORD_BYTES)
         if receive is None:
@@ -221,14 +240,14 @@ class Peer:
         error = too_long(size, receive)
         if size and error is None:
             try:
-                copy_bytes(receive.t.data_ptr(), data, size)
+                self.rings.copy(receive.t.data_ptr())
             except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
                 return receive, ours(raised)
         return receive, error
 
     def give_back(self, cost: int) -> None:
         """The bytes of a short message are needed no longer."""
-        self._numbers.mine[RETURNED] += cost
+        self.rings.give_back(cost)
 
     def _heard(self, record: Record) -> tuple[Send | Receive, BaseException | None] | None:
         number = record.number
@@ -304,8 +323,8 @@ class Peer:
             move_bytes(receive.t.data_ptr() + receive.moved, piece.data_ptr(), record.nbytes)
             receive.moved += record.nbytes
             self._messages.budget -= record.nbytes
-        self._numbers.mine[DRAINED] += 1
-        self._numbers.ring()
+        self.rings.drain()
+        self._ring()
         if receive is None or receive.moved < receive.nbytes:
             return None
         del self._brought[record.number]
@@ -348,10 +367,10 @@ class Peer:
 
     def _fill(self) -> bool:
         """Bring pieces of what is staged, as far as the neighbour has drained the stage."""
-        messages, numbers = self._messages, self._numbers
+        messages = self._messages
         moved = False
         while self._staged and messages.budget > 0 and not self._waiting:
-            if self._filled - numbers.theirs[DRAINED] >= _PIECES:
+            if self._filled - self.rings.drained >= _PIECES:
                 break
             send = self._staged[0]
             try:

@@ -17,8 +17,6 @@ from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
 
-__all__ = ["ShmTransport", "open_world"]
-
 _WORLD = "world"
 _PARTED = "messages: over"
 _PART_SECONDS = 2.0
@@ -53,7 +51,7 @@ class ShmTransport:
 
     def capabilities(self) -> Capabilities:
         """Return what it can do."""
-        return Capabilities(short_receives=True)
+        return Capabilities(short_receives=True, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done at once when it is short, else when its bytes were copied, all of them.
@@ -61,6 +59,9 @@ class ShmTransport:
         An error where the other rank is known to be gone; see [Note: ranks that are gone] of `messages`.
         """
         self._messages.send(Send(t, self._comm, tag, done), self._world_ranks[dst])
+
+    def _send_now(self, data: bytearray, dst: int, tag: int) -> bool:
+        return self._messages.send_now(data, self._comm, self._world_ranks[dst], tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t`, whose rest is left alone where the message is shorter."""

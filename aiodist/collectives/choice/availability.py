@@ -11,8 +11,6 @@ from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS, check_kno
 from aiodist.collectives.columns import columns
 from aiodist.types import OPERATIONS, Impl
 
-__all__ = ["EVERY_OPERATION", "EXCHANGES", "ONE_FORM", "Availability", "Offer", "State", "missing_library", "state_of"]
-
 EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
 """What each rank has for each other one: NCCL does that too."""
 ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}

@@ -18,8 +18,6 @@ from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import OPERATIONS
 
-__all__ = ["Selector", "compared"]
-
 _FRAME_BYTES = 192  # of an edit as text
 
 

@@ -17,33 +17,13 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple, get_args
+from zlib import crc32
 
 from aiodist.collectives.traffic import ROOM_BYTES
 from aiodist.handles import LARGE_BYTES
 from aiodist.schedules import SCHEDULES
 from aiodist.schedules.plan import MAX_LANES
 from aiodist.types import OPERATIONS, Impl
-
-__all__ = [
-    "COMPARED_BYTES",
-    "DEVICES",
-    "HOSTS",
-    "IMPLEMENTATIONS",
-    "LIMITS",
-    "NAMES",
-    "ON_CUDA",
-    "USUAL_LIMITS",
-    "Edit",
-    "Limit",
-    "LimitEdit",
-    "RangeEdit",
-    "Table",
-    "bytes_text",
-    "check_known",
-    "last_resorts",
-    "parse_bytes",
-    "parse_edit",
-]
 
 DEVICES = ("cpu", "cuda")
 HOSTS = ("one", "several")
@@ -217,6 +197,11 @@ class Table:
     rows: Mapping[tuple[str, str, str], _Steps]
     """(device, hosts, operation) -> (from so many bytes on, name), the first from 0."""
     limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
+
+    @property
+    def fingerprint(self) -> int:
+        """32 bits that stand for what it says, the same in every process."""
+        return crc32(repr((sorted(self.rows.items()), sorted(self.limits.items()))).encode())
 
     @classmethod
     def usual(cls, library: str | None, *, shares: bool = True) -> Table:

@@ -25,8 +25,6 @@ from aiodist.topology import Topology
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["cache_folder", "conditions", "edits_at_start", "read_edits", "render", "tuned_path", "write"]
-
 _MADE_FOR = "made-for"
 _KEY = "selector/table"  # where rank 0 leaves its own for the others
 _SHOWN = 120

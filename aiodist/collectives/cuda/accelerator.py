@@ -33,8 +33,6 @@ from aiodist.types import ReduceOp
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-__all__ = ["Accelerator", "means_here", "visible_devices"]
-
 _MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"

@@ -18,8 +18,6 @@ from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 
-__all__ = ["DirectMessages", "StagedMessages"]
-
 _ON_THEIR_WAY = 3  # pieces of one message: one is copied while another travels
 
 

@@ -47,8 +47,6 @@ from aiodist.streams import Events
 from aiodist.streams.events import idle
 from aiodist.types import OPERATIONS, ReduceOp
 
-__all__ = ["CudaIpc"]
-
 _LENGTH = struct.Struct("<I")
 _FRAME_BYTES = 512  # of an announcement; what is longer follows
 _VERDICT_BYTES = 256

@@ -18,8 +18,6 @@ from aiodist.collectives.program import Endpoint, Exchanger, Joint, Program, run
 from aiodist.collectives.scheduled import LANE_TAGS, on_lane
 from aiodist.handles import Progress
 
-__all__ = ["Nccl", "Slots"]
-
 _ID_LANE = 1  # its messages and those of the operation that needs it go side by side
 
 

@@ -17,8 +17,6 @@ from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import idle
 
-__all__ = ["DeviceWork", "InOrder", "attach", "on_devices"]
-
 T = TypeVar("T")
 
 

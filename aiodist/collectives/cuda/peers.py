@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["peers_here"]
-
 
 def peers_here() -> list[list[int]]:
     """Return, for each device that this process sees, the numbers of the others that it reaches; opens none.

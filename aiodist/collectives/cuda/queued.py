@@ -14,8 +14,6 @@ from aiodist.handles import Progress
 from aiodist.streams import Events, Fence
 from aiodist.types import ReduceOp
 
-__all__ = ["Queue", "alone", "by_nccl"]
-
 Queue = Callable[[Tensor, Done], tuple[Fence, Callable[[], None]]]
 """(t, done): what is to be called with the transport lock held, and where it will end on the device.
 

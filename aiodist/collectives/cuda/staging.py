@@ -26,8 +26,6 @@ from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
 from aiodist.types import OPERATIONS
 
-__all__ = ["Staged", "chunks_of", "cut"]
-
 
 def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
     """Return in how many chunks `nbytes` are staged: so that none is longer than a piece.

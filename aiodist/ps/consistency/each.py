@@ -14,8 +14,6 @@ from aiodist.ps.consistency.machine import Machine
 from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 from aiodist.ps.consistency.steps import Stepwise
 
-__all__ = ["Asynchronous", "Bounded"]
-
 
 @dataclass(frozen=True, repr=False)
 class Asynchronous(Described):

@@ -11,19 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "EXACT_STALENESS",
-    "Action",
-    "Apply",
-    "Counts",
-    "Drop",
-    "Part",
-    "Pull",
-    "Push",
-    "Serve",
-    "Waiting",
-]
-
 EXACT_STALENESS = 1024
 """Below this the histogram of staleness has a bar for each version."""
 

@@ -10,8 +10,6 @@ from typing import Protocol
 from aiodist.ps.consistency.events import EXACT_STALENESS, Action, Apply, Counts, Drop, Part, Pull, Push, Serve, Waiting
 from aiodist.ps.consistency.stale import Stale
 
-__all__ = ["Machine", "Policy"]
-
 _NONE = -1  # below the numbers of all pushes
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import inf
 
-__all__ = ["Described", "Stale", "at_least", "checked_scale", "inverse_age", "one_of"]
-
 Scale = Callable[[int], float]
 """The staleness, in versions, to the weight."""
 

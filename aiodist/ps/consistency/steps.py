@@ -11,8 +11,6 @@ from aiodist.ps.consistency.events import Action, Push
 from aiodist.ps.consistency.machine import Machine
 from aiodist.ps.consistency.stale import Described, Scale, Stale, at_least, checked_scale, one_of
 
-__all__ = ["Quorum", "Stepwise", "Synchronous"]
-
 
 @dataclass(frozen=True, repr=False)
 class Synchronous(Described):

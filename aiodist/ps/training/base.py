@@ -13,8 +13,6 @@ from torch import Tensor
 from aiodist.communicator import Communicator
 from aiodist.ps.training.link import Centre, CentreLink, Key
 
-__all__ = ["Optimizer", "Parameters", "Run", "TrainingClient", "copy_all", "like"]
-
 
 @runtime_checkable
 class Module(Protocol):

@@ -12,8 +12,6 @@ from aiodist.ps.training.base import Optimizer, Parameters, Run, TrainingClient,
 from aiodist.ps.training.link import Centre, Key
 from aiodist.ps.training.schedule import check_count
 
-__all__ = ["AsySGInCon", "Downpour"]
-
 
 class Downpour(TrainingClient):
     """Local steps; every `n_push`-th step what they brought goes to the server, every `n_pull`-th takes the centre in.

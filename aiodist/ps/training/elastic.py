@@ -12,8 +12,6 @@ from aiodist.ps.training.base import Optimizer, Parameters, Run, TrainingClient,
 from aiodist.ps.training.link import Centre
 from aiodist.ps.training.schedule import Schedule
 
-__all__ = ["EAMSGD", "EASGD"]
-
 
 class EASGD(TrainingClient):
     """Elastic averaging: every `tau` steps weights w and centre c move towards each other by `alpha` (w - c).

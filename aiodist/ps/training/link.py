@@ -11,8 +11,6 @@ from torch import Tensor
 from aiodist.communicator import Communicator
 from aiodist.errors import RemoteError
 
-__all__ = ["Centre", "CentreLink", "Key", "Pending"]
-
 Key = str | Tensor
 """How the server knows a tensor: by name, or as the tensor that was registered with it."""
 

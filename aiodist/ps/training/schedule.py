@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Schedule", "check_count", "elastic_alpha"]
-
 
 @dataclass(frozen=True)
 class Schedule:

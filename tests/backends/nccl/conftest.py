@@ -13,9 +13,9 @@ import torch
 from aiodist.backends.base import Done
 from aiodist.backends.nccl import LaunchSlot, Library, NcclGroup, NcclGroups, NcclNative, group
 from aiodist.handles import Progress
-from aiodist.testing import simulated_cuda
 from tests.support.fake_nccl.communicator import FakeCommunicator
 from tests.support.fake_nccl.core import FakeNccl
+from tests.support.simulated_cuda.simulation import simulated_cuda
 
 DEVICES = 5
 Then = Callable[[bytes | None, BaseException | None], None]

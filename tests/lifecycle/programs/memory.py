@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,10 +143,135 @@ async def without() -> None:
             say("why:", error)
 
 
+async def forked(folder: str) -> None:
+    """A child that `os.fork` made waits for what is in flight, and gives it up; its parent is stopped."""
+    issue = Path(folder) / "issue"
+    async with opened(PATIENT) as coll:
+        ts = coll.empty((NUMEL // 64,)), torch.empty(1000), coll.empty((NUMEL // 32,))
+        for first in (True, False):
+            for t in ts:
+                t.fill_(1.0 + coll.rank)
+            await coll.barrier()
+            child = 0
+            if not first and coll.rank == 1:
+                while not issue.exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            handles = [coll.allreduce(t) for t in ts]
+            if not first and coll.rank == 0:
+                child = os.fork()
+                if child == 0:
+                    in_child(coll, handles, issue)
+                    os._exit(7)
+            if child:
+                _, status = await asyncio.to_thread(os.waitpid, child, 0)
+                say("child:", os.waitstatus_to_exitcode(status))
+            await aiodist.gather(*handles)
+        say("sums:", *[x for t in ts for x in {*t.tolist()}], await coll.allreduce(1))
+
+
+def in_child(coll: aiodist.Communicator, handles: list[aiodist.Handle[Any]], issue: Path) -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    try:
+        issue.touch()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:  # the other rank takes its part meanwhile
+            for handle in handles:
+                handle.done()
+                handle.__await__()
+        with ThreadPoolExecutor(1) as thread:
+            told = thread.submit(handles[0].wait).exception(20)
+        say("in the child:", type(told).__name__, told)
+        try:
+            coll.abort("in the child")
+        except RuntimeError as error:
+            say("in the child:", error)
+    finally:
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+async def many(operations: str) -> None:
+    """So many operations, of every size: most are awaited one by one, some are in flight together."""
+
+    async def some(count: int) -> None:
+        for i in range(count // 100):
+            for _ in range(79):
+                await coll.allreduce(short, "max")
+            for _ in range(2):
+                await aiodist.gather(*[coll.allreduce(t, "max") for t in (short, staged, ordinary, arena)])
+            for _ in range(10):
+                await coll.barrier()
+            await coll.allgather(short)
+            await coll.allreduce(i)
+            await coll.broadcast(staged)
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE, len(os.listdir("/proc/self/fd"))
+
+    async with opened(PATIENT) as coll:
+        short, staged, ordinary, arena = (
+            torch.ones(4),
+            torch.ones(2000),
+            torch.ones(20_000),
+            coll.empty(20_000).fill_(1),
+        )
+        short.fill_(0), staged.fill_(0)
+        await some(5000)
+        before = used()
+        await some(int(operations))
+        after = used()
+        say("bytes:", after[0] - before[0])
+        say("descriptors:", after[1] - before[1])
+
+
+async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> None:
+    """Begin operations of every kind; then do something else, or go on with more of them."""
+    coll = await aiodist.open()
+    long, more, short = coll.empty((NUMEL,)).fill_(1), torch.ones(NUMEL), torch.ones(3)
+    ts = [long, torch.ones(NUMEL), short, torch.ones(1 << 16), coll.empty(1 << 16).fill_(1)]
+    for t in (*ts, more):  # what is opened at first use, in a thread, is there
+        await coll.allreduce(t)
+    handles = [coll.allreduce(t) for t in ts]
+    if coll.rank == 0 and not goes_on and then is not nothing:  # one that the other rank does not
+        handles.append(coll.allreduce(torch.ones(1)))
+        time.sleep(0.5)  # noqa: ASYNC251  - the other rank has issued its own by then, and nothing of this one has ended
+    say("in flight:", any(handle.is_pending for handle in handles))
+    then()
+    if then is nothing:
+        left_over.append(handles)
+    while goes_on:  # with no call into torch: CPython 3.11 aborts where a thread is in one when the interpreter goes
+        await coll.allreduce(more)
+
+
+def nothing() -> None:
+    """Go on."""
+
+
+left_over: list[object] = []
+
+
+def leave(how: str) -> None:
+    """The interpreter ends while operations are in flight."""
+    atexit.register(say, "the interpreter ends")
+    if how == "returns":  # as a prompt does: its loop is not closed
+        loop = asyncio.new_event_loop()
+        left_over.append(loop)
+        loop.run_until_complete(in_flight(nothing))
+    elif how == "exits":
+        aiodist.run(in_flight, partial(sys.exit, 3))
+    else:  # in a thread that is not waited for
+        begun = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(in_flight(begun.set, goes_on=True)), daemon=True).start()
+        begun.wait()
+
+
 PROGRAMS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
-    program.__name__: program for program in (killed, clean, lacking, without)
+    program.__name__: program for program in (killed, clean, lacking, without, forked, many)
 }
 
 if __name__ == "__main__":
-    main = PROGRAMS[sys.argv[1]]
-    aiodist.run(main, *sys.argv[2:])
+    if sys.argv[1] == "leave":
+        leave(*sys.argv[2:])
+    else:
+        aiodist.run(PROGRAMS[sys.argv[1]], *sys.argv[2:])

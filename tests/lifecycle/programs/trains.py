@@ -18,7 +18,7 @@ async def main() -> None:
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             x = torch.randn(8, 4)
-            await net.step(lambda x=x: net(x).square().mean(), opt)  # type: ignore[misc]
+            await net.step(lambda x=x: net(x).square().mean(), opt)
         weights = torch.cat([p.detach().flatten() for p in net.parameters()])
         total = await coll.allreduce(weights.clone())
         alike = bool(torch.allclose(total, weights * coll.size))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn.comm_hooks import Allreduce
 from aiodist.types import Op
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -31,7 +32,8 @@ class Held:
         """How many elements each reduction had that was issued."""
         self._coll = net.reducer._paths.data
         self._held: list[tuple[Handle[Any], Handle[None]]] = []
-        net.reducer._paths = replace(net.reducer._paths, data=self)  # type: ignore[arg-type]
+        paths, data = net.reducer._paths, cast(Communicator, self)
+        net.reducer._paths = replace(paths, data=data, hook=Allreduce(data, paths.op))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coll, name)

@@ -1,7 +1,7 @@
 """NCCL for tests: `FakeNccl` stands in for the module `nccl.core` of nccl4py, among ranks of this process.
 
-It takes tensors of simulated devices (`aiodist.testing.cuda`) and queues its work on the stream that it is given: a
-kernel ends when all ranks are at it. It checks what NCCL leaves unchecked: see `FakeNccl.violations`.
+It takes tensors of simulated devices (`tests.support.simulated_cuda`) and queues its work on the stream that it is
+given: a kernel ends when all ranks are at it. It checks what NCCL leaves unchecked: see `FakeNccl.violations`.
 
     library = aiodist.backends.nccl.Library(FakeNccl(dawdle=3))
 """

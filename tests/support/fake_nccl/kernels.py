@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from aiodist.testing.cuda.device import active
-from aiodist.testing.cuda.operators import launch
+from tests.support.simulated_cuda.copies import launch
+from tests.support.simulated_cuda.device import active
 
 __all__ = [
     "Part",

@@ -46,11 +46,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from aiodist.testing.cuda.device import SimulatedCuda, opened
-from aiodist.testing.cuda.operators import SimulatedTensor
-from aiodist.testing.cuda.patches import patched
-
-__all__ = ["SimulatedCuda", "SimulatedTensor", "simulated_cuda"]
+from tests.support.simulated_cuda.device import SimulatedCuda, opened
+from tests.support.simulated_cuda.patches import patched
 
 
 @contextlib.contextmanager

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C import _DisableTorchDispatch
 
-from aiodist.testing.cuda.device import SimulatedCuda, active
-from aiodist.testing.cuda.lanes import Lane
-from aiodist.testing.cuda.memory import Allocation, poison
-from aiodist.testing.cuda.tensor import DeviceTensor
-
-__all__ = ["copy", "foreach_copy", "launch", "make_room"]
+from tests.support.simulated_cuda.device import SimulatedCuda, active
+from tests.support.simulated_cuda.lanes import Lane
+from tests.support.simulated_cuda.memory import Allocation, poison
+from tests.support.simulated_cuda.tensor import DeviceTensor
 
 
 def launch(

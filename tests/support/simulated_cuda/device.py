@@ -11,10 +11,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from aiodist.testing.cuda.lanes import Lane, Marker, World
-from aiodist.testing.cuda.memory import Memory
-
-__all__ = ["Event", "SimulatedCuda", "Stream", "active", "device_context", "is_open", "opened", "stream_context"]
+from tests.support.simulated_cuda.lanes import Lane, Marker, World
+from tests.support.simulated_cuda.memory import Memory
 
 _STREAMS_PER_DEVICE: Final = 32  # as torch's pool: later streams share them
 _handles: Final = itertools.count(1)
@@ -304,7 +302,7 @@ class Stream:
         self._context.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+    def __exit__(self, *raised: Any) -> None:
         self._context.__exit__(*raised)
 
 

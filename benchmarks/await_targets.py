@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiodist.bench.records import BUSY
+from aiodist.bench.records import BUSY, Verdict
 from aiodist.bench.timing import OVERWRITTEN_BYTES
 from aiodist.bench.units import size_text
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
-
-__all__ = ["Verdict", "ratio", "verdicts"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One line of the table: `reached` is `value` against `target`, at most or at least."""
-
-    what: str
-    value: float
-    unit: str
-    target: float
-    at_least: bool = False
-
-    @property
-    def reached(self) -> bool:
-        """The target is reached."""
-        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:

@@ -10,12 +10,10 @@ import torch
 from torch._C import _current_graph_task_id, _DisableTorchDispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from aiodist.testing.cuda.copies import copy, foreach_copy, launch, make_room
-from aiodist.testing.cuda.device import SimulatedCuda, active
-from aiodist.testing.cuda.memory import Allocation, seen_as
-from aiodist.testing.cuda.tensor import DeviceTensor
-
-__all__ = ["SimulatedTensor", "launch"]
+from tests.support.simulated_cuda.copies import copy, foreach_copy, launch, make_room
+from tests.support.simulated_cuda.device import SimulatedCuda, active
+from tests.support.simulated_cuda.memory import Allocation, seen_as
+from tests.support.simulated_cuda.tensor import DeviceTensor
 
 # They ask about shapes and types, never about what is in the memory.
 _OF_METADATA: Final = frozenset({"_fused_sdp_choice", "is_same_size", "_has_same_storage_numel"})
@@ -32,11 +30,11 @@ class SimulatedTensor(DeviceTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
         schema = _schema_of(func)
         if schema.name == "copy_":
@@ -64,12 +62,12 @@ def _by_device(args: tuple[Any, ...]) -> list[list[int]]:
     return list(found.values()) if len(found) > 1 else []
 
 
-def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]) -> Any:  # noqa: ANN401
+def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]) -> Any:
     """Run an operator on lists for each device by itself."""
     count = len(args[0])
     results: list[Any] = [None] * count
 
-    def part(value: Any, positions: list[int]) -> Any:  # noqa: ANN401
+    def part(value: Any, positions: list[int]) -> Any:
         return [value[i] for i in positions] if isinstance(value, list | tuple) and len(value) == count else value
 
     for positions in parts:
@@ -89,7 +87,7 @@ class _OperatorSchema(NamedTuple):
 
 
 @functools.cache
-def _schema_of(func: Any) -> _OperatorSchema:  # noqa: ANN401
+def _schema_of(func: Any) -> _OperatorSchema:
     schema, tags = func._schema, func.tags
     name = schema.name.removeprefix("aten::")
     written: dict[frozenset[str], int | str] = {}
@@ -109,7 +107,7 @@ def _schema_of(func: Any) -> _OperatorSchema:  # noqa: ANN401
     )
 
 
-def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run what touches no data; what comes out lies in the same memory."""
     index = next(leaf.cuda_index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SimulatedTensor))
 
@@ -138,7 +136,7 @@ class _Launch:
         self._blocks: list[Allocation] = []
         self._aliases: list[Any] = [self._alias(leaf) for leaf in leaves]
 
-    def _alias(self, leaf: Any) -> Any:  # noqa: ANN401
+    def _alias(self, leaf: Any) -> Any:
         if isinstance(leaf, SimulatedTensor):
             if leaf.cuda_index != self.index:
                 raise _elsewhere(self.index, leaf)
@@ -158,7 +156,7 @@ class _Launch:
             return leaf.detach().clone()
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    def wait(self, func: Any, kind: str | None) -> Any:  # noqa: ANN401
+    def wait(self, func: Any, kind: str | None) -> Any:
         """Let the host wait for the stream, and run at once."""
         if kind is None:
             self._world.fallbacks[self._schema.name] += 1
@@ -170,7 +168,7 @@ class _Launch:
         results = func(*args, **kwargs)
         return self._returned(results, lambda made: self._new(made, made) if isinstance(made, torch.Tensor) else made)
 
-    def queue(self, func: Any) -> Any:  # noqa: ANN401
+    def queue(self, func: Any) -> Any:
         """Queue it, and return the tensors that it will write."""
         aliases, spec, keys = self._aliases, self._spec, self._schema.returns
         shapes: Any = None if len(keys) == 1 else [None] * len(keys)
@@ -202,7 +200,7 @@ class _Launch:
         launch(self._world, self.lane, self._schema.name, run, self._blocks)
         return returned
 
-    def _shapes(self, func: Any) -> Any:  # noqa: ANN401
+    def _shapes(self, func: Any) -> Any:
         """Return tensors like the results, which do not depend on the data."""
         key = (func, self._spec, *map(_key, self._aliases))
         if (shapes := _shapes.get(key)) is None:
@@ -220,7 +218,7 @@ class _Launch:
             plain.copy_(data)
         return SimulatedTensor.over(plain, self.index)
 
-    def _returned(self, results: Any, new: Callable[[object], object]) -> Any:  # noqa: ANN401
+    def _returned(self, results: Any, new: Callable[[object], object]) -> Any:
         """Return the arguments that are results, and `new` of the results that are new."""
         keys = self._schema.returns
 
@@ -233,19 +231,19 @@ class _Launch:
         return found[0] if len(keys) == 1 else found if keys else None
 
 
-def _each(results: Any, keys: Sequence[object]) -> Sequence[Any]:  # noqa: ANN401
+def _each(results: Any, keys: Sequence[object]) -> Sequence[Any]:
     """Return the results as a sequence with one for each that the schema names."""
     return () if not keys else (results,) if len(keys) == 1 else results
 
 
-def _key(leaf: Any) -> object:  # noqa: ANN401
+def _key(leaf: Any) -> object:
     """Return what the shape and type of a result depend on."""
     if isinstance(leaf, torch.Tensor):
         return (leaf.size(), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
     return (type(leaf), leaf)
 
 
-def _shape(leaf: Any) -> Any:  # noqa: ANN401
+def _shape(leaf: Any) -> Any:
     """Return a tensor's twin without data."""
     if isinstance(leaf, torch.device):
         return torch.device("meta")
@@ -255,7 +253,7 @@ def _shape(leaf: Any) -> Any:  # noqa: ANN401
     return seen_as(leaf, made)
 
 
-def _example(leaf: Any) -> Any:  # noqa: ANN401
+def _example(leaf: Any) -> Any:
     return torch.ones_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 

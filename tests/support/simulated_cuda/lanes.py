@@ -12,8 +12,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["Lane", "Marker", "World"]
-
 
 class Marker:
     """A place in a lane, which the lane has reached or not."""

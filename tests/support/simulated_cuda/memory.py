@@ -13,9 +13,7 @@ import torch
 from torch import _conj as conjugated
 from torch import _neg_view as negated
 
-from aiodist.testing.cuda.lanes import Lane, World
-
-__all__ = ["Allocation", "Memory", "poison", "seen_as"]
+from tests.support.simulated_cuda.lanes import Lane, World
 
 
 def _poison_byte(dtype: torch.dtype) -> int:

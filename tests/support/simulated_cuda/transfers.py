@@ -7,14 +7,12 @@ from typing import Any, cast
 
 import torch
 
-from aiodist.testing.cuda.copies import copy, launch
-from aiodist.testing.cuda.device import active
-from aiodist.testing.cuda.operators import SimulatedTensor
-
-__all__ = ["index_of", "made", "moved", "pinned", "uploaded"]
+from tests.support.simulated_cuda.copies import copy, launch
+from tests.support.simulated_cuda.device import active
+from tests.support.simulated_cuda.operators import SimulatedTensor
 
 
-def index_of(device: Any) -> int | None:  # noqa: ANN401
+def index_of(device: Any) -> int | None:
     """Return the index of a CUDA device, None for any other (and for None); numbers mean CUDA devices, as in torch."""
     if device is None:
         return None
@@ -46,7 +44,7 @@ def uploaded(t: torch.Tensor, index: int, *, filled: bool = True) -> SimulatedTe
     return into
 
 
-def made(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+def made(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """Call a factory of torch whose `device` may be a simulated one, and whose memory may be pinned."""
     index, pin = index_of(kwargs.get("device")), kwargs.pop("pin_memory", False)
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -84,12 +82,12 @@ def moved(
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, *how: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, t: torch.Tensor, *how: Any) -> torch.Tensor:
         ctx.origin = (t.cuda_index if isinstance(t, SimulatedTensor) else None, t.dtype)
         return _moved(t, *how)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return moved(grad, *ctx.origin), None, None, None, None
 
 

@@ -17,11 +17,9 @@ from torch._C._nn import _parse_to
 from torch.autograd.graph import _engine_run_backward
 
 from aiodist.backends import nccl
-from aiodist.testing.cuda.device import Event, SimulatedCuda, Stream, active, device_context, stream_context
-from aiodist.testing.cuda.operators import SimulatedTensor
-from aiodist.testing.cuda.transfers import index_of, made, moved, pinned
-
-__all__ = ["patched"]
+from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream, active, device_context, stream_context
+from tests.support.simulated_cuda.operators import SimulatedTensor
+from tests.support.simulated_cuda.transfers import index_of, made, moved, pinned
 
 _FACTORIES: Final = [
     "arange",
@@ -178,7 +176,7 @@ def _functions() -> dict[str, object]:
 
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is None and not kwargs.get("pin_memory"):
             return original(*args, **kwargs)
         return made(original, *args, **kwargs)
@@ -190,11 +188,11 @@ def _from_data(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     @functools.wraps(original)
     def from_data(
         data: object,
-        *args: Any,  # noqa: ANN401
-        device: Any = None,  # noqa: ANN401
+        *args: Any,
+        device: Any = None,
         pin_memory: bool = False,
         requires_grad: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> torch.Tensor:
         ours = isinstance(data, SimulatedTensor)
         index = index_of(device)
@@ -218,7 +216,7 @@ def _methods() -> dict[str, object]:
     methods: dict[str, object] = {name: _factory(getattr(torch.Tensor, name)) for name in _NEW}
     base_to = torch.Tensor.to
 
-    def to(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    def to(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         ours = isinstance(t, SimulatedTensor)
         other = kwargs.get("other", args[0] if args else None)
         if isinstance(other, torch.Tensor):
@@ -240,7 +238,7 @@ def _methods() -> dict[str, object]:
 
     def cuda(
         t: torch.Tensor,
-        device: Any = None,  # noqa: ANN401
+        device: Any = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
@@ -250,7 +248,7 @@ def _methods() -> dict[str, object]:
     def cpu(t: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         return to(t, "cpu", memory_format=memory_format)
 
-    def new_tensor(t: torch.Tensor, data: object, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    def new_tensor(t: torch.Tensor, data: object, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(data, **{"dtype": t.dtype, "device": t.device, **kwargs})
 
     methods["to"], methods["cuda"], methods["new_tensor"] = to, cuda, new_tensor
@@ -268,7 +266,7 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let `Module.to` move parameters: the objects stay the same, what they are changes."""
 
     @functools.wraps(original)
-    def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
+    def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def move(t: torch.Tensor) -> torch.Tensor:
             applied = fn(t)
             if not isinstance(t, torch.nn.Parameter) or type(t) is type(applied):
@@ -296,7 +294,7 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Tell the devices that a backward runs."""
 
     @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def run(*args: Any, **kwargs: Any) -> Any:
         with active().backward():
             return original(*args, **kwargs)
 

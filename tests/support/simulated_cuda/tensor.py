@@ -7,9 +7,7 @@ from typing import Any, Self, cast
 import torch
 from torch._C import _disabled_torch_function_impl, _DisableTorchDispatch
 
-from aiodist.testing.cuda.device import active, is_open
-
-__all__ = ["DeviceTensor"]
+from tests.support.simulated_cuda.device import active, is_open
 
 
 class DeviceTensor(torch.Tensor):
@@ -48,12 +46,12 @@ class DeviceTensor(torch.Tensor):
     def get_device(self) -> int:
         return self.cuda_index
 
-    def type(self, dtype: Any = None, non_blocking: bool = False, **more: Any) -> Any:  # noqa: ANN401
+    def type(self, dtype: Any = None, non_blocking: bool = False, **more: Any) -> Any:
         if dtype is not None:
             return super().type(dtype, non_blocking, **more)
         return super().type().replace("torch.", "torch.cuda.", 1)
 
-    def record_stream(self, stream: Any) -> None:  # noqa: ANN401
+    def record_stream(self, stream: Any) -> None:
         """Let the memory not be reused before what `stream` has queued when it is freed."""
         active().memory.record(self, stream.lane)
 
@@ -63,10 +61,10 @@ class DeviceTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return True
 
-    def tolist(self) -> Any:  # noqa: ANN401
+    def tolist(self) -> Any:
         return self.on_host().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401
+    def numpy(self, *, force: bool = False) -> Any:
         if not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
@@ -74,10 +72,10 @@ class DeviceTensor(torch.Tensor):
             )
         return self.on_host().numpy()
 
-    def __array__(self, dtype: object = None) -> Any:  # noqa: ANN401
+    def __array__(self, dtype: object = None) -> Any:
         return self.numpy()
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # noqa: ANN401
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         shown = repr(self.on_host())
         extra = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
         return f"{shown.removesuffix(')')}, device='{self.device}'{extra})"
@@ -101,7 +99,7 @@ class DeviceTensor(torch.Tensor):
             copied.grad = cast(DeviceTensor, self.grad).__deepcopy__(memo)
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401
+    def __reduce_ex__(self, protocol: object) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuilt, (type(self), self.on_host(), self.cuda_index, self.requires_grad, is_parameter)
 

@@ -1,0 +1,106 @@
+"""Codecs in collectives: what the ranks exchange so that each has the sum of all their gradients.
+
+An exchange is a generator that does no I/O: it yields what is to be added up or gathered, and is sent the answer. All
+ranks yield the same, in the same order. `nn/compression` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiodist.codecs.base import Codec
+
+
+class Sum(NamedTuple):
+    """Add up `tensor` over all ranks, in place; the answer is not looked at."""
+
+    tensor: Tensor
+    op: Literal["sum", "max"] = "sum"
+
+
+class Gather(NamedTuple):
+    """Give all ranks the codes of all; the answer is their list, by rank."""
+
+    code: Tensor
+
+
+Exchange = Generator[Sum | Gather, Any, None]
+
+
+@dataclass
+class Gradients:
+    """What is reduced together, on one rank; everything is flat, contiguous and on the CPU."""
+
+    total: Tensor
+    """What this rank brings, its residual too. With `feedback` the codec takes off what its code says of it."""
+    out: Tensor
+    """Where `factor` times the sum of all ranks goes; of the dtype of `total`, maybe `total` without `feedback`."""
+    shapes: Sequence[tuple[int, ...]]
+    """Of the parameters, one behind the other, each as it lies in memory."""
+    names: Sequence[str]
+    """Theirs."""
+    size: int
+    """How many ranks exchange."""
+    factor: float = 1.0
+    """By which the sum is multiplied: 1 over the number of ranks, for a mean."""
+    number: int = 0
+    """How many exchanges went before; the same on all ranks."""
+    feedback: bool = True
+    """What `total` holds in the end is kept for the next time."""
+
+    def pieces(self, of: Tensor) -> list[Tensor]:
+        """Return the parts of `total` or `out` that belong to the parameters, flat."""
+        return list(of.split([torch.Size(shape).numel() for shape in self.shapes]))
+
+
+class GradientCodec:
+    """A codec that says how its codes are put together; by default each rank gathers those of all, and adds up.
+
+    Derive from it, beside `encode` and `decode`, where there is a better way. Any other `Codec` is wrapped in one.
+    """
+
+    unbiased: ClassVar[bool] = False
+    """The mean of many codes is what was encoded, so that no residual is needed."""
+
+    def encode(self, t: Tensor) -> Tensor:
+        """See `Codec`."""
+        raise NotImplementedError
+
+    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """See `Codec`."""
+        raise NotImplementedError
+
+    def add(self, code: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Add `alpha` times what `code` says to `out`, flat; raises as `decode`."""
+        out.add_(self.decode(code, out.dtype, out.numel()), alpha=alpha)
+
+    def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
+        """Write to `out`, flat, `factor` times what the codes of all ranks come to: their sum, by default."""
+        out.zero_()
+        for code in codes:
+            self.add(code, out, factor)
+
+    def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
+        """Bring the sum of all ranks to `gradients.out`; `kept` is what this codec remembers, by parameter."""
+        code = self.encode(gradients.total)
+        if gradients.feedback:
+            self.add(code, gradients.total, -1.0)
+        codes = yield Gather(code)
+        self.combine(codes, gradients.out, gradients.factor)
+
+
+class Gathered(GradientCodec):
+    """Any codec as a `GradientCodec`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.encode = codec.encode  # type: ignore[method-assign]
+        self.decode = codec.decode  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return repr(self.codec)

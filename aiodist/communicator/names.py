@@ -1,0 +1,271 @@
+"""Named operations: each meets those of the other ranks by its name, in any order of issue.
+
+A name gets a number once from rank 0, the *leader*, over the control channel. Which operations belong together, this
+number says, and how often each rank has used the name: no rank keeps or compares an order.
+
+    issued - the name has a number - all ranks have come - they agree: it begins
+                                                         - they differ: it is refused, on every rank
+
+An operation sends nothing, and enters no lane, before every rank has issued it. So nothing in a lane ever waits for
+what a program has yet to call, and any order is as good as another. Ranks compare in messages (`Between`), whose tag
+the number gives. Tags come back after 16 uses, so a name that failed is held until its messages are off the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+from weakref import ref
+
+from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
+from aiodist.collectives.between import Between
+from aiodist.collectives.program import Endpoint
+from aiodist.collectives.traffic import Traffic
+from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.gate import Calls, Entry, When
+from aiodist.communicator.oplog import Record
+from aiodist.communicator.watchdog import Use
+from aiodist.control import Channel
+from aiodist.errors import CommunicatorError
+from aiodist.handles import Handle, Progress
+
+T = TypeVar("T")
+
+
+class NamedHandle(Handle[T]):
+    """The handle of a named operation: messages call it by its name, and `seq` counts the uses of that."""
+
+    __slots__ = ("name",)
+    name: str
+
+    @property
+    def called(self) -> str:
+        """What it is called, without its number."""
+        return f"{self.op} {self.name!r}"
+
+
+_OVER = Entry(-1, 0, When.ALL)  # of what waits for nobody: names keep their last uses, and need no more of them
+
+
+@dataclass(eq=False, slots=True)
+class Named(Use):
+    """A named operation of this rank."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    endpoints: list[Endpoint] = field(default_factory=list)
+    """What its program sends and receives with: they get their tag and key before it begins."""
+    edition: int = 0
+    """What stands for the table that chooses how it is run: an edit has a place in the order, and a name has none."""
+    entry: Entry = _OVER
+
+    def text(self) -> str:
+        """Return what was issued and where; with the table, where that is not the usual one."""
+        assert self.record is not None
+        return f"{self.record.text()}{f' by selector table {self.edition:08x}' if self.edition else ''}"
+
+
+@dataclass(eq=False, slots=True)
+class _Name:
+    """What this rank knows of one name."""
+
+    number: int | None = None
+    issued: int = 0
+    next: Named | None = None
+    """The next use, from the call that makes it until it is issued."""
+    last: Callable[[], Handle[Any] | None] = lambda: None
+    recent: tuple[Named, ...] = ()
+    """The last two uses: another rank may still be in the one before the last, and fail there."""
+    waiting: Named | None = None
+    """What may not meet the others yet: it waits for the number, or for those that are held; with the lock held."""
+    held: set[int] = field(default_factory=set)
+    """Operations that failed, and whose messages may still be on their way; with the lock held."""
+
+
+class Names:
+    """The named operations of one communicator on this rank; on the loop's thread, unless said otherwise."""
+
+    def __init__(
+        self,
+        comm: str,
+        channel: Channel,
+        ranks: Sequence[int],
+        transport: Transport,
+        progress: Progress,
+        *,
+        on_differ: Callable[[Entry], None],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        """`ranks` are the world ranks of the communicator's, in order.
+
+        `on_differ` is told of each operation that ranks differ on, and `broken` of what keeps them from comparing; both
+        with the transport lock held.
+        """
+        self.issued = 0
+        """How many operations were issued."""
+        self._comm = comm
+        self._topic = f"names:{comm}"
+        self._channel = channel
+        self._ranks = ranks
+        self._leads = ranks[0] == channel.rank
+        self._progress = progress
+        self._between = Between(transport, range(transport.size), broken)
+        self._on_differ = on_differ
+        self._names: dict[str, _Name] = {}
+        self._by_number: dict[int, _Name] = {}
+        self._given: dict[str, int] = {}
+        """As the leader: the numbers of names."""
+        self._given_lock = Lock()
+        self._undecided: set[Named] = set()
+        """Those that wait for other ranks; with the transport lock held."""
+        self._closed: BaseException | None = None
+        channel.subscribe(self._topic, self._heard)
+
+    def unsubscribe(self) -> None:
+        """Hear nothing any more."""
+        self._channel.unsubscribe(self._topic)
+
+    # --- issuing ---------------------------------------------------------------------------------------------
+
+    def next(self, name: str) -> Named:
+        """Return the next use of `name`, the same one until it is issued.
+
+        Raises ValueError while the last one is in flight, and for one name more than there may be.
+        """
+        known = self._names.get(name)
+        if known is None:
+            if len(self._names) >= MOST_NAMES:
+                raise ValueError(f"name={name!r}: {self._too_many()}: expected one of them, to be used again")
+            known = self._names[name] = _Name()
+        last = known.last()
+        if last is not None and last.is_pending:
+            raise ValueError(f"name={name!r} is in flight: expected another name, or {last} to be over before")
+        if known.next is None:
+            known.next = Named(name, known.issued)
+        return known.next
+
+    def record(self, use: Named, handle: Handle[Any], what: Fingerprint) -> None:
+        """Take note that `use` was issued."""
+        use.record = Record(use.count, what, handle.raw_origin)
+        known = self._names[use.name]
+        known.next, known.last = None, ref(handle)
+        known.recent = (*known.recent[-1:], use)
+        known.issued += 1
+        self.issued += 1
+
+    def meet(self, use: Named, word: int, calls: Calls) -> None:
+        """Have `use` begin or refused, by one of `calls`, when all ranks have issued it: `word` is its fingerprint."""
+        use.entry = Entry(-1, word ^ use.edition, When.ALL, calls=calls)
+        self._progress.start(partial(self._begin, use))
+
+    # --- meeting: with the transport lock held ---------------------------------------------------------------
+
+    def _begin(self, use: Named) -> None:
+        if self._closed is not None:
+            use.entry.abort(again(self._closed))
+            return
+        self._undecided.add(use)
+        known = self._names[use.name]
+        known.waiting = use
+        if known.number is None and self._leads:
+            known.number = self._number_for(use.name)
+        elif known.number is None:
+            self._channel.send(self._ranks[0], self._topic, ["which", use.name, 0])
+        self._go_on(known)
+
+    def _numbered(self, name: str, number: int) -> None:
+        known = self._names[name]
+        known.number = number
+        self._go_on(known)
+
+    def _go_on(self, known: _Name) -> None:
+        """Have what waits meet the other ranks, if it may."""
+        use = known.waiting
+        if use is not None and known.number is not None and not known.held and self._closed is None:
+            known.waiting = None
+            self._compare(use, known, known.number)
+
+    def _compare(self, use: Named, known: _Name, number: int) -> None:
+        if number < 0:
+            known.number = None
+            self._undecided.discard(use)
+            use.entry.abort(CommunicatorError(f"name={use.name!r}: {self._too_many()}", comm=self._comm))
+            return
+        self._by_number[number] = known
+        use.number = use.entry.seq = number_of_use(number, use.count)
+        for endpoint in use.endpoints:
+            endpoint.tag, endpoint.key = tag_of(use.number), key_of(use.number)
+        use.endpoints.clear()
+        use.entry.word ^= use.number - NAMED
+        self._between.compare(tag_of(use.number), use.entry.word, over=partial(self._compared, use))
+
+    def _compared(self, use: Named, differs: bool) -> None:
+        """All ranks have come."""
+        self._undecided.discard(use)
+        entry, use.entry = use.entry, _OVER
+        if not entry.decided:
+            entry.settle(differs)
+            if differs:
+                self._on_differ(entry)
+
+    def hold(self, number: int) -> None:
+        """Let no use of the name meet others: the operation `number` failed, and its tag comes back.
+
+        Until `release`: others wait for this rank meanwhile, so they keep what they know of that operation.
+        """
+        if (known := self._by_number.get(name_in(number))) is not None:
+            known.held.add(number)
+
+    def release(self, number: int) -> None:
+        """Nothing of the operation `number` is on its way any more."""
+        if (known := self._by_number.get(name_in(number))) is not None:
+            known.held.discard(number)
+            self._go_on(known)
+
+    def close(self, error: BaseException) -> None:
+        """Begin nothing any more: what waits for others is refused with `error`, and so is what comes."""
+        if self._closed is None:
+            self._closed = error
+            undecided, self._undecided = self._undecided, set()
+            for use in undecided:
+                use.entry.abort(again(error))
+
+    # --- what is known, from any thread ----------------------------------------------------------------------
+
+    def count_of(self, name: str) -> int:
+        """Return how often this rank has issued an operation of `name`."""
+        known = self._names.get(name)
+        return 0 if known is None else known.issued
+
+    def find(self, number: int) -> Named | None:
+        """Return the operation of that number, None where this rank has not issued it, or has forgotten it."""
+        known = self._by_number.get(name_in(number))
+        return next((use for use in (known.recent if known else ()) if use.number == number), None)
+
+    def has_issued(self, number: int) -> bool:
+        """Return whether this rank has issued the operation of that number."""
+        known = self._by_number.get(name_in(number))
+        return known is not None and number < number_of_use(name_in(number), known.issued)
+
+    # --- the numbers of names --------------------------------------------------------------------------------
+
+    def _number_for(self, name: str) -> int:
+        """As the leader, return the number of `name`, -1 where there are too many; on any thread."""
+        with self._given_lock:
+            if name not in self._given and len(self._given) == MOST_NAMES:
+                return -1
+            return self._given.setdefault(name, len(self._given))
+
+    def _heard(self, world_rank: int, message: list[Any]) -> None:
+        """On the listener thread, also while the program computes on the loop's."""
+        what, name, number = message
+        if what == "which":
+            self._channel.send(world_rank, self._topic, ["number", name, self._number_for(name)])
+        else:
+            numbered = partial(self._numbered, name, number)
+            (self._progress.start if self._progress.owns_thread() else self._progress.start_in_thread)(numbered)
+
+    def _too_many(self) -> str:
+        return f"communicator {self._comm!r} has {MOST_NAMES} names already"

@@ -1,0 +1,156 @@
+// What is in flight, and what was issued: the books that every operation is entered in.
+#include "binding.h"
+
+// --- claims ------------------------------------------------------------------------------------------------------
+
+PyTypeObject *claims_type, *log_type;
+
+const core_range *claims_acquire(Claims *self, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed) {
+    *failed = false;
+    uintptr_t end = start + nbytes;
+    const core_range *held = core_ranges_find(&self->writes, start, end);
+    if (held == NULL && writes) held = core_ranges_find(&self->reads, start, end);
+    if (held != NULL) return held;
+    if (core_ranges_insert(writes ? &self->writes : &self->reads, (core_range){start, end, owner}) < 0) {
+        PyErr_NoMemory();
+        *failed = true;
+        return NULL;
+    }
+    Py_INCREF(owner);
+    return NULL;
+}
+
+void claims_release(Claims *self, uintptr_t start, size_t nbytes, bool writes) {
+    PyObject *owner = core_ranges_remove(writes ? &self->writes : &self->reads, (core_range){start, start + nbytes, NULL});
+    Py_XDECREF(owner);
+}
+
+static PyObject *claims_claim(Claims *self, PyObject *args) {
+    unsigned long long start, nbytes;
+    int writes;
+    PyObject *owner;
+    if (!PyArg_ParseTuple(args, "KKpO", &start, &nbytes, &writes, &owner)) return NULL;
+    bool failed = false;
+    const core_range *held = nbytes == 0 ? NULL : claims_acquire(self, (uintptr_t)start, nbytes, writes, owner, &failed);
+    if (failed) return NULL;
+    PyObject *holder = held == NULL ? Py_None : held->owner;
+    Py_INCREF(holder);
+    return holder;
+}
+
+static PyObject *claims_give_back(Claims *self, PyObject *args) {
+    unsigned long long start, nbytes;
+    int writes;
+    if (!PyArg_ParseTuple(args, "KKp", &start, &nbytes, &writes)) return NULL;
+    if (nbytes > 0) claims_release(self, (uintptr_t)start, nbytes, writes);
+    Py_RETURN_NONE;
+}
+
+static Py_ssize_t claims_length(Claims *self) { return (Py_ssize_t)(self->writes.ranges + self->reads.ranges); }
+
+static PyObject *claims_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)args, (void)named;
+    Claims *self = (Claims *)PyType_GenericAlloc(type, 0);
+    if (self != NULL) self->reads.overlap = true;
+    return (PyObject *)self;
+}
+
+static void claims_dealloc(Claims *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    core_ranges_free(&self->writes);
+    core_ranges_free(&self->reads);
+    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(self);
+    DECREF(type);
+}
+
+static PyMethodDef claims_methods[] = {
+    {"claim", (PyCFunction)claims_claim, METH_VARARGS,
+     "claim(start, nbytes, writes, owner): return who has some of these bytes, None where nobody does, and `owner` now has."},
+    {"release", (PyCFunction)claims_give_back, METH_VARARGS, "release(start, nbytes, writes): give back what was claimed."},
+    {0},
+};
+static PyType_Slot claims_slots[] = {
+    {Py_tp_doc, "Which bytes are in flight: those that are written overlap nothing, those that are read may overlap."},
+    {Py_tp_new, claims_new}, {Py_tp_dealloc, claims_dealloc}, {Py_tp_methods, claims_methods}, {Py_sq_length, claims_length}, {0},
+};
+static PyType_Spec claims_spec = {
+    "aiodist._core.Claims", sizeof(Claims), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, claims_slots,
+};
+
+// --- the log of what was issued ----------------------------------------------------------------------------------
+
+enum { KEPT = 4096 };
+static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)args, (void)named;
+    Log *self = (Log *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    self->kept = PyList_New(KEPT);
+    self->awaited = PyDict_New();
+    for (Py_ssize_t i = 0; self->kept != NULL && i < KEPT; i++) {
+        Py_INCREF(Py_None);
+        PyList_SetItem(self->kept, i, Py_None);
+    }
+    if (self->kept != NULL && self->awaited != NULL) return (PyObject *)self;
+    DECREF(self);
+    return NULL;
+}
+
+static void log_dealloc(Log *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->kept);
+    Py_XDECREF(self->awaited);
+    freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(self);
+    DECREF(type);
+}
+
+bool log_record(Log *self, PyObject *what, PyObject *origin) {
+    PyObject *number = PyLong_FromLongLong(self->seq);
+    PyObject *entry = number == NULL ? NULL : PyTuple_Pack(3, number, what, origin);
+    if (entry == NULL || PyList_SetItem(self->kept, (Py_ssize_t)(self->seq % KEPT), entry) < 0) {
+        Py_XDECREF(number);
+        return false;
+    }
+    self->seq++;
+    bool told = true;
+    if (PyDict_Size(self->awaited) > 0) {
+        PyObject *tell = PyDict_GetItemWithError(self->awaited, number);
+        if (tell != NULL) {
+            Py_INCREF(tell);
+            PyObject *result = PyDict_DelItem(self->awaited, number) < 0 ? NULL : PyObject_CallNoArgs(tell);
+            told = result != NULL;
+            Py_XDECREF(result);
+            Py_DECREF(tell);
+        }
+        told = told && !PyErr_Occurred();
+    }
+    Py_DECREF(number);
+    return told;
+}
+
+static PyObject *log_recorded(Log *self, PyObject *args) {
+    PyObject *what, *origin;
+    if (!PyArg_ParseTuple(args, "OO", &what, &origin) || !log_record(self, what, origin)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef log_methods[] = {
+    {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): take note of the next operation, whose number is `seq`."},
+    {0},
+};
+static PyMemberDef log_members[] = {
+    OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
+    OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
+    OFFERS("kept", T_OBJECT, Log, kept, READONLY, "The newest records, each at its number modulo how many there are."),
+    {0},
+};
+static PyType_Slot log_slots[] = {
+    {Py_tp_doc, "What a communicator issued, in order."},
+    {Py_tp_new, log_new}, {Py_tp_dealloc, log_dealloc}, {Py_tp_methods, log_methods}, {Py_tp_members, log_members}, {0},
+};
+static PyType_Spec log_spec = {"aiodist._core.Log", sizeof(Log), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, log_slots};
+
+int ledger_add(PyObject *module) {
+    return (claims_type = add_type(module, &claims_spec)) && (log_type = add_type(module, &log_spec)) ? 0 : -1;
+}

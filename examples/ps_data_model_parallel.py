@@ -1,0 +1,59 @@
+"""A parameter server, data-parallel groups and model parallelism in one program.
+
+aiodist run -n 8 examples/ps_data_model_parallel.py has two groups of two models of two ranks each
+
+Two ranks share a model. The models of a group average their gradients in every step. Groups go their own ways, and each
+of them moves towards a centre now and then, which a parameter server keeps. The ranks that have the same part of a
+model are a world of their own for all this: they average that part, and serve its centre.
+"""
+
+import torch
+import torch.nn.functional as F
+from model_parallel import build
+from torch import Tensor
+from train_sequential import batches, load, optimizer, report
+from train_sequential import build as build_whole
+
+import aiodist
+from aiodist.nn import DataParallel, full_state_dict
+from aiodist.ps import EASGD, ParameterServer, elastic_alpha
+
+SHARE, GROUP, TAU = 2, 2, 8  # ranks of a model, models of a group, steps
+
+
+async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Tensor, labels: Tensor) -> None:
+    for chosen in mine:  # (120 / models,)
+        net.zero_grad()
+        loss = await net.run(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
+        await net.backward(loss)  # the mean over the group
+        await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
+
+
+async def main() -> None:
+    torch.set_num_threads(1)  # the ranks share the cores
+    images, labels = load()  # (1797, 64), (1797,)
+    async with aiodist.init() as coll:
+        share = 1 if coll.size % SHARE else SHARE
+        sharing = await coll.split(coll.rank // share)
+        part = await coll.split(coll.rank % share)  # the ranks that have the same part, one of each model
+        module = build(await sharing.dup(thread=True))
+        # The last bias is whole on both ranks of a model, and would come to differ: nothing keeps two servers in step.
+        module[2].bias.requires_grad_(False)
+        async with ParameterServer(part, module) as ps:
+            group = await part.split(part.rank // GROUP)
+            net = await DataParallel.create(module, group)
+            opt = optimizer(net.parameters())
+            alpha = elastic_alpha(0.9, -(-part.size // GROUP))  # counts groups
+            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.run) as client:
+                await train(net, client, list(batches(part.rank, part.size)), images, labels)
+            await ps.sync()
+            await ps.barrier()
+            await ps.pull(module)  # the centre
+        whole = build_whole()
+        whole.load_state_dict(await full_state_dict(module))
+        if coll.rank == 0:
+            report(whole, images, labels)
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

@@ -1,0 +1,338 @@
+"""Gradients that travel as codes: what each codec of `aiodist.codecs` exchanges, driven on a net's communicators.
+
+The codec works on a thread of its own, the loop issues what it asks for. Collectives of a bucket meet by its name, so
+several buckets are on their way at once, and the next ones are encoded meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import dtype_name
+from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, Sum
+from aiodist.codecs.base import FLOATS, STRETCH, wide
+from aiodist.codecs.gradients import Exchange, Gathered
+from aiodist.communicator import Communicator
+from aiodist.errors import OperationTimeout
+from aiodist.handles import Handle, Progress
+from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.layout import memory_order
+from aiodist.streams import HostStream
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed; `DataParallel.create(..., compress=codec)` is short for `Compression(codec)`."""
+
+    codec: Codec
+    """Of `aiodist.codecs`, or one of your own."""
+    error_feedback: bool | None = None
+    """Keep what codes leave out, and send it with the next gradient; None: unless the codec is unbiased."""
+    within_hosts: bool = False
+    """Compress among the ranks of a host too, and not only between hosts (the groups of `coll.levels`)."""
+
+
+def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -> Compression:
+    """Return `compress` as a `Compression`; raise TypeError unless it is that or a codec, and takes the parameters."""
+    compression = compress if isinstance(compress, Compression) else Compression(cast(Codec, compress))
+    codec = compression.codec
+    if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode")):
+        raise TypeError(f"compress={compress!r}: expected a codec of aiodist.codecs, or a Compression")
+    for name, parameter in named:
+        if parameter.dtype not in FLOATS or not parameter.is_cpu:
+            seen = f"{dtype_name(parameter.dtype)} on {parameter.device}"
+            raise TypeError(f"parameter {name!r} is {seen}: compress= takes floats on the CPU")
+    return compression
+
+
+class Links(NamedTuple):
+    """The communicators of one rank: `within` its host, where that has several ranks, and `between` the hosts."""
+
+    within: Communicator | None
+    between: Communicator | None
+    """None on ranks that leave that to the first of their host."""
+
+    @classmethod
+    async def of(cls, coll: Communicator, compression: Compression) -> Links:
+        """Return those of the groups that ranks of `coll` form; the same everywhere. Collective."""
+        levels = coll.levels
+        groups = levels.groups(levels.depth)
+        if compression.within_hosts or len(groups) == 1 or max(map(len, groups)) == 1:
+            return cls(None, coll)
+        level = (await coll.hierarchy(form="tree"))[-1]
+        return cls(level.intra if level.intra.size > 1 else None, level.inter if level.intra.rank == 0 else None)
+
+
+class _Within(NamedTuple):
+    """Add up, or spread, what the first rank of a host exchanges with other hosts."""
+
+    kind: Literal["reduce", "broadcast"]
+    tensor: Tensor
+
+
+class _Swap(NamedTuple):
+    """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
+
+    tensor: Tensor
+
+
+_NAMES = 256
+"""Buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
+_Request = Sum | Gather | _Within | _Swap
+_Program = Generator[_Request, Any, None]
+
+
+class Compressor:
+    """Reduces buckets as codes: a `CommHook`. What it keeps between steps is in `state_dict`.
+
+    Residuals belong to parameters, in their dtype but in float32 for 16-bit floats; they take that much memory twice.
+    A residual changes only where all ranks have made the pass. A parameter that a rank did not use sends nothing of it.
+    """
+
+    def __init__(
+        self, compression: Compression, data: Communicator, links: Links, op: Literal["mean", "sum"], stream: HostStream
+    ) -> None:
+        codec = compression.codec
+        self._codec = codec if isinstance(codec, GradientCodec) else Gathered(codec)
+        feedback = compression.error_feedback
+        self._feedback = not self._codec.unbiased if feedback is None else feedback
+        self._data = data
+        self._links = links
+        self._factor = 1 / data.size if op == "mean" else 1.0
+        self._stream = stream
+        self.progress = Progress.current()
+        self.nbytes = 0
+        """What this rank has given to collectives, in bytes."""
+        self._number = 0
+        self._kept: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
+        """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
+
+    @classmethod
+    async def open(cls, compression: Compression, data: Communicator, op: Literal["mean", "sum"]) -> Compressor:
+        """Return one whose thread runs, on communicators that `data` closes. Collective."""
+        links = await Links.of(data, compression)
+        stream = HostStream(f"codecs {data.name}")
+        await stream.__aenter__()
+        return cls(compression, data, links, op, stream)
+
+    async def aclose(self) -> None:
+        """See `CommHook`."""
+        await self._stream.aclose()
+
+    def abort(self) -> None:
+        """See `CommHook`."""
+        self._stream.abort()
+
+    # --- what it keeps ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what this rank keeps: `number`, `residuals` and `kept`, by parameter, flat.
+
+        It differs between ranks, and is to be taken and loaded between steps.
+        """
+        copied = [{name: t.clone() for name, t in which.items()} for which in (self._residuals, self._kept)]
+        return {"number": self._number, "residuals": copied[0], "kept": copied[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put copies of what `state_dict` returned in the place of what is kept; on all ranks, each its own.
+
+        Raises KeyError for what is no such state.
+        """
+        copied = [{name: t.detach().clone() for name, t in state[key].items()} for key in ("residuals", "kept")]
+        self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
+
+    # --- buckets --------------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> Handle[Any]:
+        """See `CommHook`."""
+        job = _Job(self, self._program(bucket, self._number), f"codes {self._number % _NAMES}")
+        self._number += 1
+        job.advance(None)
+        return job.over
+
+    def settle(self, bucket: Bucket) -> None:
+        """See `CommHook`: keep the residuals of this pass."""
+        if bucket not in self._totals:
+            return
+        total, before = self._totals[bucket]
+        for slot, piece in zip(bucket.slots, _pieces(bucket, total), strict=True):
+            residual = self._residuals.get(slot.name)
+            if slot.result is None:  # no rank has used it: what the codes say of it is dropped
+                piece.zero_()
+            if residual is not None and slot in bucket.unused:
+                piece.add_(residual)
+            self._residuals[slot.name] = piece
+        self._totals[bucket] = torch.empty_like(total) if before is None else before, total
+
+    def _program(self, bucket: Bucket, number: int) -> _Program:
+        data, within, between = bucket.data, self._links.within, self._links.between
+        if within is not None:
+            yield _Within("reduce", data)
+        if between is not None:
+            total = self._total(bucket)
+            out = data if total.dtype is data.dtype else torch.empty_like(total)
+            shapes, names = [_shape(slot) for slot in bucket.slots], [slot.name for slot in bucket.slots]
+            gradients = Gradients(total, out, shapes, names, between.size, self._factor, number, self._feedback)
+            yield from self._exchanged(self._codec.exchange(gradients, self._kept), between.size)
+            if out is not data:
+                data.copy_(out)
+            if self._feedback and not bool(total.sum().isfinite()):  # one bad gradient is sent, and forgotten
+                total.nan_to_num_(0.0, 0.0, 0.0)
+        if within is not None:
+            yield _Within("broadcast", data)
+
+    def _exchanged(self, exchange: Exchange, ranks: int) -> _Program:
+        """Count what a codec sends, and add up 16-bit floats without widening them."""
+        answer = None
+        with suppress(StopIteration):
+            while True:
+                request = exchange.send(answer)
+                self.nbytes += request[0].nbytes
+                if isinstance(request, Sum) and request.tensor.dtype in (torch.float16, torch.bfloat16):
+                    yield from _narrow_sum(request.tensor, ranks)
+                    answer = None
+                else:
+                    answer = yield request
+
+    def _total(self, bucket: Bucket) -> Tensor:
+        """Return what this rank brings: the gradients, with residuals for what it has used."""
+        data = bucket.data
+        if not self._feedback:
+            return data.to(wide(data.dtype))
+        if bucket not in self._totals:
+            self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype)), None
+        total, _ = self._totals[bucket]
+        for slot, piece, grad in zip(bucket.slots, _pieces(bucket, total), _pieces(bucket, data), strict=True):
+            residual = self._residuals.get(slot.name)
+            if residual is None or slot in bucket.unused:
+                piece.copy_(grad)
+            else:
+                torch.add(grad, residual, out=piece)
+        return total
+
+    # --- what a job asks for ----------------------------------------------------------------------------------------
+
+    def issue(self, request: _Request, name: str) -> Handle[Any]:
+        """Return the handle of what a codec asks for; on the loop, in any order."""
+        if isinstance(request, _Within):
+            assert self._links.within is not None
+            if request.kind == "reduce":
+                return self._links.within.reduce(request.tensor, name=name)
+            return self._links.within.broadcast(request.tensor, name=name)
+        assert self._links.between is not None
+        if isinstance(request, Gather):
+            return self._links.between.allgather(request.code, name=name)
+        if isinstance(request, _Swap):
+            return self._links.between.alltoall_single(request.tensor, name=name)
+        return self._links.between.allreduce(request.tensor, request.op, name=name)
+
+    def compute(self, program: _Program, answer: Any) -> Handle[_Request | None]:  # noqa: ANN401
+        """Return the handle of what `program` asks for next, None at its end."""
+        return self._stream.submit(_advanced, program, answer)
+
+    def end(self, job: _Job, error: BaseException | None) -> None:
+        """It is over."""
+        if error is None:
+            job.over.resolve(None)
+        else:
+            for comm in {self._data, *filter(None, self._links)}:  # the other ranks wait for what it does not send
+                comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
+            job.over.reject(error)
+
+
+class _Reduced(Handle[None]):
+    """The reduction of a bucket: the collective that it waits for lies in `keep`."""
+
+    __slots__ = ()
+
+    def unfinished(self) -> list[Handle[Any]]:
+        return [self] if self.done() or self.keep is None else self.keep.unfinished()
+
+    def late(self) -> dict[int, str]:
+        return {} if self.done() or self.keep is None else self.keep.late()
+
+
+class _Job:
+    """One bucket on its way: computes on the thread of codecs, communicates from the loop."""
+
+    def __init__(self, compressor: Compressor, program: _Program, name: str) -> None:
+        self.over = _Reduced(compressor.progress, "compressed reduction")
+        self.over.polled = False
+        self._compressor = compressor
+        self._program = program
+        self._name = name
+
+    def advance(self, answer: Any) -> None:  # noqa: ANN401
+        """Let the codec go on with `answer`."""
+        try:
+            self._compressor.compute(self._program, answer).add_waiter(self)
+        except RuntimeError as error:  # the stream was given up
+            self._compressor.end(self, error)
+
+    def _issue(self, request: _Request) -> None:
+        try:
+            self.over.keep = handle = self._compressor.issue(request, self._name)
+        except Exception as error:  # noqa: BLE001  - told to the pass
+            self._compressor.end(self, error)
+        else:
+            handle.add_waiter(self)
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        """See `Waiter`."""
+        if late is not None and not handle.done():  # it goes on
+            self.over.expire()
+            handle.add_waiter(self)
+        elif (error := handle.outcome_error()) is not None:
+            self._compressor.end(self, error)
+        elif handle is self.over.keep:
+            self.over.keep = None
+            self.advance(handle.result())
+        elif (request := handle.result()) is None:
+            self._compressor.end(self, None)
+        else:
+            self._issue(request)
+
+
+def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN401
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            return program.send(answer)
+        except StopIteration:
+            return None
+
+
+def _narrow_sum(t: Tensor, ranks: int) -> _Program:
+    """Add up `t` over all ranks, in float32, and round once. (An allreduce sends 16-bit floats as float32.)
+
+    Each rank sums a part. Two send each other all, which is as many bytes, and need not wait for the second half.
+    """
+    if ranks == 2:
+        first, second = yield Gather(t)
+        for to, a, b in zip(t.split(STRETCH), first.split(STRETCH), second.split(STRETCH), strict=True):
+            to.copy_(a.float().add_(b))
+        return
+    part = -(-t.numel() // ranks)
+    padded = torch.zeros(ranks * part, dtype=t.dtype)
+    padded[: t.numel()].copy_(t)
+    theirs = yield _Swap(padded)
+    summed = theirs.view(ranks, part).sum(0, dtype=torch.float32).to(t.dtype)
+    t.copy_(torch.cat((yield Gather(summed)))[: t.numel()])
+
+
+def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    return list(flat.split([slot.parameter.numel() for slot in bucket.slots]))
+
+
+def _shape(slot: Slot) -> tuple[int, ...]:
+    """Return the shape of a parameter as it lies in memory, the outermost dimension first."""
+    order = memory_order(slot.parameter)
+    return tuple(slot.parameter.shape if order is None else (slot.parameter.shape[d] for d in order))

@@ -1,0 +1,199 @@
+"""Collectives that autograd goes through: the backward of each is its dual.
+
+The objective is the sum of all ranks' losses. So the gradient of what a rank gave sums up what all ranks made of it:
+
+| forward | backward |
+|---|---|
+| allreduce (sum, mean), broadcast | allreduce (sum, mean), which counts at the root |
+| allgather | reduce_scatter (sum) |
+| reduce_scatter (sum, mean) | allgather |
+| alltoall | alltoall, the other way |
+
+Each call returns a handle of the result, in new memory; `t` is left alone. A coroutine awaits it; a module on the
+compute thread of a net calls `handle.wait()`. Backward issues and waits in the thread that it runs in, so while
+gradients are on `coll` has to be a `dup(thread=True)`; no other code should use it. The result then requires a gradient
+on every rank, whether or not this rank's `t` does: all ranks take part in backward, in the reverse order of the calls.
+So the loss of every rank has to depend on every result, and one thread of each rank makes all calls.
+
+A call raises `TypeError` or `ValueError` for what it cannot take, and `RuntimeError` for an ordinary communicator while
+gradients are on; an await what the collective raises. So does backward, and `RuntimeError` on the loop's thread, which
+it would block. Backward costs what its collective costs, and can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from aiodist.communicator import Communicator
+from aiodist.communicator.arguments import block_of, check_rank, check_sizes
+from aiodist.handles import Handle
+from aiodist.streams import OnStream
+
+T = TypeVar("T")
+
+
+def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
+    """Return the elementwise sum over all ranks, or their mean. `t` and the result have one shape on all ranks."""
+    _check_op(op)
+    return _issue(
+        t, coll, t.shape, lambda x, out: coll.allreduce(x, op, out=out), lambda grad: allreduce(grad, coll, op)
+    )
+
+
+def broadcast(t: Tensor, coll: Communicator, root: int = 0) -> Handle[Tensor]:
+    """Return root's elements. `t` has one shape on all ranks; on the others its gradient is zero."""
+    mine = coll.rank == check_rank(root, coll.size)
+
+    def call(given: Tensor, out: Tensor) -> Handle[Tensor]:
+        if mine:
+            out.detach().copy_(given)
+        return coll.broadcast(out, root)
+
+    counts = t if mine else t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0)
+    return _issue(counts, coll, t.shape, call, lambda grad: allreduce(grad, coll))
+
+
+def allgather(t: Tensor, coll: Communicator, rows: int | None = None) -> Handle[Tensor]:
+    """Return the tensors of all ranks in rank order, joined along dim 0.
+
+    `t` has one shape `(n, ...)` on all ranks, the result `(size * n, ...)`. With `rows` the result has as many, and
+    each rank gives the block that `reduce_scatter` would leave it: the remainder goes to the first ranks, a row each.
+    Raises `ValueError` for a `t` that is no such block, and on await where tensors together have other shapes.
+    """
+    _check_rows(t)
+    whole = torch.Size([len(t) * coll.size if rows is None else rows, *t.shape[1:]])
+    if (block := block_of(whole, coll.rank, coll.size)) != t.shape:
+        raise ValueError(
+            f"t has shape {list(t.shape)}: expected {list(block)}, rank {coll.rank}'s block of {rows} rows"
+        )
+    return _issue(t, coll, whole, lambda x, out: coll.allgather(x, out=out), lambda grad: reduce_scatter(grad, coll))
+
+
+def reduce_scatter(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
+    """Return this rank's block of the elementwise sum over all ranks, or of their mean.
+
+    `t` has one shape `(rows, ...)` on all ranks. It is cut along dim 0; the remainder goes to the first ranks.
+    """
+    _check_op(op)
+    _check_rows(t)
+    block, rows, share = block_of(t.shape, coll.rank, coll.size), len(t), coll.size if op == "mean" else 1
+    return _issue(
+        t,
+        coll,
+        block,
+        lambda x, out: coll.reduce_scatter(x, op, out=out),
+        lambda grad: allgather(grad / share, coll, rows),
+    )
+
+
+def alltoall(
+    t: Tensor, coll: Communicator, sizes: Sequence[int] | None = None, received: Sequence[int] | None = None
+) -> Handle[Tensor]:
+    """Return the rows that all ranks have for this one, in rank order along dim 0.
+
+    `t` has a shape `(rows, ...)`. Without lists it is the same on all ranks, which divide the rows evenly. Else rank r
+    gets `sizes[r]` rows of `t` and sends `received[r]`: ranks that do not know exchange these numbers first. Raises
+    `ValueError` for one list without the other, and on await where other numbers of rows come in all.
+    """
+    if (sizes is None) != (received is None):
+        raise ValueError(f"sizes={sizes} and received={received}: expected both lists, or none")
+    rows = None if received is None else sum(check_sizes(received, sum(received), coll.size, "rows"))
+    return _issue(
+        t,
+        coll,
+        t.shape if rows is None else (rows, *t.shape[1:]),
+        lambda x, out: coll.alltoall_single(x, out=out, sizes=sizes),
+        lambda grad: alltoall(grad, coll, received, sizes),
+    )
+
+
+def completed(coll: Communicator, call: Callable[[], Handle[T]]) -> T:
+    """Return the result of what `call` issues; blocks this thread. Raises `RuntimeError` on the loop's, before."""
+    progress = coll.parts.dispatcher.progress
+    if progress.owns_thread():
+        raise RuntimeError(
+            f"a forward or backward that waits for other ranks of {coll.name!r} would block the event loop: run it on "
+            "the compute thread of a net (net.step, net.run, net.backward), or `await asyncio.to_thread(...)`"
+        )
+    with progress.waiting():
+        return call().wait()
+
+
+def check_threaded(coll: Communicator) -> None:
+    """Raise `RuntimeError` unless other threads than the loop's may issue on `coll`."""
+    if coll.parts.dispatcher.issuing is None:
+        raise RuntimeError(
+            f"forward and backward issue in the threads that they run in, and {coll.name!r} belongs to the loop's: "
+            "expected what `await coll.dup(thread=True)` returns"
+        )
+
+
+def _check_op(op: str) -> None:
+    if op not in ("sum", "mean"):
+        raise ValueError(f"op={op!r}: expected 'sum' or 'mean', which have a gradient")
+
+
+def _check_rows(t: Tensor) -> None:
+    if not t.dim():
+        raise ValueError("t is a number: expected at least one dimension")
+
+
+class _Dual(Function):
+    """Makes the result, without data, and the gradient that goes back from it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        every_rank: Tensor,
+        t: Tensor,
+        coll: Communicator,
+        shape: Sequence[int],
+        dual: Callable[[Tensor], Handle[Tensor]],
+    ) -> Tensor:
+        ctx.coll, ctx.dual = coll, dual
+        return t.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:  # noqa: ANN401
+        return None, completed(ctx.coll, lambda: ctx.dual(*grads)), None, None, None
+
+
+def _issue(
+    t: Tensor,
+    coll: Communicator,
+    shape: Sequence[int],
+    call: Callable[[Tensor, Tensor], Handle[Tensor]],
+    dual: Callable[[Tensor], Handle[Tensor]],
+) -> Handle[Tensor]:
+    """Make `call(t, out)`, which fills an `out` of `shape`, and have gradients go by way of `dual`.
+
+    The graph is made before the call: `out` has its place there when the operation sees it, and the nodes of all
+    collectives have the order in which these were issued. Autograd runs later nodes first, so backward issues in
+    exactly the reverse order, on every rank.
+    """
+    every_rank = torch.empty(0, requires_grad=True)  # has each rank take part in backward
+    out: Tensor = _Dual.apply(every_rank, t, coll, shape, dual)  # type: ignore[no-untyped-call]
+    if out.requires_grad:
+        check_threaded(coll)
+    given = t.detach().contiguous().resolve_conj()
+    progress = coll.parts.dispatcher.progress
+    if not t.is_cuda or progress.owns_thread():
+        return call(given, out)
+    made: Future[Handle[Tensor]] = Future()  # the loop alone issues what works on devices
+    stream = torch.cuda.current_stream(t.device)
+
+    def make() -> None:
+        try:
+            with OnStream(stream):
+                made.set_result(call(given, out))
+        except BaseException as error:  # noqa: BLE001  - it belongs to the thread that waits
+            made.set_exception(error)
+
+    progress.post(make)
+    return made.result()

@@ -1,0 +1,86 @@
+"""What helpers look for in a module, of what wraps one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
+
+from torch import nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _of_module(method: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[ModuleLike, P], T]:
+    """Return a method that does what that of the module does, which may be its own."""
+
+    def call(self: ModuleLike, *args: P.args, **kwargs: P.kwargs) -> T:
+        found: T = getattr(self.module, method.__name__)(*args, **kwargs)
+        return found
+
+    return update_wrapper(cast("Callable[Concatenate[ModuleLike, P], T]", call), method)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ModuleLike, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__}.{name}: its buckets lie where the parameters did, and hold their "
+            "dtypes: move it before create()"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Raise RuntimeError: the module is to be moved, or cast, before `create`."
+    return refuse
+
+
+class ModuleLike:
+    """The methods of `torch.nn.Module` that look at it, or switch it; names have no prefix."""
+
+    _module: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was given, the very object."""
+        return self._module
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout, batch norm and their like are switched to training."""
+        return self._module.training
+
+    parameters = _of_module(nn.Module.parameters)
+    named_parameters = _of_module(nn.Module.named_parameters)
+    buffers = _of_module(nn.Module.buffers)
+    named_buffers = _of_module(nn.Module.named_buffers)
+    modules = _of_module(nn.Module.modules)
+    named_modules = _of_module(nn.Module.named_modules)
+    children = _of_module(nn.Module.children)
+    named_children = _of_module(nn.Module.named_children)
+    get_parameter = _of_module(nn.Module.get_parameter)
+    get_buffer = _of_module(nn.Module.get_buffer)
+    get_submodule = _of_module(nn.Module.get_submodule)
+    zero_grad = _of_module(nn.Module.zero_grad)
+
+    to, to_empty, cpu, cuda = _refused("to"), _refused("to_empty"), _refused("cpu"), _refused("cuda")
+    type, half, float = _refused("type"), _refused("half"), _refused("float")
+    double, bfloat16 = _refused("double"), _refused("bfloat16")
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout, batch norm and their like to training, or with False to evaluation."""
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Switch dropout, batch norm and their like to evaluation."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Thaw all parameters, or freeze them; between two steps, on all ranks alike."""
+        self._module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Call `fn` with every module, as to initialise it; on all ranks alike."""
+        self._module.apply(fn)
+        return self

@@ -1,0 +1,129 @@
+"""What a step does beside forward, backward and update: clipping, scaled losses, learning rates, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, Protocol, TypedDict, cast
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+class RateSchedule(Protocol):
+    """One of torch's learning rate schedulers, or what steps as they do."""
+
+    def step(self) -> object:
+        """The optimizer has made a step."""
+
+
+class Changes(TypedDict, total=False):
+    """The settings that are given; None leaves a thing out."""
+
+    clip_norm: float | None
+    scaler: GradScaler | None
+    scheduler: RateSchedule | Iterable[RateSchedule] | None
+    autocast: torch.autocast | torch.dtype | None
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How the steps of a net are made, the same on all ranks."""
+
+    clip_norm: float | None = None
+    """What the global norm of the reduced gradients is clipped to, behind unscaling."""
+    scaler: GradScaler | None = None
+    """It scales losses, unscales the reduced gradients, and leaves out a step where one of them is not finite."""
+    scheduler: Sequence[RateSchedule] = ()
+    """They step after each step that was made."""
+    autocast: torch.autocast | None = None
+    """Forward runs under it, on the compute thread."""
+
+    def changed(self, module: nn.Module, changes: Changes) -> StepSettings:
+        """Return these settings with `changes`, of which a dtype of autocast is for the device of `module`.
+
+        Raises ValueError for a `clip_norm` not above 0, TypeError for what is none of what a setting takes.
+        """
+        given: dict[str, Any] = dict(changes)
+        if (unknown := given.keys() - Changes.__annotations__) or isinstance(given.get("clip_norm"), bool):
+            raise TypeError(f"{', '.join(sorted(unknown)) or 'clip_norm=bool'}: expected {Changes.__annotations__}")
+        clip_norm, scaler, autocast = (given.get(name) for name in ("clip_norm", "scaler", "autocast"))
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")
+        if not isinstance(scaler, GradScaler | None):
+            raise TypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler, or None")
+        if isinstance(autocast, torch.dtype):
+            given["autocast"] = torch.autocast(next(module.parameters()).device.type, dtype=autocast)
+        elif not isinstance(autocast, torch.autocast | None):
+            raise TypeError(f"autocast is {type(autocast).__name__}: expected a dtype, a torch.autocast, or None")
+        if "scheduler" in given:
+            given["scheduler"] = _schedulers(given["scheduler"])
+        return replace(self, **given)
+
+    @property
+    def whole(self) -> bool:
+        """Updates need all gradients: no parameter may be updated before the last gradient is there."""
+        return self.clip_norm is not None or self.scaler is not None
+
+    def casting(self) -> AbstractContextManager[object]:
+        """Return the block in which forward runs."""
+        return nullcontext() if self.autocast is None else copy(self.autocast)  # it remembers the thread's mode
+
+    def update(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> bool:
+        """Call `step` once the gradients in the parameter `groups` are unscaled and clipped; return whether it ran.
+
+        The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite.
+        """
+        if self.scaler is None:
+            self._clip(groups)
+            step()
+            return True
+        target = _Update(groups, step)
+        optimizer = cast(Optimizer, target)  # as far as a scaler uses one
+        self.scaler.unscale_(optimizer)
+        try:
+            self._clip(groups)
+            self.scaler.step(optimizer)
+        finally:
+            self.scaler.update()
+        return target.made
+
+    def _clip(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
+
+    def advance(self) -> None:
+        """A step was made."""
+        for scheduler in self.scheduler:
+            scheduler.step()
+
+
+class _Update:
+    """An update as a GradScaler sees it."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> None:
+        self.param_groups = groups
+        self.made = False
+        self._step = step
+
+    def step(self) -> None:
+        self._step()
+        self.made = True
+
+
+def _schedulers(given: Any) -> tuple[RateSchedule, ...]:  # noqa: ANN401
+    found = () if given is None else (given,) if hasattr(given, "step") else tuple(given)
+    for scheduler in found:
+        try:
+            signature(scheduler.step).bind()
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"scheduler is {type(scheduler).__name__}: expected one whose step() needs nothing; one that looks at "
+                "a metric (ReduceLROnPlateau) is to be stepped by you"
+            ) from error
+    return found

@@ -1,0 +1,223 @@
+"""Layers whose weights are divided among ranks, and the state of nets that have such layers.
+
+Ranks that divide a layer compute one loss, alike on all of them, of the same inputs. So, unlike in `functional`, that
+loss is the objective: a sum that all ranks go on with has a gradient that all of them know already. Source: Shoeybi et
+al. 2019, Megatron-LM, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.nn.functional import embedding, linear
+
+from aiodist.communicator import Communicator
+from aiodist.nn.functional import allgather, allreduce, check_threaded, completed
+
+
+class SplitLayer(nn.Module):
+    """A layer of which each rank of `coll` keeps a block of some parameters; below are the three kinds.
+
+    `coll` is a `dup(thread=True)` of the ranks that share the layer; no other code should use it meanwhile. All ranks
+    draw the whole parameters, from the same seed of torch, as torch's own layer draws them; then each keeps its blocks,
+    of which those of the first ranks are one larger where they cannot be alike. Forward and backward wait for the other
+    ranks, so they run on the compute thread of a net, or another one.
+
+    Raises `ValueError` for less to divide than there are ranks, and `RuntimeError` for an ordinary communicator; in
+    forward and backward `RuntimeError` on the loop's thread, and what the communicator raises.
+
+    Attributes:
+        coll: the ranks that share the layer.
+        splits: the divided parameters, each with the dimension along which it is cut.
+
+    """
+
+    splits: ClassVar[tuple[tuple[str, int], ...]]
+    coll: Communicator
+
+    def _divide(self, coll: Communicator) -> None:
+        """Keep this rank's blocks of the parameters, which are whole."""
+        check_threaded(coll)
+        self.coll = coll
+        for name, dim in self.splits:
+            if (whole := getattr(self, name)) is not None:
+                if whole.shape[dim] < coll.size:
+                    raise ValueError(f"{name} has shape {list(whole.shape)}: expected {coll.size} or more along {dim}")
+                setattr(self, name, nn.Parameter(_block(whole.detach(), coll, dim).clone()))
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of it."""
+        return f"{super().extra_repr()}, rank {self.coll.rank} of {self.coll.size}"
+
+
+class ColumnLinear(SplitLayer, nn.Linear):
+    """`torch.nn.Linear` of which each rank has some of the outputs, the columns of the transposed weight.
+
+    All ranks give the same input `(..., in_features)` and get the output `(..., out_features)`; with
+    `gather_output=False` each gets its block of it, as a `RowLinear` with `split_input=True` takes it. `options` are
+    those of `torch.nn.Linear`; the rest says `SplitLayer`. Cost: backward, an allreduce of the input's gradient;
+    forward, an allgather of the output where that is gathered.
+    """
+
+    splits: ClassVar[tuple[tuple[str, int], ...]] = ("weight", 0), ("bias", 0)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        coll: Communicator,
+        *,
+        gather_output: bool = True,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.gather_output = gather_output
+        self._divide(coll)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, whole or this rank's block."""
+        same = _through(input, _same, partial(_total, self.coll))
+        y = linear(same, self.weight, self.bias)
+        return (
+            _through(y, partial(_joined, self.coll, self.out_features), _mine(self.coll)) if self.gather_output else y
+        )
+
+
+class RowLinear(SplitLayer, nn.Linear):
+    """`torch.nn.Linear` of which each rank has the weights of some inputs; the bias is whole on all ranks.
+
+    All ranks give the same input `(..., in_features)`, or with `split_input=True` each its block of it, and get the
+    whole output `(..., out_features)`. `options` are those of `torch.nn.Linear`; the rest says `SplitLayer`. Cost:
+    forward, an allreduce of the output; backward, an allgather of the input's gradient where the input was whole.
+    """
+
+    splits: ClassVar[tuple[tuple[str, int], ...]] = (("weight", 1),)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        coll: Communicator,
+        *,
+        split_input: bool = False,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.split_input = split_input
+        self._divide(coll)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the whole output."""
+        whole = partial(_joined, self.coll, self.in_features)
+        mine = input if self.split_input else _through(input, _mine(self.coll), whole)
+        y = _through(linear(mine, self.weight), partial(_total, self.coll), _same)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(SplitLayer, nn.Embedding):
+    """`torch.nn.Embedding` of which each rank has some of the rows.
+
+    All ranks give the same indices `(...)` and get vectors `(..., embedding_dim)`. On the CPU an index that is out of
+    range raises `IndexError`. The rest says `SplitLayer`. Cost: forward, an allreduce of the output.
+    """
+
+    splits: ClassVar[tuple[tuple[str, int], ...]] = (("weight", 0),)
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, coll: Communicator, *, padding_idx: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._divide(coll)
+        first = int(_block(torch.arange(num_embeddings), coll, 0)[0])
+        self._rows = range(first, first + len(self.weight))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vectors of the indices."""
+        if input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.num_embeddings:
+            raise IndexError(f"indices {input.min()} to {input.max()}: expected 0 to {self.num_embeddings - 1}")
+        rows = self._rows
+        elsewhere = (input < rows[0]) | (input > rows[-1])
+        padding = None if self.padding_idx is None or self.padding_idx not in rows else self.padding_idx - rows[0]
+        mine = embedding((input - rows[0]).masked_fill(elsewhere, 0), self.weight, padding)
+        return _through(mine.masked_fill(elsewhere.unsqueeze(-1), 0), partial(_total, self.coll), _same)
+
+
+# --- where divided layers begin and end -------------------------------------------------------------------------------
+
+
+class _Through(Function):
+    """Forward goes one way, backward the other, and backward of that the first again."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, there: _Way, back: _Way) -> Tensor:  # noqa: ANN401
+        ctx.ways = back, there
+        return there(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        return _through(grads[0], *ctx.ways), None, None
+
+
+_Way = Callable[[Tensor], Tensor]
+
+
+def _through(t: Tensor, there: _Way, back: _Way) -> Tensor:
+    return _Through.apply(t, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _same(t: Tensor) -> Tensor:
+    return t.view_as(t)
+
+
+def _total(coll: Communicator, t: Tensor) -> Tensor:
+    return completed(coll, lambda: allreduce(t, coll))
+
+
+def _mine(coll: Communicator) -> _Way:
+    return lambda t: _block(t, coll, -1).contiguous()
+
+
+def _joined(coll: Communicator, width: int, t: Tensor) -> Tensor:
+    whole = completed(coll, lambda: allgather(t.movedim(-1, 0), coll, width))
+    return whole.movedim(0, -1).contiguous()
+
+
+def _block(whole: Tensor, coll: Communicator, dim: int) -> Tensor:
+    return whole.tensor_split(coll.size, dim)[coll.rank]
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+async def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return, on all ranks, the state dict that `module` would have with torch's own layers in place of divided ones.
+
+    Collective over the communicators of the divided layers, on which it issues: call it between two steps. Cost: an
+    allgather of each divided parameter, and memory for it.
+    """
+    state = module.state_dict()
+    for key, layer, dim in _divided(module):
+        blocks = await layer.coll.allgather(state[key].movedim(dim, 0).contiguous())
+        state[key] = torch.cat(blocks).movedim(0, dim)
+    return state
+
+
+def split_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's blocks of a whole `state`, as `load_state_dict` of `module` or its net takes it; local."""
+    blocks = {key: _block(state[key], layer.coll, dim) for key, layer, dim in _divided(module) if key in state}
+    return {**state, **blocks}
+
+
+def _divided(module: nn.Module) -> Iterator[tuple[str, SplitLayer, int]]:
+    """Yield the key of each divided parameter in the state dict, with its layer and dimension."""
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, SplitLayer):
+            for name, dim in layer.splits:
+                if getattr(layer, name) is not None:
+                    yield f"{prefix}.{name}".lstrip("."), layer, dim

@@ -1,0 +1,98 @@
+"""Every order in which the threads of two ranks can take their steps: `core/tests/test_engine_model.c` schedules them.
+
+The engine, the lanes and the bells are as they are; their atomics, mutexes and futexes are the places where another
+thread may go on. That the checker sees mistakes is tested with mistakes: a line is changed, and a run must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "core"
+COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-O2", "-DCORE_ENTRIES=2"]
+SIZES = ["-DCORE_PLACES=2", "-DCORE_PORTION_BYTES=512", "-DCORE_WHOLE_BYTES=512", "-DCORE_LEAST_STAGE_BYTES=1024"]
+SCENARIOS = range(8)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+def checker(folder: Path, core: Path = CORE) -> Path:
+    program = folder / "test_engine_model"
+    sources = [str(core / "kernels.c"), str(core / "tests" / "test_engine_model.c")]
+    command = [str(COMPILER), *FLAGS, *SIZES, *sources, "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return program
+
+
+def run(program: Path, scenario: int, preemptions: int) -> subprocess.CompletedProcess[str]:
+    command = [str(program), str(scenario), str(preemptions)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+def test_c2_engine_loses_no_wake_up_in_any_order(tmp_path: Path) -> None:
+    program = checker(tmp_path)
+    for scenario in SCENARIOS:
+        for preemptions in (0, 1):
+            done = run(program, scenario, preemptions)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith(f"scenario {scenario}, {preemptions} preemptions: ")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", [0, 1, 5])
+def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, tmp_path: Path) -> None:
+    done = run(checker(tmp_path), scenario, 2)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("file", "line", "wrong", "scenario", "preemptions"),
+    [
+        (
+            "engine.c",
+            "look found = look(engine);\n    bool",
+            "look found = (int)how == (int)CORE_LISTENS ? STUCK : IDLE;\n    bool",
+            3,
+            1,
+        ),
+        ("engine.c", "sleep == CORE_SLEEPS || ", "", 3, 0),
+        ("engine.c", " || sleep == CORE_LISTENS", "", 7, 1),
+        (
+            "engine.c",
+            "drive = lane_drive(lane, SLICE);",
+            "drive = lane_drive(lane, SLICE) == DROVE ? DROVE : STILL;",
+            2,
+            2,
+        ),
+        ("engine.c", "how == CORE_DOZES || engine->others ? DOZE : 0", "how == CORE_DOZES ? DOZE : 0", 4, 1),
+        ("engine.c", "core_bell_ring(engine->bell);\n    pthread_join", "pthread_join", 3, 0),
+        ("lane.c", "memory_order_relaxed) == CORE_LISTENS)", "memory_order_relaxed) == CORE_SLEEPS)", 3, 0),
+        ("lane.c", " == CORE_WATCHED) core_word_wake(&op->state);", " == CORE_DONE) core_word_wake(&op->state);", 0, 0),
+        (
+            "lane.c",
+            "lane->spoke = true;\n    atomic_store_explicit(&lane->mine->consumed",
+            "atomic_store_explicit(&lane->mine->consumed",
+            1,
+            1,
+        ),
+        ("lane.c", "end_waiting(lane);\n    if (lane->spoke) ring(lane);", "end_waiting(lane);", 5, 1),
+    ],
+)
+def test_c2_engine_model_sees_what_is_wrong(
+    file: str, line: str, wrong: str, scenario: int, preemptions: int, tmp_path: Path
+) -> None:
+    copied = tmp_path / "core"
+    shutil.copytree(CORE, copied)
+    text = (copied / file).read_text()
+    assert text.count(line) == 1
+    (copied / file).write_text(text.replace(line, wrong))
+    assert run(checker(tmp_path, copied), scenario, preemptions).returncode == 1

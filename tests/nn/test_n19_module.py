@@ -1,0 +1,111 @@
+"""N19: helpers that look for a module find its methods at the net."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torchmetrics.classification import MulticlassAccuracy
+
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+
+def normed(trial: type[Trial]) -> nn.Sequential:
+    return nn.Sequential(trial.Mlp(), nn.BatchNorm1d(3).double())
+
+
+@pytest.mark.ranks(1)
+async def test_n19_what_a_module_has(coll: Communicator, trial: type[Trial]) -> None:
+    module = normed(trial)
+    net = await DataParallel.create(module, coll)
+    lists = ["parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"]
+    for name in [*lists, "named_children"]:
+        ours, theirs = list(getattr(net, name)()), list(getattr(module, name)())
+        assert len(ours) == len(theirs)
+        assert ours == theirs if name.startswith("named_") else all(a is b for a, b in zip(ours, theirs, strict=True))
+    assert [name for name, _ in net.named_parameters(prefix="p", recurse=True)][0] == "p.0.0.weight"  # noqa: RUF015
+    assert net.get_submodule("0.2") is module.get_submodule("0.2")
+    assert net.get_parameter("1.bias") is module[1].bias
+    assert net.get_buffer("1.running_mean") is module[1].running_mean
+    assert net.training
+    assert net.eval() is net
+    assert not net.training
+    assert not module[1].training
+    assert net.train().training
+    assert net.requires_grad_(False) is net
+    assert not any(p.requires_grad for p in module.parameters())
+    net.requires_grad_()
+    assert net.apply(lambda m: setattr(m, "seen", True)) is net
+    assert all(hasattr(m, "seen") for m in module.modules())
+    for name in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty"):
+        with pytest.raises(RuntimeError, match=rf"DataParallel\.{name}.*move it before create\(\)"):
+            getattr(net, name)("cpu")
+    assert next(net.parameters()).dtype is torch.float64
+
+
+@pytest.mark.ranks(2)
+async def test_n19_an_average_of_the_weights(coll: Communicator, trial: type[Trial]) -> None:
+    """torch's EMA is fed from the net, its statistics of BatchNorm too."""
+    net = await DataParallel.create(normed(trial), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    average: Any = AveragedModel(net.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = None
+    for step in range(4):
+        await net.step(trial.loss, opt, net, coll.rank, step)
+        average.update_parameters(net)
+        weight = net.get_parameter("0.2.weight").detach()
+        expected = weight.clone() if expected is None else 0.5 * expected + 0.5 * weight
+    torch.testing.assert_close(average.module[0][2].weight.detach(), expected)
+    assert torch.equal(average.module[1].running_mean, net.get_buffer("1.running_mean"))
+    targets: list[Any] = [average, net]
+    for target in targets:
+        update_bn([trial.batch(0, step)[0] for step in range(3)], target)
+    assert int(net.get_buffer("1.num_batches_tracked")) == 3
+    trial.loss(average, coll.rank, 0).backward()  # a module of its own
+
+
+@pytest.mark.ranks(2)
+async def test_n19_torchmetrics(coll: Communicator, trial: type[Trial]) -> None:
+    """A metric of each rank, whose numbers the ranks gather."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    metric = MulticlassAccuracy(num_classes=3, average="micro")
+    right = []
+    for step in range(3):
+        x, y = trial.batch(coll.rank, step)
+        scores, labels = await net.run(net, x), y.argmax(1)
+        metric.update(scores, labels)
+        right += (scores.argmax(1) == labels).tolist()
+    mine = sum(right) / len(right)
+    assert float(metric.compute()) == pytest.approx(mine)
+    by_rank = await coll.allgather(float(metric.compute()))
+    assert by_rank[coll.rank] == pytest.approx(mine)
+    assert await coll.allgather(mine) == pytest.approx(by_rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n19_freezing_all_but_the_head(coll: Communicator, trial: type[Trial], pipelined: bool) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    make = trial.OPTIMIZERS["sgd"]
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    alone = trial.Mlp()
+    theirs = make(alone.parameters())
+    for step in range(4):
+        for each in (net, alone):
+            each.requires_grad_(step != 1)
+            each.get_submodule("4").requires_grad_()
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        theirs.zero_grad()
+        trial.joined(alone, 2, step).backward()
+        theirs.step()
+    if pipelined:
+        await opt.flush()
+    trial.assert_same(net, alone)
