@@ -3,9 +3,10 @@
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
 Many tests wait for processes, so there are several runs of pytest, two at a time; what the first prints is seen at
-once, what the others print in the end. Other arguments are handed to pytest, which then runs once. The summary counts
-the tests that ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`),
-or whose id names one.
+once, what the others print in the end. Where a few tests failed, these run once more when nothing else does: many have
+a limit of time, and machines are shared. One that passes then is no failure; the summary names it. Other arguments are
+handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those that recorded a
+property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ _STARTING = (
 )
 """What mostly starts processes of its own."""
 _AT_A_TIME = 2
+_FEW = 5
+"""So many failed tests run once more; where more have failed, something is broken."""
+_SOME_FAILED = 1
+"""What pytest exits with when it ran to its end."""
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -100,8 +105,25 @@ def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
 def _pytest(name: str, arguments: list[str], *, shown: bool = False) -> Step:
     file = BUILD / name.replace(" ", "-")
     report = file.with_suffix(".xml")
-    command = [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments]
+    # What failed is remembered for each part: they run at the same time.
+    options = [f"--junit-xml={report}", "-o", f"cache_dir={file.with_suffix('.cache')}"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     return Step(name, command, report, None if shown else file.with_suffix(".log"))
+
+
+def again(part: Step) -> Step:
+    """Return what runs the failed tests of a part once more."""
+    assert part.report is not None
+    name = f"{part.name} again"
+    report = part.report.with_stem(f"{part.report.stem}-again")
+    command = [word.replace(str(part.report), str(report)) for word in part.command]
+    return Step(name, [*command, "--last-failed", "--last-failed-no-failures=none"], report)
+
+
+def failed(report: Path) -> list[str]:
+    """Return the names of the tests that a report calls failed."""
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    return [f"{c.get('classname')}.{c.get('name')}" for c in cases if _outcome(c) in {"failed", "errors"}]
 
 
 def tally(*reports: ElementTree.Element) -> Tally:
@@ -129,8 +151,8 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
-def run(step: Step) -> tuple[bool, str]:
-    """Return whether it went well, and its line of the summary."""
+def run(step: Step) -> tuple[int, str]:
+    """Return its exit code, and its line of the summary."""
     start = time.monotonic()
     if step.report is not None:
         step.report.unlink(missing_ok=True)
@@ -140,7 +162,7 @@ def run(step: Step) -> tuple[bool, str]:
         output = None if step.log is None else stack.enter_context(step.log.open("wb"))
         code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=output)
     seconds = time.monotonic() - start
-    return code == 0, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
+    return code, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
 
 
 def main(arguments: list[str]) -> int:
@@ -148,7 +170,7 @@ def main(arguments: list[str]) -> int:
     thorough = arguments[:1] == ["--thorough"]
     pytest_args = arguments[thorough:]
     BUILD.mkdir(exist_ok=True)
-    ended: list[tuple[bool, str]] = []
+    ended: list[tuple[int, str]] = []
     for step in () if thorough else steps():
         print(f"\n=== {step.name}", flush=True)
         ended.append(run(step))
@@ -160,10 +182,24 @@ def main(arguments: list[str]) -> int:
             if part.log is not None:
                 print(f"\n=== {part.name}", part.log.read_text(errors="replace"), sep="\n", flush=True)
     reports = [part.report for part in parts if part.report is not None and part.report.exists()]
+    codes = [code for code, _ in ended]
+    shaky: list[str] = []
+    if sum(len(failed(report)) for report in reports) <= _FEW:
+        for place, part in enumerate(parts, len(ended) - len(parts)):
+            if part.report is not None and codes[place] == _SOME_FAILED:
+                names = failed(part.report)
+                repeat = again(part)
+                print(f"\n=== {repeat.name}", flush=True)
+                ended.append(run(repeat))
+                if ended[-1][0] == 0:
+                    codes[place] = 0
+                    shaky += names
     print("\n=== summary")
     print("\n".join(line for _, line in ended))
     print(tally(*(ElementTree.parse(report).getroot() for report in reports)))
-    return int(not all(fine for fine, _ in ended))
+    for name in shaky:
+        print(f"failed at first, and passed when it ran once more: {name}")
+    return int(any(codes))
 
 
 if __name__ == "__main__":

@@ -99,3 +99,38 @@ def test_each_test_is_in_one_part(tool: ModuleType, thorough: bool) -> None:
     assert sum(map(len, named)) == len(left), "and in one alone"
     assert all((TOOLS.parent / folder).is_dir() for folder in left)
     assert [any(word.endswith(" and processes") for word in part) for part in parts] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (
+            "assert FILE.exists() or FILE.touch()",
+            0,
+            "failed at first, and passed when it ran once more: test_it.test_it",
+        ),
+        ("assert False", 1, "tests: 1 failed, 1 passed"),
+    ],
+)
+def test_a_test_that_failed_runs_once_more(
+    tool: ModuleType,
+    body: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    thorough\n")
+    (tmp_path / "test_it.py").write_text(
+        f"import pathlib\nFILE = pathlib.Path('ran')\ndef test_it():\n    {body}\ndef test_other(): ...\n"
+    )
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(tool, "steps", list)
+    monkeypatch.setattr(tool, "_MYPY", tool.Step("mypy", [sys.executable, "-c", ""]))
+    assert tool.main(["test_it.py"]) == code
+    out, _ = capfd.readouterr()
+    assert said in out.splitlines()
+    assert "run-last-failure" in out, "and it alone"

@@ -15,6 +15,8 @@ import aiodist
 async def main() -> None:
     async with aiodist.init() as coll:
         await coll.barrier()
+        if coll.rank == 2:
+            await asyncio.sleep(0.2)  # until the others know that they met
         handle = coll.allreduce(torch.ones(4), op="max" if coll.rank == 2 else "sum")
         if coll.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)

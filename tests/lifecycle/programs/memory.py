@@ -232,16 +232,24 @@ async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> Non
     ts = [long, torch.ones(NUMEL), short, torch.ones(1 << 16), coll.empty(1 << 16).fill_(1)]
     for t in (*ts, more):  # what is opened at first use, in a thread, is there
         await coll.allreduce(t)
+    meet(coll, "ready")
     handles = [coll.allreduce(t) for t in ts]
     if coll.rank == 0 and not goes_on and then is not nothing:  # one that the other rank does not
         handles.append(coll.allreduce(torch.ones(1)))
-        time.sleep(0.5)  # noqa: ASYNC251  - the other rank has issued its own by then, and nothing of this one has ended
     say("in flight:", any(handle.is_pending for handle in handles))
+    meet(coll, "issued")
     then()
     if then is nothing:
         left_over.append(handles)
     while goes_on:  # with no call into torch: CPython 3.11 aborts where a thread is in one when the interpreter goes
         await coll.allreduce(more)
+
+
+def meet(coll: aiodist.Communicator, where: str) -> None:
+    """Wait for the others without an operation: who leaves afterwards is waited for by nobody here."""
+    Path(f"{where}-{coll.rank}").touch()
+    while not all(Path(f"{where}-{rank}").exists() for rank in range(coll.size)):
+        time.sleep(0.0005)
 
 
 def nothing() -> None:
