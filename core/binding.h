@@ -25,6 +25,12 @@ enum {
 typedef struct Lane Lane;
 typedef struct Issuer Issuer;
 
+// A place in a program: an instruction of a code object; a line is made of it when somebody asks. NULL: not known.
+typedef struct {
+    PyObject *code;
+    int instruction;
+} origin;
+
 // What has ended on the lanes of one loop.
 typedef struct {
     PyObject_HEAD
@@ -66,10 +72,11 @@ struct Lane {
 typedef struct {
     PyObject_HEAD
     PyObject *weak;
-    PyObject *progress, *op, *origin, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
+    PyObject *progress, *op, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
         *late, *finisher, *keep, *fence, *source, *tag, *version;
     long long seq;
     Py_ssize_t nbytes;
+    origin called;  // by whom
     char consumed, detached, looked_at, polled;
     // While a lane does it: who issued it (which keeps it alive), how, on what, and the operation. It writes `target`,
     // for a caller who gave `out`, and `result` is to be returned; NULL: `tensor`, and nothing for `out`.
@@ -95,11 +102,18 @@ typedef struct {
     core_ranges writes, reads;
 } Claims;
 
-// What a communicator issued, in order.
+// What a communicator issued, in order: each record lies at its number modulo LOG_KEPT. No objects are made of it
+// before somebody asks: the collector of garbage would look at each of them.
+enum { LOG_KEPT = 4096 };
+typedef struct {
+    PyObject *what;
+    origin called;
+} record;
 typedef struct {
     PyObject_HEAD
     long long seq;
-    PyObject *kept, *awaited;
+    PyObject *awaited;
+    record kept[LOG_KEPT];
 } Log;
 
 static inline uint64_t heavy_bytes(const Pacer *pacer) {
@@ -127,7 +141,10 @@ const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool 
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
 // Takes note of the next operation; false with an exception set.
-bool log_record(Log *, PyObject *what, PyObject *origin);
+bool log_record(Log *, PyObject *what, origin);
+
+// Returns (code, instruction), None where it is not known.
+PyObject *origin_pair(origin);
 
 // Tells the ends of all handles that are known; from any thread that has the GIL.
 void settle_all(Completions *);

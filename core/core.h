@@ -166,6 +166,9 @@ void core_lane_refuse(core_lane *, uint64_t key);
 // while another thread holds the lane, which then takes in what was submitted.
 bool core_lane_advance(core_lane *, uint64_t nanoseconds);
 
+// Returns when it was driven last, in nanoseconds of core_now: now, where it was advanced just before and is busy.
+uint64_t core_lane_driven_at(const core_lane *);
+
 // Returns how many operations are under way; how many bytes of input they have that do not travel at once.
 uint64_t core_lane_busy(const core_lane *);
 uint64_t core_lane_load(const core_lane *);

@@ -73,13 +73,13 @@ static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *named)
 
 static int handle_init(Handle *self, PyObject *args, PyObject *named) {
     static char *names[] = {"progress", "op", "seq", "nbytes", "origin", "account", NULL};
-    PyObject *progress, *op, *origin = NULL, *account = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOO", names, &progress, &op, &self->seq, &self->nbytes, &origin, &account))
+    PyObject *progress, *op, *called = NULL, *account = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOO", names, &progress, &op, &self->seq, &self->nbytes, &called, &account))
         return -1;
-    Py_INCREF(progress), Py_INCREF(op), Py_XINCREF(origin), Py_XINCREF(account);
+    if (is_set(called) && !PyArg_ParseTuple(called, "Oi", &self->called.code, &self->called.instruction)) return -1;
+    Py_INCREF(progress), Py_INCREF(op), Py_XINCREF(self->called.code), Py_XINCREF(account);
     self->progress = progress;
     self->op = op;
-    self->origin = origin;
     self->account = account;
     return 0;
 }
@@ -87,7 +87,7 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
 // All objects that a handle refers to.
 #define HANDLE_REFERENCES(self)                                                                                            \
     {                                                                                                                      \
-        &self->progress, &self->op, &self->origin, &self->account, &self->status, &self->value, &self->traceback,          \
+        &self->progress, &self->op, &self->called.code, &self->account, &self->status, &self->value, &self->traceback,     \
             &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
             &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->plan,       \
             &self->tensor, &self->target, &self->result, &self->out                                                        \
@@ -153,7 +153,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
         bool moved = core_lane_load(lane->lane) < heavy && core_lane_advance(lane->lane, SLICE);
         settle_all(completions);
         if (self->status != status_pending || self->issuer == NULL) break;
-        now = core_now();
+        now = core_lane_driven_at(lane->lane);
         if (moved) until = now + spins;
         if (now >= until || now >= limit) break;
         if (pacer->crowded) sched_yield();
@@ -201,6 +201,11 @@ static PyObject *handle_done(Handle *self, PyObject *none) {
 static PyObject *handle_is_pending(Handle *self, void *closure) {
     (void)closure;
     return PyBool_FromLong(pending(self));
+}
+
+static PyObject *handle_origin(Handle *self, void *closure) {
+    (void)closure;
+    return origin_pair(self->called);
 }
 
 static PyObject *handle_in_lane(Handle *self, void *closure) {
@@ -253,7 +258,7 @@ static PyObject *handle_sleep(Handle *self, PyObject *seconds) {
 #define OBJECT(name, field) OFFERS(name, T_OBJECT, Handle, field, 0, NULL)
 static PyMemberDef handle_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Handle, weak), READONLY, NULL},
-    OBJECT("_progress", progress), OBJECT("op", op), OBJECT("_origin", origin), OBJECT("_account", account),
+    OBJECT("_progress", progress), OBJECT("op", op), OBJECT("_account", account),
     OBJECT("_status", status), OBJECT("_value", value), OBJECT("_traceback", traceback), OBJECT("_waiters", waiters),
     OBJECT("_callbacks", callbacks), OBJECT("_event", event), OBJECT("_canceller", canceller), OBJECT("_expires", expires),
     OBJECT("_late", late), OBJECT("_finisher", finisher), OBJECT("keep", keep), OBJECT("fence", fence),
@@ -273,6 +278,7 @@ static PyMethodDef handle_methods[] = {
 static PyGetSetDef handle_getset[] = {
     {"is_pending", (getter)handle_is_pending, NULL, "Whether it goes on; unlike `done()`, asking this is no sign that somebody waits.", NULL},
     {"in_lane", (getter)handle_in_lane, NULL, "A lane does it, from the call on.", NULL},
+    {"_origin", (getter)handle_origin, NULL, "Which line issued it: (code, instruction), None where that is not known.", NULL},
     {0},
 };
 static PyType_Slot handle_slots[] = {

@@ -1,6 +1,10 @@
 // Issuing: the way of a collective that a lane does from the call on.
 #include "binding.h"
 
+#include <string.h>
+
+#include "dlpack.h"
+
 // --- plans -------------------------------------------------------------------------------------------------------
 
 // How a lane does collectives of one kind, on tensors of one shape.
@@ -78,13 +82,16 @@ static PyType_Spec plan_spec = {
 
 // --- issuing -----------------------------------------------------------------------------------------------------
 
-// Which plan is that of an allreduce.
+enum { KNOWN = 256, KNOWN_DIMS = 6 };
+
+// Which plan is that of an allreduce: of tensors of this dtype and shape.
 typedef struct {
-    PyObject *dtype, *shape, *op, *impl;
+    uint8_t code, bits;
+    int32_t ndim;
+    int64_t shape[KNOWN_DIMS];
+    PyObject *op, *impl;
     Plan *plan;
 } Known;
-
-enum { KNOWN = 256 };
 
 struct Issuer {
     PyObject_HEAD
@@ -94,13 +101,13 @@ struct Issuer {
     Pacer *pacer;
     PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *locate, *failed;
     PyTypeObject *handle, *tensor, *parameter;
+    const dl_exchange *exchange;  // of `tensor`
     char open, threads;
     Known known[KNOWN];
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_is_cpu, *s_dtype, *s_shape, *s_contiguous, *s_data_ptr, *s_back, *s_lasti, *s_filename, *s_watching,
-    *s_keep_watch, *s_told;
+static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -113,41 +120,40 @@ static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
 
 static bool same(PyObject *a, PyObject *b) { return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
 
-static Known *known_at(Issuer *self, const PyObject *dtype, PyObject *shape) {
-    Py_hash_t hash = PyObject_Hash(shape);
-    if (hash == -1) PyErr_Clear();
-    return &self->known[((size_t)hash ^ (size_t)dtype >> 5) % KNOWN];
+static Known *known_at(Issuer *self, const dl_tensor *t) {
+    uint64_t hash = t->dtype_code * 256u + t->dtype_bits;
+    for (int32_t i = 0; i < t->ndim; i++) hash = (hash ^ (uint64_t)t->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
+    return &self->known[(hash >> 32) % KNOWN];
 }
 
 static void known_release(Known *known) {
-    Py_XDECREF(known->dtype), Py_XDECREF(known->shape), Py_XDECREF(known->op), Py_XDECREF(known->impl);
+    Py_XDECREF(known->op), Py_XDECREF(known->impl);
     Py_XDECREF((PyObject *)known->plan);
 }
 
-// Returns the plan of an allreduce of `t`, NULL where there is none, or it is not dense memory of the host.
-static Plan *plan_for(Issuer *self, PyObject *t, PyObject *op, PyObject *impl) {
-    PyObject *dtype = PyObject_GetAttr(t, s_dtype), *shape = PyObject_GetAttr(t, s_shape), *contiguous = NULL;
-    Plan *plan = NULL;
-    if (dtype != NULL && shape != NULL) {
-        const Known *known = known_at(self, dtype, shape);
-        if (known->dtype == dtype && same(known->shape, shape) && same(known->op, op) && same(known->impl, impl)) plan = known->plan;
-    }
-    if (plan != NULL && !has(t, s_is_cpu, Py_True)) plan = NULL;
-    if (plan != NULL) {  // it raises where the layout is another than strided
-        contiguous = PyObject_CallMethodObjArgs(t, s_contiguous, NULL);
-        if (contiguous != Py_True) plan = NULL;
-    }
-    Py_XDECREF(dtype), Py_XDECREF(shape), Py_XDECREF(contiguous);
+// Fills `t` with what `tensor` is, false where that is not one of torch's own tensors, dense and in memory of the host.
+static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
+    if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
+    if (self->exchange->describe(tensor, t) == 0 && dl_dense_numel(t) >= 0) return true;
     PyErr_Clear();  // what is wrong with it is said elsewhere
-    return plan;
+    return false;
 }
 
-// Returns the innermost place outside aiodist, as (code, instruction).
-static PyObject *origin_of(Issuer *self) {
+// Returns the plan of an allreduce of `t`, NULL where there is none.
+static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *impl) {
+    const Known *known = known_at(self, t);
+    bool alike = known->plan != NULL && known->code == t->dtype_code && known->bits == t->dtype_bits && known->ndim == t->ndim &&
+                 memcmp(known->shape, t->shape, (size_t)t->ndim * sizeof *t->shape) == 0;
+    return alike && same(known->op, op) && same(known->impl, impl) ? known->plan : NULL;
+}
+
+// Returns the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.
+static origin origin_of(Issuer *self) {
     PyObject *frame = (PyObject *)PyEval_GetFrame();
-    if (frame == NULL) Py_RETURN_NONE;
-    Py_INCREF(frame);
     PyObject *code = NULL;
+    Py_XINCREF(frame);
+    if (frame == NULL) PyErr_SetString(PyExc_RuntimeError, "called from outside of Python");
+    if (frame == NULL) return (origin){NULL, 0};
     while (true) {
         PyObject *back = PyObject_GetAttr(frame, s_back);
         if (back == NULL || back == Py_None) {
@@ -167,11 +173,11 @@ static PyObject *origin_of(Issuer *self) {
     }
     if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
     PyObject *lasti = PyObject_GetAttr(frame, s_lasti);
-    PyObject *origin = lasti == NULL ? NULL : PyTuple_Pack(2, code, lasti);
+    int instruction = lasti == NULL ? 0 : (int)PyLong_AsLong(lasti);
+    if (lasti == NULL) Py_CLEAR(code);
     Py_XDECREF(lasti);
-    Py_DECREF(code);
     Py_DECREF(frame);
-    return origin;
+    return (origin){code, instruction};
 }
 
 // Has somebody look now and again at what is pending.
@@ -182,12 +188,7 @@ static bool keep_watch(Issuer *self) {
     return kept != NULL;
 }
 
-static uint64_t address_of(PyObject *t) {
-    PyObject *address = PyObject_CallMethodObjArgs(t, s_data_ptr, NULL);
-    uint64_t found = address == NULL ? 0 : PyLong_AsUnsignedLongLong(address);
-    Py_XDECREF(address);
-    return found;
-}
+static uint64_t address_of(const dl_tensor *t) { return (uint64_t)(uintptr_t)t->data + t->byte_offset; }
 
 // Finds where others can reach a tensor of the arena; false with an exception set.
 static bool place_of(Issuer *self, PyObject *t, uint64_t nbytes, core_place *place) {
@@ -250,17 +251,20 @@ static bool acquire(Issuer *self, Handle *h) {
     return true;
 }
 
+// What is to be done with which tensors: (t, target, result, out), of which t lies at `in` and target at `out`.
+typedef struct {
+    Plan *plan;
+    PyObject *const *tensors;
+    uint64_t in, out;
+} call;
+
 // Returns a handle that owns its memory and is in the log; NULL with an exception set.
-static Handle *issued(Issuer *self, Plan *plan, PyObject *const tensors[4], core_place place) {
-    uint64_t in = tensors[0] == Py_None ? 0 : address_of(tensors[0]);
-    uint64_t out = tensors[1] == tensors[0] || tensors[1] == Py_None ? in : address_of(tensors[1]);
-    if (PyErr_Occurred()) return NULL;
+static Handle *issued(Issuer *self, const call *what, core_place place) {
+    Plan *plan = what->plan;
+    PyObject *const *tensors = what->tensors;
     Handle *h = (Handle *)PyType_GenericAlloc(self->handle, 0);
-    PyObject *origin = h == NULL ? NULL : origin_of(self);
-    if (origin == NULL) {
-        Py_XDECREF((PyObject *)h);
-        return NULL;
-    }
+    if (h == NULL) return NULL;
+    h->called = origin_of(self);
     h->progress = (PyObject *)self->pacer;
     h->op = plan->name;
     h->account = self->account;
@@ -272,20 +276,19 @@ static Handle *issued(Issuer *self, Plan *plan, PyObject *const tensors[4], core
     h->out = tensors[3] == Py_None ? NULL : tensors[3];
     INCREF(h->progress), Py_INCREF(h->op), Py_INCREF(h->account), Py_INCREF(h->status), Py_INCREF(h->plan), Py_INCREF(h->tensor);
     Py_XINCREF(h->target), Py_XINCREF(h->result), Py_XINCREF(h->out);
-    h->origin = origin;
     h->seq = self->log->seq;
     h->nbytes = (Py_ssize_t)plan->nbytes;
     h->polled = 1;
     h->native = plan->op;
     h->native.print ^= (uint64_t)h->seq;
-    h->native.in = (void *)(uintptr_t)in, h->native.out = (void *)(uintptr_t)out;
+    h->native.in = (void *)(uintptr_t)what->in, h->native.out = (void *)(uintptr_t)what->out;
     h->native.in_at = place;
     h->native.caller = h;
-    if (!acquire(self, h)) {
+    if (h->called.code == NULL || !acquire(self, h)) {
         DECREF(h);
         return NULL;
     }
-    if (!log_record(self->log, plan->what, origin) || PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
+    if (!log_record(self->log, plan->what, h->called) || PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
         claim claims[2];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
@@ -303,13 +306,13 @@ static bool may_issue(Issuer *self, bool on_loop) {
            PyDict_Size(self->to_fail) == 0;
 }
 
-// Issues `plan` on (t, target, result, out).
-static PyObject *issue(Issuer *self, Plan *plan, PyObject *const tensors[4], bool on_loop) {
+static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     core_place place = {CORE_NOWHERE, 0};
+    PyObject *const *tensors = what->tensors;
     // In place, the result of a reduction is left in its input.
-    bool windows = tensors[0] != Py_None && (plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
-    if ((windows && !place_of(self, tensors[0], plan->nbytes, &place)) || !keep_watch(self)) return NULL;
-    Handle *h = issued(self, plan, tensors, place);
+    bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
+    if ((windows && !place_of(self, tensors[0], what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
+    Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
     // Meanwhile the loop may have found nothing pending, and have stopped to look.
     if (!on_loop && !keep_watch(self)) PyErr_WriteUnraisable((PyObject *)h);
@@ -329,21 +332,28 @@ static PyObject *issue(Issuer *self, Plan *plan, PyObject *const tensors[4], boo
 // allreduce(t, op, impl): the handle; None where another way must be gone.
 static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
-    PyObject *t = args[0];
-    Plan *plan = NULL;
+    PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
     bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
-    if ((Py_TYPE(t) == self->tensor || Py_TYPE(t) == self->parameter) && may_issue(self, on_loop)) plan = plan_for(self, t, args[1], args[2]);
+    dl_tensor t;
+    Plan *plan = may_issue(self, on_loop) && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    PyObject *const tensors[4] = {t, t, t, Py_None};
-    return issue(self, plan, tensors, on_loop);
+    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, on_loop);
 }
 
 // issue(plan, t, target, result, out): the handle; None where another way must be gone.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
+    call what = {(Plan *)args[0], args + 1, 0, 0};
+    PyObject *t = args[1], *target = args[2];
     bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
-    if (!may_issue(self, on_loop)) Py_RETURN_NONE;
-    return issue(self, (Plan *)args[0], args + 1, on_loop);
+    dl_tensor found;
+    if (!may_issue(self, on_loop) || (t != Py_None && !describe(self, t, &found))) Py_RETURN_NONE;
+    if (t != Py_None) what.in = what.out = address_of(&found);
+    if (target != Py_None && target != t) {
+        if (!describe(self, target, &found)) Py_RETURN_NONE;
+        what.out = address_of(&found);
+    }
+    return issue(self, &what, on_loop);
 }
 
 // The ranks agree on it, but not all brought what a lane can do together: it goes on in another way, with what it owns.
@@ -394,12 +404,16 @@ void issuer_settle(Handle *h) {
     DECREF(self);
 }
 
-// add(dtype, shape, op, impl, plan)
 static PyObject *issuer_add(Issuer *self, PyObject *args) {
-    Known made;
-    if (!PyArg_ParseTuple(args, "OOOOO!", &made.dtype, &made.shape, &made.op, &made.impl, plan_type, &made.plan)) return NULL;
-    Py_INCREF(made.dtype), Py_INCREF(made.shape), Py_INCREF(made.op), Py_INCREF(made.impl), INCREF(made.plan);
-    Known *known = known_at(self, made.dtype, made.shape), before = *known;
+    PyObject *tensor;
+    Known made = {0};
+    dl_tensor t;
+    if (!PyArg_ParseTuple(args, "OOOO!", &tensor, &made.op, &made.impl, plan_type, &made.plan)) return NULL;
+    if (!describe(self, tensor, &t) || t.ndim > KNOWN_DIMS) Py_RETURN_NONE;
+    made.code = t.dtype_code, made.bits = t.dtype_bits, made.ndim = t.ndim;
+    memcpy(made.shape, t.shape, (size_t)t.ndim * sizeof *t.shape);
+    Py_INCREF(made.op), Py_INCREF(made.impl), INCREF(made.plan);
+    Known *known = known_at(self, &t), before = *known;
     *known = made;
     known_release(&before);
     Py_RETURN_NONE;
@@ -423,8 +437,16 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
                           &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours, &watch, &locate, &failed, &handle,
                           &tensor, &parameter))
         return NULL;
+    PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
+    const dl_exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_XDECREF(capsule);  // what it points to stays
+    if (exchange == NULL) return NULL;
+    if (exchange->major != DL_MAJOR || exchange->describe == NULL)
+        return PyErr_Format(PyExc_ImportError, "torch offers version %u.%u of DLPack's exchange functions: expected %d with all of them",
+                            exchange->major, exchange->minor, DL_MAJOR);
     Issuer *self = (Issuer *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
+    self->exchange = exchange;
     self->lane = (Lane *)lane, self->claims = (Claims *)claims, self->log = (Log *)log, self->pacer = (Pacer *)pacer;
     self->account = account, self->pending = pending, self->inbox = inbox, self->to_fail = to_fail, self->ours = ours, self->watch = watch;
     self->locate = locate, self->failed = failed;
@@ -473,7 +495,7 @@ static PyMethodDef issuer_methods[] = {
     {"issue", (PyCFunction)(void *)issuer_issue, METH_FASTCALL,
      "issue(plan, t, target, result, out): return the handle of a collective that reads `t`, writes `target` and returns "
      "`result`, for a caller who gave `out`; None where it is to be issued in another way."},
-    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(dtype, shape, op, impl, plan): `allreduce` of such tensors is this."},
+    {"add", (PyCFunction)issuer_add, METH_VARARGS, "add(t, op, impl, plan): `allreduce` of tensors as `t` is this."},
     {"forget", (PyCFunction)issuer_forget, METH_NOARGS, "Know no more how any tensors are reduced."},
     {0},
 };
@@ -493,8 +515,7 @@ static PyType_Spec issuer_spec = {
 
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
-        {&s_is_cpu, "is_cpu"}, {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_contiguous, "is_contiguous"},
-        {&s_data_ptr, "data_ptr"}, {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
+        {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -498,6 +498,7 @@ static void ring(core_lane *lane) {
 
 static bool advance(core_lane *lane, uint64_t nanoseconds) {
     bool moved = false;
+    unsigned moves = 0;
     uint64_t until = 0;
     bool wanted = lane->wants;
     lane->wants = false;
@@ -509,6 +510,7 @@ static bool advance(core_lane *lane, uint64_t nanoseconds) {
         moved = true;
         if (lane->abandoned) end_waiting(lane);
         if (lane->first == NULL && lane->waiting == NULL) break;
+        if (++moves < UNTIMED) continue;
         uint64_t time = core_now();
         if (until == 0) until = time + nanoseconds;
         if (time >= until) break;
@@ -516,6 +518,11 @@ static bool advance(core_lane *lane, uint64_t nanoseconds) {
     if (lane->spoke) ring(lane);
     if (lane->wants && !wanted) lane->ended(lane->context, NULL);
     return moved;
+}
+
+uint64_t core_lane_driven_at(const core_lane *lane) {
+    uint64_t driven_at = atomic_load_explicit(&lane->driven_at, memory_order_relaxed);
+    return driven_at == 0 ? core_now() : driven_at;
 }
 
 bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {

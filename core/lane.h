@@ -22,6 +22,7 @@ enum {
     TIMED_BYTES = 1 << 15,    // of which the storing is timed, to see how far the caches of the other ranks are
     NEAR_BYTES_PER_US = CORE_NEAR_BYTES_PER_US,  // that are stored at least where they are near
     MOST_ROUNDS = 1 << 30,    // of an operation, as another rank says
+    UNTIMED = 2,             // moves before the clock is read: what is short ends within them
     STREAMED = 16,            // stores past the caches before it is seen whether they are near by now
     REFUSED_KEYS = 64,        // that are remembered
     STAND_INS = 4,            // absences that may be posted and not met

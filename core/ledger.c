@@ -80,69 +80,76 @@ static PyType_Spec claims_spec = {
 
 // --- the log of what was issued ----------------------------------------------------------------------------------
 
-enum { KEPT = 4096 };
+PyObject *origin_pair(origin place) {
+    if (place.code == NULL) Py_RETURN_NONE;
+    return Py_BuildValue("(Oi)", place.code, place.instruction);
+}
+
 static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)args, (void)named;
     Log *self = (Log *)PyType_GenericAlloc(type, 0);
-    if (self == NULL) return NULL;
-    self->kept = PyList_New(KEPT);
-    self->awaited = PyDict_New();
-    for (Py_ssize_t i = 0; self->kept != NULL && i < KEPT; i++) {
-        Py_INCREF(Py_None);
-        PyList_SetItem(self->kept, i, Py_None);
+    if (self != NULL && (self->awaited = PyDict_New()) == NULL) {
+        DECREF(self);
+        return NULL;
     }
-    if (self->kept != NULL && self->awaited != NULL) return (PyObject *)self;
-    DECREF(self);
-    return NULL;
+    return (PyObject *)self;
 }
 
 static void log_dealloc(Log *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->kept);
+    for (size_t i = 0; i < LOG_KEPT; i++) Py_XDECREF(self->kept[i].what), Py_XDECREF(self->kept[i].called.code);
     Py_XDECREF(self->awaited);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(self);
     DECREF(type);
 }
 
-bool log_record(Log *self, PyObject *what, PyObject *origin) {
-    PyObject *number = PyLong_FromLongLong(self->seq);
-    PyObject *entry = number == NULL ? NULL : PyTuple_Pack(3, number, what, origin);
-    if (entry == NULL || PyList_SetItem(self->kept, (Py_ssize_t)(self->seq % KEPT), entry) < 0) {
-        Py_XDECREF(number);
-        return false;
+// Tells who waits until operation `number` is issued here; false with an exception set.
+static bool tell_issued(Log *self, long long number) {
+    PyObject *key = PyLong_FromLongLong(number), *tell = key == NULL ? NULL : PyDict_GetItemWithError(self->awaited, key);
+    if (tell != NULL) {
+        Py_INCREF(tell);
+        PyObject *result = PyDict_DelItem(self->awaited, key) < 0 ? NULL : PyObject_CallNoArgs(tell);
+        Py_XDECREF(result);
+        Py_DECREF(tell);
     }
+    Py_XDECREF(key);
+    return !PyErr_Occurred();
+}
+
+bool log_record(Log *self, PyObject *what, origin called) {
+    record *kept = &self->kept[self->seq % LOG_KEPT], before = *kept;
+    Py_INCREF(what), Py_XINCREF(called.code);
+    *kept = (record){what, called};
     self->seq++;
-    bool told = true;
-    if (PyDict_Size(self->awaited) > 0) {
-        PyObject *tell = PyDict_GetItemWithError(self->awaited, number);
-        if (tell != NULL) {
-            Py_INCREF(tell);
-            PyObject *result = PyDict_DelItem(self->awaited, number) < 0 ? NULL : PyObject_CallNoArgs(tell);
-            told = result != NULL;
-            Py_XDECREF(result);
-            Py_DECREF(tell);
-        }
-        told = told && !PyErr_Occurred();
-    }
-    Py_DECREF(number);
-    return told;
+    Py_XDECREF(before.what), Py_XDECREF(before.called.code);
+    return PyDict_Size(self->awaited) == 0 || tell_issued(self, self->seq - 1);
 }
 
 static PyObject *log_recorded(Log *self, PyObject *args) {
-    PyObject *what, *origin;
-    if (!PyArg_ParseTuple(args, "OO", &what, &origin) || !log_record(self, what, origin)) return NULL;
+    PyObject *what, *code;
+    int instruction;
+    if (!PyArg_ParseTuple(args, "O(Oi)", &what, &code, &instruction)) return NULL;
+    if (!log_record(self, what, (origin){code, instruction})) return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *log_find(Log *self, PyObject *number) {
+    long long seq = PyLong_AsLongLong(number);
+    if (seq == -1 && PyErr_Occurred()) return NULL;
+    if (seq < 0 || seq >= self->seq || seq < self->seq - LOG_KEPT) Py_RETURN_NONE;
+    const record *kept = &self->kept[seq % LOG_KEPT];
+    return Py_BuildValue("(LON)", seq, kept->what, origin_pair(kept->called));
 }
 
 static PyMethodDef log_methods[] = {
     {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): take note of the next operation, whose number is `seq`."},
+    {"kept", (PyCFunction)log_find, METH_O, "kept(seq): return (seq, what, origin) of an operation, None where it is not kept."},
     {0},
 };
 static PyMemberDef log_members[] = {
     OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
     OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
-    OFFERS("kept", T_OBJECT, Log, kept, READONLY, "The newest records, each at its number modulo how many there are."),
     {0},
 };
 static PyType_Slot log_slots[] = {

@@ -230,8 +230,9 @@ class Direct:
         )
         otherwise = partial(self._go_on, call, self._repertoire)
         plan = self._plans[call] = _core.Plan(what, call.kind, otherwise, what.word, *form)
-        if call.kind == "allreduce" and self._dispatcher.issuer is not None:
-            self._dispatcher.issuer.add(call.dtype, call.shape, call.op, call.impl, plan)
+        # Whether memory of complex numbers is to be conjugated the compiled way does not see.
+        if call.kind == "allreduce" and self._dispatcher.issuer is not None and not call.dtype.is_complex:
+            self._dispatcher.issuer.add(t, call.op, call.impl, plan)
         return plan
 
     def _chosen(self, call: _Call, op: ReduceOp | None) -> bool:
@@ -266,4 +267,6 @@ class Direct:
 
 
 def _dense(t: Tensor) -> bool:
-    return t.is_cpu and t.layout is torch.strided and t.is_contiguous()
+    """Return whether its memory is as it reads, on the CPU."""
+    odd = t.is_neg() or (t.dtype.is_complex and t.is_conj())
+    return t.is_cpu and t.layout is torch.strided and t.is_contiguous() and not odd

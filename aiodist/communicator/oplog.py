@@ -33,8 +33,8 @@ class OpLog(_core.Log):
 
     def find(self, seq: int) -> Record | None:
         """Return the record of operation `seq`, or None where there is none yet, or none any more."""
-        kept = self.kept[seq % len(self.kept)] if seq >= 0 else None
-        return Record(*kept) if kept is not None and kept[0] == seq else None
+        kept = self.kept(seq)
+        return None if kept is None else Record(*kept)
 
     def last(self) -> Record | None:
         """Return the record of the last operation."""
