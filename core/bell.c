@@ -1,4 +1,4 @@
-// Futexes (futex(2)).
+// Futexes and eventfds (futex(2), eventfd(2)).
 #include "bell.h"
 
 #include <limits.h>
@@ -15,6 +15,12 @@ void core_bell_ring(core_bell *bell) {
     atomic_store_explicit(&bell->rung_at, core_now(), memory_order_relaxed);
     atomic_fetch_add(&bell->count, 1);
     syscall(SYS_futex, &bell->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void core_event_write(int event) {
+    uint64_t one = 1;
+    // Where it cannot be written the engine is there.
+    if (event >= 0) (void)!write(event, &one, sizeof one);
 }
 
 void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds) {

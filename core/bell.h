@@ -15,6 +15,9 @@ void core_word_wake(_Atomic uint32_t *word);
 // Sleeps until `bell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
 void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds);
 
+// Makes an eventfd readable; -1 is none.
+void core_event_write(int event);
+
 static inline uint64_t core_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

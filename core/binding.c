@@ -24,12 +24,14 @@ typedef struct {
     core_memory *memory;
     Py_buffer *views;
     size_t count;
+    int event;
 } Memory;
 
 static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)args, (void)named;
     Memory *self = (Memory *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
+    self->event = -1;
     if ((self->memory = core_memory_new()) != NULL) return (PyObject *)self;
     Py_DECREF((PyObject *)self);
     return PyErr_NoMemory();
@@ -38,6 +40,7 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static void memory_dealloc(Memory *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     core_memory_free(self->memory);
+    if (self->event >= 0) close(self->event);
     for (size_t i = 0; i < self->count; i++) PyBuffer_Release(&self->views[i]);
     PyMem_Free(self->views);
     PyObject_Free(self);
@@ -58,7 +61,17 @@ static PyObject *memory_map(Memory *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *memory_wake(Memory *self, PyObject *event) {
+    long given = PyLong_AsLong(event);
+    if (given == -1 && PyErr_Occurred()) return NULL;
+    if (self->event >= 0) return PyErr_Format(PyExc_ValueError, "it has an event already");
+    self->event = (int)given;
+    core_memory_set_event(self->memory, self->event);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef memory_methods[] = {
+    {"wake", (PyCFunction)memory_wake, METH_O, "wake(event): that rank's loop sleeps at this eventfd, which is owned from now on."},
     {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): it is mapped here, once."},
     {0},
 };
@@ -151,6 +164,11 @@ typedef struct {
 static void push(_Atomic(core_op *) *stack, core_op *op) {
     op->next = atomic_load_explicit(stack, memory_order_relaxed);
     while (!atomic_compare_exchange_weak(stack, &op->next, op)) continue;
+}
+
+void wait_for_word(Lane *lane) {
+    core_bell *bell = lane->engine->bell.buf;
+    if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < POLLED_BYTES) atomic_store(&bell->loop_waits, true);
 }
 
 // Takes all, the oldest first.
@@ -292,8 +310,11 @@ static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
     if (atomic_load(&self->ended) != NULL || atomic_load(&self->settled) != NULL || atomic_load(&self->wants)) Py_RETURN_FALSE;
-    for (Lane *lane = self->lanes; lane != NULL; lane = lane->next)
-        if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
+    for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
+        if (!core_lane_busy(lane->lane)) continue;
+        wait_for_word(lane);
+        core_engine_notice(lane->engine->engine, lane->lane, true);
+    }
     Py_RETURN_TRUE;
 }
 
@@ -302,8 +323,13 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
     (void)none;
     eventfd_t value;
     (void)eventfd_read(self->event, &value);
-    atomic_store(&self->sleeps, true);  // and then it looks: what ends from now on wakes it again
-    settle_all(self);
+    drive_begin(self);
+    for (Lane *lane = self->lanes; lane != NULL; lane = lane->next) {
+        if (!core_lane_busy(lane->lane) || core_lane_load(lane->lane) >= POLLED_BYTES) continue;
+        core_lane_advance(lane->lane, SLICE);  // another rank may have said what it waits for
+        wait_for_word(lane);
+    }
+    drive_end(self);  // what ends from now on wakes it again
     return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants));
 }
 

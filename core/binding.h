@@ -153,6 +153,10 @@ void settle_all(Completions *);
 void drive_begin(Completions *);
 void drive_end(Completions *);
 
+// Has the loop be woken when another rank says something, too, and not by the engine alone: unless so much is under way
+// that the engine does it.
+void wait_for_word(Lane *);
+
 // The end of one of them: gives back what was claimed, and tells who waits.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);

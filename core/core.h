@@ -41,6 +41,9 @@ void core_memory_free(core_memory *);
 #define CORE_SEGMENTS 4096
 int core_memory_map(core_memory *, uint32_t segment, void *base, size_t nbytes);
 
+// The eventfd that its loop sleeps at, -1 (at first) for none; it stays the caller's.
+void core_memory_set_event(core_memory *, int event);
+
 // Where something lies in the memory of its rank. No segment: nobody else can reach it.
 #define CORE_NOWHERE UINT32_MAX
 typedef struct {
@@ -107,6 +110,9 @@ typedef struct core_bell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
     _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: its process alone writes it
     _Atomic uint64_t rung_at;             // when it was last
+    // The loop of this process waits for what others say: the first of them to say something writes its event, too. The
+    // engine is rung all the same, for the loop may be at other things; that one of both looks saves a hop of threads.
+    _Alignas(64) _Atomic bool loop_waits;
 } core_bell;
 enum core_sleep {
     CORE_AWAKE,

@@ -161,7 +161,8 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     }
     drive_end(completions);
     if (self->status == status_pending) pacer->looked_in_vain = (double)now * 1e-9;
-    // The engine goes on with what is left, and wakes the loop.
+    // The engine goes on with what is left, and wakes the loop, unless the loop is the first to hear what it waits for.
+    if (self->status == status_pending) wait_for_word(lane);
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
     return self->status == status_pending && self->issuer == NULL;  // it goes on in another way
 }

@@ -92,9 +92,18 @@ struct segment {
 enum { CHUNK = 64, CHUNKS = CORE_SEGMENTS / CHUNK };
 struct core_memory {
     _Atomic(struct segment *) chunks[CHUNKS];
+    _Atomic int event;
 };
 
-core_memory *core_memory_new(void) { return calloc(1, sizeof(core_memory)); }
+core_memory *core_memory_new(void) {
+    core_memory *memory = calloc(1, sizeof *memory);
+    if (memory != NULL) core_memory_set_event(memory, -1);
+    return memory;
+}
+
+void core_memory_set_event(core_memory *memory, int event) {
+    atomic_store_explicit(&memory->event, event, memory_order_relaxed);
+}
 
 void core_memory_free(core_memory *memory) {
     for (unsigned i = 0; memory != NULL && i < CHUNKS; i++) free(memory->chunks[i]);
@@ -485,14 +494,16 @@ static enum outcome step(core_lane *lane) {
     return outcome;
 }
 
-// Wakes the engines of those that sleep until somebody has said something.
+// Wakes the loops and the engines of those that sleep until somebody has said something.
 static void ring(core_lane *lane) {
     lane->spoke = false;
     atomic_thread_fence(memory_order_seq_cst);  // pairs with the one of an engine that goes to sleep
     for (unsigned q = 0; q < lane->ranks; q++) {
         core_bell *bell = lane->peers[q].bell;
-        if (bell != NULL && atomic_load_explicit(&bell->sleep, memory_order_relaxed) == CORE_LISTENS)
-            core_bell_ring(bell);
+        if (bell == NULL) continue;
+        if (atomic_load_explicit(&bell->loop_waits, memory_order_relaxed) && atomic_exchange(&bell->loop_waits, false))
+            core_event_write(atomic_load_explicit(&lane->peers[q].memory->event, memory_order_relaxed));
+        if (atomic_load_explicit(&bell->sleep, memory_order_relaxed) == CORE_LISTENS) core_bell_ring(bell);
     }
 }
 

@@ -40,6 +40,11 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
         raise ValueError(
             f"{name} of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory, see .contiguous()"
         )
+    if t.is_neg() or (t.dtype.is_complex and t.is_conj()):
+        raise ValueError(
+            f"{name} is a view that torch {'negates' if t.is_neg() else 'conjugates'} as it reads its memory: expected "
+            "plain memory, see .resolve_conj() and .resolve_neg()"
+        )
     return t
 
 

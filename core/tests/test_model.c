@@ -99,6 +99,7 @@ static void *model_aligned_alloc(size_t alignment, size_t nbytes) {
 
 // Nobody sleeps here.
 void core_bell_ring(core_bell *bell) { (void)bell; }
+void core_event_write(int event) { (void)event; }
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) { (void)word, (void)value, (void)nanoseconds; }
 void core_word_wake(_Atomic uint32_t *word) { (void)word; }
 static void ended(void *context, core_op *op) { (void)context, (void)op; }

@@ -15,7 +15,7 @@ from aiodist import _core
 ROUNDS = 3000
 
 
-SLEEP_AT = _core.BELL_BYTES // 2  # where a bell says how its owner sleeps
+SLEEP_AT = 64  # where a bell says how its owner sleeps
 
 
 def bell_in(page: mmap.mmap) -> _core.Bell:

@@ -12,6 +12,7 @@ import aiodist
 from aiodist import Communicator
 
 FLOATS = torch.arange(6.0)
+COMPLEX = torch.complex(FLOATS, FLOATS + 1)
 TWO = [FLOATS[:3], FLOATS[3:]]
 
 
@@ -43,6 +44,10 @@ MISTAKES = [
     bad(TypeError, r"uint64: expected one of", lambda c: c.send(torch.ones(2).to(torch.uint64), 0)),
     bad(ValueError, r"strides \(1, 3\): expected contiguous", lambda c: c.allreduce(torch.ones(2, 3).t())),
     bad(ValueError, r"strides .*expected contiguous", lambda c: c.broadcast(torch.ones(6)[::2])),
+    bad(ValueError, r"t is a view that torch conjugates", lambda c: c.allreduce(COMPLEX.conj())),
+    bad(ValueError, r"t is a view that torch conjugates", lambda c: c.gather(COMPLEX.conj())),
+    bad(ValueError, r"t is a view that torch negates", lambda c: c.allreduce(COMPLEX.conj()[:1].imag)),
+    bad(ValueError, r"out is a view that torch conjugates", lambda c: c.allreduce(COMPLEX, out=COMPLEX.conj())),
     bad(ValueError, r"layout torch\.sparse_coo: expected a dense", lambda c: c.allreduce(torch.ones(2).to_sparse())),
     bad(ValueError, r"lives on meta: expected a device", lambda c: c.allreduce(torch.ones(2, device="meta"))),
     # operators

@@ -57,6 +57,7 @@ class Lanes:
         progress.add_poller(self)
         progress.add_driven(self)
         progress.loop.add_reader(self.completions.event, self._woken)
+        near.wake_by(self.completions.event)
 
     def __len__(self) -> int:
         return self.completions.pending

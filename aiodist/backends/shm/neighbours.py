@@ -98,6 +98,9 @@ class Neighbour:
         if "segment" in message:
             for fd in fds:  # none where this process has no descriptor left: who wants to map it is told
                 self._descriptors[message["segment"]] = (fd, message["nbytes"])
+        elif "event" in message:
+            for fd in fds:
+                self.core.wake(fd)
         elif "left" in message:
             self.places.pop(message["left"], None)
             self.left.add(message["left"])
@@ -198,6 +201,11 @@ class Neighbourhood:
             self._told += 1
             for neighbour in self.neighbours.values():
                 neighbour.tell({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
+
+    def wake_by(self, event: int) -> None:
+        """Have the others write `event`, an eventfd, when this rank's loop waits for what they say."""
+        for neighbour in self.neighbours.values():
+            neighbour.tell({"event": True}, event)
 
     def place(self, name: str, nbytes: int, others: Sequence[int]) -> Tensor:
         """Return `nbytes` of zeroed memory that `others` find under `name`."""
