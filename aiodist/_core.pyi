@@ -193,6 +193,12 @@ class Pacer:
     thread_id: int
     def look_until(self, now: float, /) -> float: ...
 
+class Segments(Sized):
+    told: int
+    def add(self, address: int, nbytes: int, /) -> None: ...
+    def locate(self, address: int, nbytes: int, /) -> tuple[int, int] | None: ...
+    def __len__(self) -> int: ...
+
 class Claims(Sized):
     def claim(self, start: int, nbytes: int, writes: bool, owner: object, /) -> object: ...
     def release(self, start: int, nbytes: int, writes: bool, /) -> None: ...
@@ -234,13 +240,14 @@ class Issuer:
         claims: Claims,
         log: Log,
         pacer: Pacer,
+        segments: Segments,
         account: object,
         pending: MutableMapping[Any, Any],
         inbox: Sized,
         to_fail: dict[int, Any],
         ours: dict[str, bool],
         watch: object,
-        locate: Callable[[Any], tuple[int, int] | None],
+        publish: Callable[[], object],
         failed: Callable[[Any, Any], object],
         handle: type[Handle],
         tensor: type[Any],

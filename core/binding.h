@@ -68,6 +68,18 @@ struct Lane {
     Lane *next;
 };
 
+// Where this rank's own memory lies that others can map: segments, by their numbers. None ever goes.
+typedef struct {
+    PyObject_HEAD
+    struct segment_range {
+        uintptr_t start, end;
+    } *segments;
+    unsigned count, told;  // the others have been told of the first `told` of them
+} Segments;
+
+// Returns where `nbytes` from `start` on lie, in no segment where they lie in none.
+core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
+
 // What is awaited. `Handle` in Python is made of it.
 typedef struct {
     PyObject_HEAD
@@ -120,7 +132,7 @@ static inline uint64_t heavy_bytes(const Pacer *pacer) {
     return pacer->computing != NULL && PySet_Size(pacer->computing) > 0 ? BESIDE_BYTES : AWAITED_BYTES;
 }
 
-extern PyTypeObject *pacer_type, *lane_type, *claims_type, *log_type;
+extern PyTypeObject *pacer_type, *lane_type, *claims_type, *log_type, *segments_type;
 extern PyObject *status_pending, *status_returned;
 
 int bells_add(PyObject *module);

@@ -99,7 +99,8 @@ struct Issuer {
     Claims *claims;
     Log *log;
     Pacer *pacer;
-    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *locate, *failed;
+    Segments *segments;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed;
     PyTypeObject *handle, *tensor, *parameter;
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
@@ -191,18 +192,14 @@ static bool keep_watch(Issuer *self) {
 static uint64_t address_of(const dl_tensor *t) { return (uint64_t)(uintptr_t)t->data + t->byte_offset; }
 
 // Finds where others can reach a tensor of the arena; false with an exception set.
-static bool place_of(Issuer *self, PyObject *t, uint64_t nbytes, core_place *place) {
+static bool place_of(Issuer *self, uint64_t start, uint64_t nbytes, core_place *place) {
     *place = (core_place){CORE_NOWHERE, 0};
     if (nbytes <= WHOLE_BYTES) return true;
-    PyObject *found = PyObject_CallFunctionObjArgs(self->locate, t, NULL);
-    bool known = found == Py_None;
-    if (found != NULL && !known) {
-        unsigned long long offset = 0;
-        known = PyArg_ParseTuple(found, "IK", &place->segment, &offset);
-        place->offset = offset;
-    }
-    Py_XDECREF(found);
-    return known;
+    *place = segments_find(self->segments, (uintptr_t)start, nbytes);
+    if (place->segment == CORE_NOWHERE || place->segment < self->segments->told) return true;
+    PyObject *published = PyObject_CallNoArgs(self->publish);
+    Py_XDECREF(published);
+    return published != NULL;
 }
 
 // What an operation owns of memory until it is over.
@@ -311,7 +308,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     PyObject *const *tensors = what->tensors;
     // In place, the result of a reduction is left in its input.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
-    if ((windows && !place_of(self, tensors[0], what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
+    if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
     Handle *h = issued(self, what, place);
     if (h == NULL) return NULL;
     // Meanwhile the loop may have found nothing pending, and have stopped to look.
@@ -431,11 +428,11 @@ static PyObject *issuer_forget(Issuer *self, PyObject *none) {
 
 static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
-    PyObject *lane, *claims, *log, *pacer, *account, *pending, *inbox, *to_fail, *ours, *watch, *locate, *failed, *handle, *tensor,
-        *parameter;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!OO!O!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
-                          &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours, &watch, &locate, &failed, &handle,
-                          &tensor, &parameter))
+    PyObject *lane, *claims, *log, *pacer, *segments, *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *handle,
+        *tensor, *parameter;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!OO!OO!O!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
+                          segments_type, &segments, &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours,
+                          &watch, &publish, &failed, &handle, &tensor, &parameter))
         return NULL;
     PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
     const dl_exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -449,9 +446,10 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->exchange = exchange;
     self->lane = (Lane *)lane, self->claims = (Claims *)claims, self->log = (Log *)log, self->pacer = (Pacer *)pacer;
     self->account = account, self->pending = pending, self->inbox = inbox, self->to_fail = to_fail, self->ours = ours, self->watch = watch;
-    self->locate = locate, self->failed = failed;
+    self->segments = (Segments *)segments, self->publish = publish, self->failed = failed;
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
-    PyObject *const kept[] = {lane, claims, log, pacer, account, pending, inbox, to_fail, ours, watch, locate, failed, handle, tensor, parameter};
+    PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
+                              to_fail, ours,   watch, publish, failed,   handle,  tensor,  parameter};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
     return (PyObject *)self;
@@ -460,7 +458,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->locate, self->failed, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -469,7 +467,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 }
 
 static int issuer_clear(Issuer *self) {
-    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->locate, &self->failed};
+    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -484,7 +482,7 @@ static void issuer_dealloc(Issuer *self) {
     issuer_clear(self);
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
-    Py_XDECREF((PyObject *)self->parameter);
+    Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments);
     PyObject_GC_Del(self);
     DECREF(type);
 }

@@ -1,9 +1,9 @@
-// What is in flight, and what was issued: the books that every operation is entered in.
+// What is in flight, what was issued, and which memory others can reach: the books that every operation looks at.
 #include "binding.h"
 
 // --- claims ------------------------------------------------------------------------------------------------------
 
-PyTypeObject *claims_type, *log_type;
+PyTypeObject *claims_type, *log_type, *segments_type;
 
 const core_range *claims_acquire(Claims *self, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed) {
     *failed = false;
@@ -77,6 +77,62 @@ static PyType_Slot claims_slots[] = {
 static PyType_Spec claims_spec = {
     "aiodist._core.Claims", sizeof(Claims), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, claims_slots,
 };
+
+// --- memory that others can reach --------------------------------------------------------------------------------
+
+core_place segments_find(const Segments *self, uintptr_t start, size_t nbytes) {
+    for (unsigned i = 0; i < self->count; i++) {
+        const struct segment_range *one = &self->segments[i];
+        if (one->start <= start && start <= one->end && nbytes <= one->end - start)
+            return (core_place){i, start - one->start};
+    }
+    return (core_place){CORE_NOWHERE, 0};
+}
+
+static PyObject *segments_add(Segments *self, PyObject *args) {
+    unsigned long long start, nbytes;
+    if (!PyArg_ParseTuple(args, "KK", &start, &nbytes)) return NULL;
+    struct segment_range *segments = PyMem_Realloc(self->segments, (self->count + 1) * sizeof *segments);
+    if (segments == NULL) return PyErr_NoMemory();
+    segments[self->count] = (struct segment_range){(uintptr_t)start, (uintptr_t)(start + nbytes)};
+    self->segments = segments;
+    self->count++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *segments_locate(Segments *self, PyObject *args) {
+    unsigned long long start, nbytes;
+    if (!PyArg_ParseTuple(args, "KK", &start, &nbytes)) return NULL;
+    core_place place = segments_find(self, (uintptr_t)start, (size_t)nbytes);
+    if (place.segment == CORE_NOWHERE) Py_RETURN_NONE;
+    return Py_BuildValue("(IK)", place.segment, (unsigned long long)place.offset);
+}
+
+static void segments_dealloc(Segments *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyMem_Free(self->segments);
+    PyObject_Free(self);
+    DECREF(type);
+}
+
+static Py_ssize_t segments_length(Segments *self) { return (Py_ssize_t)self->count; }
+
+static PyMethodDef segments_methods[] = {
+    {"add", (PyCFunction)segments_add, METH_VARARGS, "add(address, nbytes): the next segment, which stays."},
+    {"locate", (PyCFunction)segments_locate, METH_VARARGS,
+     "locate(address, nbytes): return (segment, offset) of so many bytes, None where they lie in no segment."},
+    {0},
+};
+static PyMemberDef segments_members[] = {
+    OFFERS("told", T_UINT, Segments, told, 0, "How many the other ranks have been told of, in order of their numbers."),
+    {0},
+};
+static PyType_Slot segments_slots[] = {
+    {Py_tp_doc, "Where this rank's memory lies that others can map: segments, by their numbers."},
+    {Py_tp_dealloc, segments_dealloc}, {Py_tp_methods, segments_methods}, {Py_tp_members, segments_members},
+    {Py_sq_length, segments_length}, {0},
+};
+static PyType_Spec segments_spec = {"aiodist._core.Segments", sizeof(Segments), 0, Py_TPFLAGS_DEFAULT, segments_slots};
 
 // --- the log of what was issued ----------------------------------------------------------------------------------
 
@@ -159,5 +215,7 @@ static PyType_Slot log_slots[] = {
 static PyType_Spec log_spec = {"aiodist._core.Log", sizeof(Log), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, log_slots};
 
 int ledger_add(PyObject *module) {
-    return (claims_type = add_type(module, &claims_spec)) && (log_type = add_type(module, &log_spec)) ? 0 : -1;
+    return (claims_type = add_type(module, &claims_spec)) && (segments_type = add_type(module, &segments_spec)) &&
+                   (log_type = add_type(module, &log_spec))
+               ? 0 : -1;
 }

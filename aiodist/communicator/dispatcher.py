@@ -147,18 +147,20 @@ class Dispatcher:
         within = self.repertoire.within
         if within is None or self.gate is None or self.gate.several:
             return None
+        near = within.ordered.near
         issuer = _core.Issuer(
             within.ordered.core,
             in_flight,
             self.oplog,
             self.progress,
+            near.arena.addresses,
             self.account,
             self._pending,
             self.progress.inbox,
             self.disputes.to_fail,
             known_files,
             self._watch,
-            within.ordered.locate,
+            near.publish,
             self._failed_in_lane,
             Handle,
             Tensor,

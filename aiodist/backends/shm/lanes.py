@@ -137,9 +137,10 @@ class Lane:
         """The compiled lane."""
         return self._lane
 
-    def locate(self, t: Tensor) -> Place | None:
-        """Return where others can reach `t`, None where they cannot."""
-        return self._near.locate(t)
+    @property
+    def near(self) -> Neighbourhood:
+        """The ranks of the host."""
+        return self._near
 
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from contextlib import suppress
 from math import prod
@@ -23,6 +23,8 @@ from weakref import finalize
 import psutil
 import torch
 from torch import Tensor
+
+from aiodist import _core
 
 _SEGMENT_BYTES = 1 << 30  # of addresses
 _SKEW_BYTES = 33 * mmap.PAGESIZE
@@ -52,7 +54,8 @@ class Arena:
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
         """In order of their numbers; none ever goes, since others have mapped it."""
-        self._bases: list[tuple[int, int]] = []  # address and number of each, in order of addresses
+        self.addresses = _core.Segments()
+        """Where they lie, and how many of them the others know."""
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
@@ -90,12 +93,8 @@ class Arena:
 
     def locate(self, address: int, nbytes: int) -> Place | None:
         """Return where `nbytes` from `address` on lie, None when not in this arena."""
-        at = bisect_right(self._bases, (address, len(self._bases))) - 1
-        if at < 0:
-            return None
-        base, number = self._bases[at]
-        inside = address + nbytes <= base + self.segments[number].nbytes
-        return Place(number, address - base) if inside else None
+        place = self.addresses.locate(address, nbytes)
+        return None if place is None else Place(*place)
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
         """Return the bytes at `place`, which may belong to any tensor."""
@@ -135,7 +134,7 @@ class Arena:
         except OSError as error:
             raise _lack(nbytes, error) from error
         self.segments.append(segment)
-        insort(self._bases, (segment.address, segment.number))
+        self.addresses.add(segment.address, nbytes)
         return segment
 
     def _free(self, segment: _Segment, start: int, stop: int) -> None:

@@ -183,7 +183,6 @@ class Neighbourhood:
         self.neighbours = {other: Neighbour(other, link) for other, link in links.items()}
         self.members = tuple(sorted([rank, *links]))
         self.arena = Arena()
-        self._told = 0
         self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()
@@ -196,9 +195,10 @@ class Neighbourhood:
 
     def publish(self) -> None:
         """Send the descriptors of segments that the others have not been sent yet."""
-        while self._told < len(self.arena.segments):
-            segment = self.arena.segments[self._told]
-            self._told += 1
+        known = self.arena.addresses
+        while known.told < len(known):
+            segment = self.arena.segments[known.told]
+            known.told += 1
             for neighbour in self.neighbours.values():
                 neighbour.tell({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
 
@@ -236,7 +236,7 @@ class Neighbourhood:
     def locate(self, t: Tensor) -> Place | None:
         """Return where `t` lies, as the others may be told; None when its memory is private."""
         place = self.arena.locate(t.data_ptr(), t.nbytes)
-        if place is not None and place.segment >= self._told:
+        if place is not None and place.segment >= self.arena.addresses.told:
             self.publish()
         return place
 
