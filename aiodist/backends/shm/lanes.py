@@ -11,11 +11,8 @@ from enum import IntEnum
 from functools import partial
 from time import perf_counter
 
-from torch import Tensor
-
 from aiodist import _core
 from aiodist.backends.base import DTYPES, Done, Operation, Refused, again
-from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
