@@ -18,7 +18,7 @@ from anyio import CancelScope
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import nbytes_of
-from aiodist.data.reading import Reader, TaskReader, ThreadReader
+from aiodist.data.reading import CountedPass, Counting, Reader, TaskReader, ThreadReader
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -212,6 +212,9 @@ class Prefetched(Generic[T]):
             make = _WORKERS[plan.kind]
             self._workers = make(plan.transform, plan.workers, self._deliver)
         after = self._measure if self._workers is None else self._workers.put
+        self._counted: CountedPass | None = None
+        if isinstance(source, Counting):
+            source = self._counted = source.counted_pass()
         self._reader: Reader
         if isinstance(source, AsyncIterable):
             self._reader = TaskReader(source, after, plan.name)
@@ -248,6 +251,8 @@ class Prefetched(Generic[T]):
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
         made = self._arrived(made)
+        if self._counted is not None and made.outcome is Outcome.VALUE:
+            self._counted.taken()
         self._take(made, waited)
         if made.outcome is Outcome.VALUE:
             return cast(T, made.value)
@@ -354,6 +359,8 @@ class Prefetched(Generic[T]):
     async def _close(self) -> None:
         self._closed = True
         self._reader.cancel()
+        if self._counted is not None:
+            self._counted.leave()
         if self._workers is not None:
             self._workers.cancel()
         await _to_the_end(self._end())
