@@ -8,9 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from aiodist.data.order import Order
+from aiodist.data.order import Order, Part
 from aiodist.data.queue_client import QueueClient
 from aiodist.data.sharded import Shards
+from aiodist.handles import Handle
 from aiodist.streams import HostStream
 
 T = TypeVar("T")
@@ -65,8 +66,9 @@ class QueuePass(Generic[T]):
         try:
             async with (
                 HostStream("shards") as reader,
-                aclosing(self._parts(reader)) as parts,
-                aclosing(self._batches(parts)) as batches,
+                aclosing(self._parts()) as parts,
+                aclosing(self._read(parts, reader)) as read,
+                aclosing(self._batches(read)) as batches,
             ):
                 async for batch in batches:
                     self._check_not_left()
@@ -77,39 +79,51 @@ class QueuePass(Generic[T]):
             if not self._ended:
                 self.leave()
 
-    async def _batches(self, parts: AsyncIterator[list[T]]) -> AsyncGenerator[list[T], None]:
+    async def _batches(self, read: AsyncIterator[list[T]]) -> AsyncGenerator[list[T], None]:
         """Yield full batches, and a short one where nothing follows for now."""
         size = self._terms.batch_size or 1
         ready: list[T] = []
-        async for part in parts:
-            ready += part
+        async for records in read:
+            ready += records
             full = len(ready) - len(ready) % size
             for first in range(0, full, size):
                 yield ready[first : first + size]
             ready = ready[full:]
-            if ready and not part:
+            if ready and not records:
                 yield ready
                 ready = []
         if ready:
             yield ready
 
-    async def _parts(self, reader: HostStream) -> AsyncGenerator[list[T], None]:
-        """Yield what is handed to this rank, read; nothing where all is used or in other hands for now."""
-        shards, order = self._terms.shards, self._terms.order
+    async def _read(self, parts: AsyncIterator[Part | None], reader: HostStream) -> AsyncGenerator[list[T], None]:
+        """Yield the records of each part while the thread reads the next one; an empty list for None."""
+        ahead: Handle[list[T]] | None = None
+        async for part in parts:
+            found = ahead
+            ahead = None if part is None else reader.submit(self._terms.shards.read, part.shard, part.within)
+            if found is not None:
+                yield await found
+            if part is None:
+                yield []
+        if ahead is not None:
+            yield await ahead
+
+    async def _parts(self) -> AsyncGenerator[Part | None, None]:
+        """Yield what is handed to this rank; None before it waits for what other ranks hold."""
         asked = self._client.take()
         while True:
             ranges = await asked
             if not ranges:
                 if self._terms.wait:
-                    yield []  # a rank that waits for others keeps no records
+                    yield None  # a rank that waits for others keeps no records
                 ranges = await self._client.take(waits=self._terms.wait)
                 if not ranges:
                     return
             self._check_not_left()
             asked = self._client.take()  # in hand before these are used up
             for start, stop in ranges:
-                for shard, within in order.parts(start, stop):
-                    yield await reader.submit(shards.read, shard, within)
+                for part in self._terms.order.parts(start, stop):
+                    yield part
 
     def _check_not_left(self) -> None:
         if self._left:

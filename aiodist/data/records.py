@@ -61,7 +61,7 @@ def records(
     ```
     Without `batch_size` it gives single records. Each record belongs to exactly one rank; one rank has at most one
     record more than another, so a last batch may be short, or missing: that is for `net.join()`. A rank reads the
-    chunks of its part only, which is contiguous, and checks them; the next chunk is read in a thread meanwhile.
+    chunks of its part only, which is contiguous, and checks them; the next two are read in threads meanwhile.
 
     With `dynamic=True` it returns a `ShardQueue` over the chunks: ranks take the next records when they have used up
     theirs, so a slow rank takes fewer. `wait` is an argument of that.
