@@ -115,9 +115,9 @@ class Share:
 class QueueMachine:
     """Hands out the records of one epoch, each to one rank.
 
-    A hand-out is a 2p-th part of what is left for p ranks, but no more than the rest of one shard, and no fewer than
-    `least`. So a fast rank takes more of them than a slow one, and the last ones are small: ranks end at about the same
-    time. What was given back goes out first.
+    A hand-out is a 2p-th part of what is left for p ranks, but at least `least`, and ends with a shard once it is as
+    large as that and 64 records. So a fast rank takes more of them than a slow one, and the last ones are small: ranks
+    end at about the same time. What was given back goes out first.
 
     Source: guided self-scheduling, Polychronopoulos and Kuck 1987, doi:10.1109/TC.1987.5009495; the queue of tasks is
     that of ElasticDL's master (its docs/designs/dynamic_data_sharding.md).

@@ -100,7 +100,7 @@ class QueuePass(Generic[T]):
         ahead: Handle[list[T]] | None = None
         async for part in parts:
             found = ahead
-            ahead = None if part is None else reader.submit(self._terms.shards.read, part.shard, part.within)
+            ahead = None if part is None else reader.submit(self._terms.shards.read, *part).detach()
             if found is not None:
                 yield await found
             if part is None:
