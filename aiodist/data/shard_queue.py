@@ -151,8 +151,11 @@ class ShardQueue(Generic[T]):
         if differs:
             what = differs[0]
             raise ValueError(f"a state with {what}={state.get(what)!r}: expected {self._settings[what]!r}, as here")
-        used = [Range(start, stop) for start, stop in state["used"]]
         check_natural("epoch", state["epoch"])
+        used = [Range(start, stop) for start, stop in state["used"]]
+        total = self._settings["records"]
+        if used != merged(used) or (used and not 0 <= used[0].start < used[-1].stop <= total):
+            raise ValueError(f"a state with used={state['used']}: expected ranges of {total} records, in order")
         self._leave_pass()
         self._before = used
         lap = Lap(self._client.lap.number + 1, self._client.lap.loads + 1, state["epoch"])
@@ -244,4 +247,6 @@ class ShardQueue(Generic[T]):
             self._end(error)
 
     def __repr__(self) -> str:
-        return f"<ShardQueue {self.name!r}>"
+        waits = self._closed and self._server is not None and not self._over.done()
+        present = f", which ranks {self._server.present} have not closed" if waits and self._server else ""
+        return f"<ShardQueue {self.name!r}{present}>"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -60,8 +60,7 @@ async def together(coll: Communicator, mine: Sequence[int]) -> list[int]:
 
 @pytest.mark.ranks(1, 2, 3, 7)
 @each_shuffle
-@pytest.mark.parametrize("batch_size", [None, 1, 5])
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize(("batch_size", "depth"), [(None, 0), (1, 3), (5, 0), (5, 3)])
 async def test_n16_each_record_comes_once_in_each_epoch(
     coll: Communicator, shuffle: Shuffle, batch_size: int | None, depth: int
 ) -> None:
@@ -119,9 +118,9 @@ async def test_n16_a_slow_rank_takes_fewer(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2, 3, 5)
-@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("ahead", [0, 4])
 @pytest.mark.parametrize("batch_size", [None, 7])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 3])
 async def test_n16_others_get_what_a_rank_that_leaves_has_not_taken(
     coll: Communicator, ahead: int, batch_size: int | None, count: int
 ) -> None:
@@ -141,6 +140,7 @@ async def test_n16_others_get_what_a_rank_that_leaves_has_not_taken(
     assert await together(coll, mine) == list(range(203))
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.data())
 def test_n16_ranks_that_leave_at_any_time_lose_nothing(seed: int, size: int, data: st.DataObject) -> None:
     """All ranks but the last leave, by a `break`, an error or a cancellation, and the last one has the rest."""
@@ -150,37 +150,30 @@ def test_n16_ranks_that_leave_at_any_time_lose_nothing(seed: int, size: int, dat
     async def read(queue: ShardQueue[int], count: int, way: str, mine: list[int]) -> None:
         async with prefetch(queue, depth=2) as batches:
             async for batch in batches:
-                if count == 0 and way == "error":
-                    raise KeyError(batch[0])
                 mine += batch
                 count -= 1
                 if count == 0 and way == "break":
                     return
+                if count == 0 and way == "error":
+                    raise KeyError(way)
                 if count == 0 and way == "cancel":
                     await asyncio.Event().wait()
 
-    async def main() -> tuple[list[int], list[int]]:
+    async def main() -> list[int]:
         async with aiodist.init() as coll:
             queue = queue_of(coll, 150, batch_size=3, shuffle=True, seed=seed % 7, wait=True)
             mine: list[int] = []
-            missed: list[int] = []
             if coll.rank == size - 1:
-                return await taken(queue), []
+                return await taken(queue)
             task = asyncio.create_task(read(queue, counts[coll.rank], ways[coll.rank], mine))
             if ways[coll.rank] == "cancel":
                 await asyncio.wait([task], timeout=5)
                 task.cancel()
             (end,) = await asyncio.gather(task, return_exceptions=True)
-            if isinstance(end, KeyError):  # it was taken, and so it counts
-                missed = list(range(0))
-                mine += [end.args[0]]
-            return mine, missed
+            assert end is None or isinstance(end, KeyError | asyncio.CancelledError)
+            return mine
 
-    found = [part for part, _ in run_ranks(size, main, seed)]
-    flat = list(itertools.chain(*found))
-    assert len(set(flat)) == len(flat)
-    errors = sum(way == "error" for way in ways)
-    assert 150 - 2 * errors <= len(flat) <= 150
+    assert sorted(itertools.chain(*run_ranks(size, main, seed))) == list(range(150))
 
 
 @pytest.mark.ranks(3)
@@ -193,7 +186,6 @@ async def test_n16_without_wait_a_rank_ends_and_may_come_again(coll: Communicato
             await coll.barrier(name="others ended")
         await coll.barrier(name="given back")
     else:
-        await coll.barrier(name="begun") if False else None
         mine += await taken(queue)
         await coll.barrier(name="others ended")
         with pytest.raises(RuntimeError, match=r"the pass over epoch 0 has ended: call set_epoch\(\)"):
@@ -249,8 +241,7 @@ async def test_n16_an_error_of_reading_comes_in_its_place_and_the_rest_goes_to_o
 
 @pytest.mark.ranks(4)
 @each_shuffle
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (3, 2), (2, 3), (4, 1), (3, 3)])
-@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize(("before", "after", "steps"), [(1, 1, 3), (1, 4, 0), (3, 2, 4), (2, 3, 1), (4, 1, 2)])
 async def test_n16_another_number_of_ranks_goes_on(
     coll: Communicator, shuffle: Shuffle, before: int, after: int, steps: int
 ) -> None:
@@ -305,7 +296,7 @@ async def test_n16_who_loads_first_waits_for_the_first_rank(coll: Communicator) 
     else:
         queue.load_state_dict(state)
         asking = asyncio.create_task(taken(queue))
-        await asyncio.sleep(1)
+        await asyncio.wait([asking], timeout=1)
         assert not asking.done()
         await coll.barrier(name="the others ask")
         mine = await asking
@@ -348,7 +339,7 @@ async def test_n16_ranks_in_different_epochs_are_told(coll: Communicator) -> Non
 async def test_n16_ranks_with_different_queues_are_told(coll: Communicator, other: dict[str, Any]) -> None:
     queue = queue_of(coll, **(other if coll.rank else {}))
     if coll.rank:
-        with pytest.raises(MismatchError, match="rank 1 has records=.*; rank 0 has records=203, shards=13"):
+        with pytest.raises(MismatchError, match=r"rank 1 has records=.*; rank 0 has records=203, shards=13"):
             await taken(queue)
     else:
         assert await taken(queue) == list(range(203))
@@ -439,7 +430,7 @@ async def test_n16_a_lost_rank_s_records_go_to_others(coll: Communicator) -> Non
     else:
         await coll.barrier()
         reader = asyncio.create_task(taken(queue))
-        await asyncio.sleep(1)
+        await asyncio.wait([reader], timeout=1)
         assert not reader.done()
         for tell in list(dup.parts.dispatcher.on_lost):
             tell(2, PeerLost("rank 2 left", lost=2))
@@ -461,7 +452,7 @@ async def test_n16_without_the_first_rank_there_is_no_queue(coll: Communicator) 
     else:
         await coll.barrier()
         reader = asyncio.create_task(taken(queue))
-        await asyncio.sleep(1)
+        await asyncio.wait([reader], timeout=1)
         for tell in list(dup.parts.dispatcher.on_lost):
             tell(0, PeerLost("rank 0 left", lost=0))
         with pytest.raises(PeerLost, match="rank 0 left"):
@@ -498,13 +489,14 @@ def test_n16_a_wait_without_end_names_who_holds_the_records() -> None:
                 first = aiter(queue)
                 await anext(first)
                 await coll.barrier(name="begun")
-                await asyncio.sleep(5)
+                await coll.barrier(name="told")
                 await first.aclose()  # type: ignore[attr-defined]
             else:
                 await coll.barrier(name="begun")
                 with pytest.raises(OperationTimeout, match=r"rank 1.*holds \d+ records") as caught:
                     await taken(queue)
                 assert set(caught.value.late) == {1}
+                await coll.barrier(name="told")
             await queue.aclose()
 
     run_ranks(2, main)
@@ -513,20 +505,20 @@ def test_n16_a_wait_without_end_names_who_holds_the_records() -> None:
 @pytest.mark.ranks(2, backend="shm")
 async def test_n16_the_first_rank_answers_while_its_loop_stands_still(coll: Communicator) -> None:
     """Rank 0 blocks its loop's thread until rank 1 has used up all that rank 0 does not hold."""
-    folder = await coll.broadcast_object(tempfile.mkdtemp() if coll.rank == 0 else None)
-    pipe = Path(folder) / "pipe"
+    folder = Path(await coll.broadcast_object(tempfile.mkdtemp() if coll.rank == 0 else ""))
+    pipe = folder / "pipe"
     if coll.rank == 0:
         os.mkfifo(pipe)
     queue = queue_of(coll, 3000, batch_size=8)
     await coll.barrier()
     if coll.rank == 0:
-        pipe.read_bytes()  # noqa: ASYNC240  - on purpose
-        pipe.unlink()  # noqa: ASYNC240
-        Path(folder).rmdir()  # noqa: ASYNC240
+        pipe.read_bytes()
+        pipe.unlink()
+        folder.rmdir()
         mine: list[int] = []
     else:
         mine = await taken(queue)
-        pipe.write_bytes(b"over")  # noqa: ASYNC240
+        pipe.write_bytes(b"over")
     assert await together(coll, mine) == list(range(3000))
 
 

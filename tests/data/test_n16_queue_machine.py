@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiodist.data.order import Order
+from aiodist.data.order import Order, Shuffle
 from aiodist.data.queue_machine import (
     GiveBack,
     Hand,
@@ -140,7 +140,7 @@ class QueueWalk(RuleBasedStateMachine):
 
 
 TestQueueWalk = QueueWalk.TestCase
-TestQueueWalk.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQueueWalk.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 50))
@@ -184,17 +184,17 @@ def test_n16_a_share_knows_what_it_used() -> None:
 
 @given(SIZES, st.sampled_from([False, True, "shards"]), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_n16_an_order_has_each_record_once_in_any_cuts(
-    sizes: list[int], shuffle: bool, seed: int, epoch: int, data: st.DataObject
+    sizes: list[int], shuffle: Shuffle, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     order = Order(sizes, shuffle, seed, epoch)
     total = sum(sizes)
     assert (order.ends or [0])[-1] == total
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=5))})
-    parts = [part for pair in zip(cuts, cuts[1:], strict=False) for part in order.parts(*pair)]
+    parts = [part for pair in pairwise(cuts) for part in order.parts(*pair)]
     found = [(shard, place) for shard, within in parts for place in within]
     assert sorted(found) == [(shard, place) for shard, size in enumerate(sizes) for place in range(size)]
     assert found == [(s, p) for s, within in Order(sizes, shuffle, seed, epoch).parts(0, total) for p in within]
     if not shuffle:
         assert found == sorted(found)
-    elif shuffle == "shards":
+    elif shuffle is not True:
         assert all(within == range(within[0], within[-1] + 1) for _, within in parts)
