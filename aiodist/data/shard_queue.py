@@ -93,6 +93,7 @@ class ShardQueue(Generic[T]):
         """What was used of this epoch before its state was loaded."""
         self._pass: QueuePass[T] | None = None
         self._closed = False
+        self._failure: AiodistError | None = None
         wires = Wires(parts.registry.channel, parts.dispatcher.ranks, parts.registry.next_name(coll, "shards"))
         self.name = wires.name
         """What error messages call it, the same on all ranks."""
@@ -102,7 +103,8 @@ class ShardQueue(Generic[T]):
         self._over.polled = False
         self._server: QueueServer | None = None
         if coll.rank == 0:
-            self._server = QueueServer(wires, terms, self._machine, partial(self._over.resolve, None))
+            over = partial(Progress.current().post, self._all_left)
+            self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
         coll.admit(self)
@@ -206,10 +208,12 @@ class ShardQueue(Generic[T]):
             return
         self._closed = True
         self._leave_pass()
-        self._client.close(CommunicatorClosed(f"{self} is closed", comm=self._coll.name), orderly=True)
+        self._client.close(CommunicatorClosed(f"{self.name} is closed", comm=self._coll.name), orderly=True)
         if self._server is not None:
             self._server.close()
             await self._over
+        if self._failure is not None:
+            raise self._failure
         self._forget()
 
     close = aclose
@@ -217,15 +221,20 @@ class ShardQueue(Generic[T]):
 
     def abort(self) -> None:
         """End without waiting for anything; see `Guest`."""
-        self._end(CommunicatorAborted(f"{self} was given up: its communicator ended", comm=self._coll.name))
+        self._end(CommunicatorAborted(f"{self.name} was given up: its communicator ended", comm=self._coll.name))
 
     def _end(self, error: AiodistError) -> None:
-        """End at once."""
+        """End at once; who waits in `aclose` raises `error`."""
         self._closed = True
+        self._failure = error
         self._client.close(error, orderly=False)
-        if not self._over.done():
-            self._over.reject(error)
+        self._all_left()
         self._forget()
+
+    def _all_left(self) -> None:
+        """All ranks have closed it, or nobody waits for them any more."""
+        if not self._over.done():
+            self._over.resolve(None)
 
     def _forget(self) -> None:
         """Hear nothing any more."""
