@@ -54,7 +54,7 @@ class QueueClient:
 
     def begin(self, lap: Lap) -> None:
         """Give back what is held, and go on to another lap."""
-        self.give_back()
+        self.hand_back()
         self._lap, self._share, self._told = lap, Share(), 0
 
     def take(self, *, waits: bool = False) -> Handle[Ranges]:
@@ -84,17 +84,17 @@ class QueueClient:
             self._told = self._share.total
             self._wires.ask("used", self._lap, self._told)
 
-    def give_back(self) -> None:
+    def hand_back(self) -> None:
         """Give back what is handed to this rank, or on its way, and not used."""
         if self._refusal is not None:
             return
         if not self._share.held and not self._pending:
             self._tell()
             return
-        self._share.give_back()
+        self._share.hand_back()
         pending, self._pending = self._pending, {}
         self._told = self._share.total
-        self._wires.ask("give back", self._lap, self._told)
+        self._wires.ask("hand back", self._lap, self._told)
         for asked in pending.values():
             asked.handle.resolve([])
 
@@ -103,7 +103,7 @@ class QueueClient:
         if self._refusal is not None:
             return
         if orderly:
-            self.give_back()
+            self.hand_back()
             self._wires.ask("bye")
         self._refusal = error
         self._wires.channel.unsubscribe(self._wires.answers)

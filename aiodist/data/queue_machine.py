@@ -42,7 +42,7 @@ class Used(NamedTuple):
     total: int
 
 
-class GiveBack(NamedTuple):
+class HandBack(NamedTuple):
     """A rank has used `total` records, and gives back the others that it holds."""
 
     rank: int
@@ -55,7 +55,7 @@ class Lost(NamedTuple):
     rank: int
 
 
-Event = Take | Used | GiveBack | Lost
+Event = Take | Used | HandBack | Lost
 
 
 class Hand(NamedTuple):
@@ -106,7 +106,7 @@ class Share:
             if end < stop:
                 self.held.appendleft(Range(end, stop))
 
-    def give_back(self) -> list[Range]:
+    def hand_back(self) -> list[Range]:
         """Return what is held, and hold nothing any more."""
         back, self.held = list(self.held), deque()
         return back
@@ -143,7 +143,7 @@ class QueueMachine:
         if not isinstance(event, Lost):
             share.use(event.total)
         if not isinstance(event, Used):
-            back = share.give_back()
+            back = share.hand_back()
             self._pool.extendleft(reversed(back))
             self._left += sum(stop - start for start, stop in back)
             self._waiting = deque(take for take in self._waiting if take.rank != event.rank)

@@ -56,7 +56,7 @@ class QueuePass(Generic[T]):
         """Give back what the consumer has not taken; again: nothing happens."""
         if not self._left and not self.over:
             self._left = True
-            self._client.give_back()
+            self._client.hand_back()
 
     def __aiter__(self) -> AsyncGenerator[Any, None]:
         return self._items()

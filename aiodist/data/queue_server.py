@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.data.queue_machine import Event, GiveBack, Hand, Hold, Instruction, Lost, QueueMachine, Range, Take, Used
+from aiodist.data.queue_machine import Event, HandBack, Hand, Hold, Instruction, Lost, QueueMachine, Range, Take, Used
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class QueueServer:
             elif what == "used":
                 self._do(rank, lap, Used(rank, said[1]))
             else:
-                self._do(rank, lap, GiveBack(rank, said[1]))
+                self._do(rank, lap, HandBack(rank, said[1]))
 
     def _do(self, rank: int, lap: Lap, event: Event) -> None:
         known = self._laps.get(lap.number)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiodist.data.order import Order, Shuffle
 from aiodist.data.queue_machine import (
-    GiveBack,
+    HandBack,
     Hand,
     Hold,
     Instruction,
@@ -96,7 +96,7 @@ class QueueWalk(RuleBasedStateMachine):
     def gives_back(self, rank: int, part: float) -> None:
         self.use(rank, part)
         self.leaves(rank)
-        self.told(self.machine.handle(GiveBack(rank, self.totals[rank])))
+        self.told(self.machine.handle(HandBack(rank, self.totals[rank])))
 
     @rule(rank=RANKS)
     def is_lost(self, rank: int) -> None:
@@ -109,8 +109,8 @@ class QueueWalk(RuleBasedStateMachine):
         self.held[rank] = []
 
     @precondition(lambda self: self.total)
-    @rule(rank=RANKS, wrong=st.sampled_from([Used, GiveBack]))
-    def says_too_much(self, rank: int, wrong: type[Used] | type[GiveBack]) -> None:
+    @rule(rank=RANKS, wrong=st.sampled_from([Used, HandBack]))
+    def says_too_much(self, rank: int, wrong: type[Used] | type[HandBack]) -> None:
         for total in (self.totals[rank] - 1, self.totals[rank] + len(self.held[rank]) + 1):
             with pytest.raises(ValueError, match=f"{total} records used: expected from {self.totals[rank]} to"):
                 self.machine.handle(wrong(rank, total))
@@ -165,7 +165,7 @@ def test_n16_what_was_given_back_goes_out_first() -> None:
     machine = QueueMachine([100], 2, 10)
     assert machine.handle(Take(0, 0)) == [Hand(0, 0, (Range(0, 25),))]
     assert machine.handle(Take(1, 0)) == [Hand(1, 0, (Range(25, 44),))]
-    assert machine.handle(GiveBack(0, 7)) == []
+    assert machine.handle(HandBack(0, 7)) == []
     assert machine.handle(Take(1, 1)) == [Hand(1, 1, (Range(7, 25), Range(44, 45)))]
     assert machine.handle(Used(1, 20)) == []
     assert machine.used == [Range(0, 8), Range(25, 44)]
@@ -178,7 +178,7 @@ def test_n16_a_share_knows_what_it_used() -> None:
     share.held.extend([Range(0, 3), Range(10, 12)])
     share.use(4)
     assert share.used == [Range(0, 3), Range(10, 11)]
-    assert share.give_back() == [Range(11, 12)]
+    assert share.hand_back() == [Range(11, 12)]
     assert (share.holds, share.total) == (0, 4)
 
 
