@@ -13,6 +13,9 @@ from aiodist.handles import Handle, Progress
 
 Ranges = list[Range]
 
+_TELL_SECONDS = 0.02
+"""After which the server knows what was used: a message costs 0.1 ms, and loops that only read make many batches."""
+
 
 @dataclass(eq=False)
 class _Asked:
@@ -72,11 +75,11 @@ class QueueClient:
         return handle
 
     def use(self, count: int) -> None:
-        """Note that the next `count` records are used, and tell the server soon: once for many in a row."""
+        """Note that the next `count` records are used, and tell the server soon: once for many small batches."""
         self._share.use(self._share.total + count)
         if not self._telling:
             self._telling = True
-            self._progress.loop.call_soon(self._tell)
+            self._progress.loop.call_later(_TELL_SECONDS, self._tell)
 
     def _tell(self) -> None:
         self._telling = False

@@ -16,6 +16,8 @@ from aiodist.streams import HostStream
 
 T = TypeVar("T")
 
+_AHEAD = 1  # part that the thread reads while the loop is busy with another: what is in hand is in no other rank's
+
 
 @dataclass(frozen=True)
 class PassTerms(Generic[T]):
@@ -96,17 +98,17 @@ class QueuePass(Generic[T]):
             yield ready
 
     async def _read(self, parts: AsyncIterator[Part | None], reader: HostStream) -> AsyncGenerator[list[T], None]:
-        """Yield the records of each part while the thread reads the next one; an empty list for None."""
-        ahead: Handle[list[T]] | None = None
+        """Yield the records of each part while the thread reads the next ones; an empty list for None."""
+        ahead: deque[Handle[list[T]]] = deque()
         async for part in parts:
-            found = ahead
-            ahead = None if part is None else reader.submit(self._terms.shards.read, *part).detach()
-            if found is not None:
-                yield await found
+            if part is not None:
+                ahead.append(reader.submit(self._terms.shards.read, *part).detach())
+            while ahead and (part is None or len(ahead) > _AHEAD):
+                yield await ahead.popleft()
             if part is None:
                 yield []
-        if ahead is not None:
-            yield await ahead
+        while ahead:
+            yield await ahead.popleft()
 
     async def _parts(self) -> AsyncGenerator[Part | None, None]:
         """Yield what is handed to this rank; None before it waits for what other ranks hold."""
