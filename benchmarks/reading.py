@@ -91,6 +91,7 @@ async def measure(session: Session) -> list[Record]:
                 await _WAYS[name](path, alone)
                 if turn:
                     times[name].append(perf_counter() - began)
-        nbytes = path.stat().st_size
+        with RecordFile(path) as file:
+            nbytes = sum(chunk.nbytes for chunk in file.chunks)
     prefixed = {name if name == "plain" else f"aiodist:{name}": found for name, found in times.items()}
     return await session.timed("reading", nbytes, prefixed)

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.data.queue_machine import Event, HandBack, Hand, Hold, Instruction, Lost, QueueMachine, Range, Take, Used
+from aiodist.data.queue_machine import Event, Hand, HandBack, Hold, Instruction, Lost, QueueMachine, Range, Take, Used
 
 
 @dataclass(frozen=True)

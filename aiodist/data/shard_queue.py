@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from aiodist.communicator import Communicator
+from aiodist.communicator.watchdog import Watch
 from aiodist.data.order import Order, Shuffle, check_shuffle
 from aiodist.data.queue_client import QueueClient
 from aiodist.data.queue_machine import QueueMachine, Range, merged
@@ -18,7 +19,7 @@ from aiodist.data.queue_pass import PassTerms, QueuePass
 from aiodist.data.queue_server import Lap, QueueServer, Wires
 from aiodist.data.sharded import Shards
 from aiodist.data.shards import check_batch_size, check_natural
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerLost
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
 from aiodist.handles import Handle, Progress
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class ShardQueue(Generic[T]):
     A pass raises `MismatchError` where ranks differ in shards, order, epoch or in what they loaded; `PeerLost` when the
     first rank is lost, which keeps the queue; `OperationTimeout` where an answer takes longer than `coll.timeout`;
     `RuntimeError` in an epoch whose pass has ended here; and what reading raises. Cost: a message to the first rank and
-    back (0.3 ms, while records are used) for each hand-out, at most a shard, and one there for each batch.
+    back (0.3 ms, while records are used) for each hand-out, and one there every 20 ms in which records are used.
 
     Source: ElasticDL's dynamic data sharding (github.com/sql-machine-learning/elasticdl,
     docs/designs/dynamic_data_sharding.md); sizes of hand-outs: guided self-scheduling, doi:10.1109/TC.1987.5009495.
@@ -98,9 +99,11 @@ class ShardQueue(Generic[T]):
         self.name = wires.name
         """What error messages call it, the same on all ranks."""
         terms = ", ".join(f"{what}={value!r}" for what, value in self._settings.items())
-        self._client = QueueClient(wires, terms, coll.name, coll.timeout)
+        report = Watch.of(Progress.current(), wires.channel).report.after
+        self._client = QueueClient(wires, terms, coll.name, timeout=coll.timeout, report=report)
         self._over: Handle[None] = Handle(Progress.current(), f"closing {self.name}", 0)
         self._over.polled = False
+        self._over.detach()
         self._server: QueueServer | None = None
         if coll.rank == 0:
             over = partial(Progress.current().post, self._all_left)
@@ -252,7 +255,7 @@ class ShardQueue(Generic[T]):
             self._server.lose(rank)
 
     def _aborted(self, error: AiodistError) -> None:
-        if not isinstance(error, PeerLost):  # after which the queue goes on among those that are left
+        if not isinstance(error, PeerError):  # after which the queue goes on among those that are left
             self._end(error)
 
     def __repr__(self) -> str:

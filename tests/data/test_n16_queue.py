@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterable, Callable, Sequence
@@ -29,6 +30,7 @@ from aiodist.errors import (
     MismatchError,
     OperationTimeout,
     PeerLost,
+    RemoteError,
 )
 from aiodist.nn import DataParallel, assert_synchronized
 from aiodist.testing import run_ranks
@@ -480,6 +482,50 @@ async def test_n16_an_abort_ends_who_waits(coll: Communicator) -> None:
         with pytest.raises(CommunicatorAborted, match="enough"):
             await reader
         await coll.barrier()
+
+
+@pytest.mark.parametrize("traceback", ["", "Traceback: a slip"])
+def test_n16_others_go_on_when_a_program_fails(traceback: str) -> None:
+    """Its communicator is lost to them, and the queue is not."""
+
+    async def main() -> list[int]:
+        mine: list[int] = []
+        async with aiodist.init() as coll:
+            queue = queue_of(coll, batch_size=4, wait=True)
+            reading = aiter(queue)
+            mine += await anext(reading)
+            await coll.barrier()
+            if coll.rank == 2:
+                coll.parts.registry.channel.fail("it slipped", traceback)
+                coll.abort()
+                return mine
+            async for batch in reading:
+                mine += batch
+            with pytest.raises(RemoteError if traceback else PeerLost, match="it slipped"):
+                await coll.barrier()
+        return mine
+
+    assert sorted(itertools.chain(*run_ranks(3, main))) == list(range(203))
+
+
+def test_n16_a_long_wait_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            queue = queue_of(coll, 40, batch_size=4, wait=True)
+            if coll.rank == 1:
+                first = aiter(queue)
+                await anext(first)
+                await coll.barrier(name="begun")
+                await asyncio.sleep(75)
+                await first.aclose()  # type: ignore[attr-defined]
+            else:
+                await coll.barrier(name="begun")
+                await taken(queue)
+
+    run_ranks(2, main)
+    said = [line for line in caplog.messages if "has long waited for records" in line]
+    assert len(said) == 2  # after 10 s, and a minute later
+    assert re.fullmatch(r"rank 0 has long waited for records of world/shards1: rank 1 holds \d+ records", said[0])
 
 
 def test_n16_a_wait_without_end_names_who_holds_the_records() -> None:

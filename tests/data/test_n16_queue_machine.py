@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiodist.data.order import Order, Shuffle
 from aiodist.data.queue_machine import (
-    HandBack,
     Hand,
+    HandBack,
     Hold,
     Instruction,
     Lost,
