@@ -30,7 +30,8 @@ class CountedPass(Protocol):
     def leave(self) -> None:
         """The consumer takes no more; on the loop."""
 
-    def __aiter__(self) -> AsyncIterator[Any]: ...
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Return its items."""
 
 
 @runtime_checkable
@@ -208,3 +209,10 @@ class TaskReader:
 
 
 Reader = ThreadReader | TaskReader
+
+
+def reader_of(source: Iterable[Any] | AsyncIterable[Any], deliver: Deliver, name: str) -> Reader:
+    """Return what reads `source`, on a thread or in a task."""
+    if isinstance(source, AsyncIterable):
+        return TaskReader(source, deliver, name)
+    return ThreadReader(source, deliver, name)

@@ -134,11 +134,14 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         while offset < size:
             header = os.pread(self._fd, _HEADER.size, offset)
             chunk = Chunk(len(chunks), offset, 0, 0, 0, 0, first)
+            other = f", or chunk {chunks[-1].number} at byte {chunks[-1].offset} has a wrong size" if chunks else ""
             if len(header) < _HEADER.size:
-                self._fail(chunk, f"a header of {len(header)} bytes: expected {_HEADER.size}; the file is truncated")
+                seen = f"a header of {len(header)} bytes: expected {_HEADER.size}"
+                self._fail(chunk, f"{seen}; the file is truncated{other}")
             magic, checksum, compressor, nbytes, count = _HEADER.unpack(header)
             if magic != _MAGIC:
-                self._fail(chunk, f"it begins with {magic:#010x}: expected {_MAGIC:#010x}, as in a RecordIO file")
+                seen = f"it begins with {magic:#010x}: expected {_MAGIC:#010x}"
+                self._fail(chunk, f"{seen}; it is damaged{other}" if chunks else f"{seen}, as in a RecordIO file")
             if compressor not in _NUMBERS.values():
                 self._fail(chunk, f"compressor {compressor}: expected 0 (none), 1 (snappy) or 2 (gzip)")
             if not 0 < count * _LENGTH.size <= nbytes * (_MOST_DENSE if compressor else 1):

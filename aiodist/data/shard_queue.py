@@ -139,13 +139,13 @@ class ShardQueue(Generic[T]):
         between two steps. Raises `MismatchError` on await where ranks are in different epochs, and what a collective
         raises. Cost: one `allgather_object`.
         """
-        mine = self.epoch, self._client.used
-        told = await self._coll.allgather_object(mine)
+        epoch, before = self.epoch, self._before
+        told = await self._coll.allgather_object((epoch, self._client.used))
         epochs = [epoch for epoch, _ in told]
         if len(set(epochs)) > 1:
             raise MismatchError(f"ranks are in different epochs of {self.name}: {epochs}", comm=self._coll.name)
-        used = merged(self._before, *(ranges for _, ranges in told))
-        return {**self._settings, "epoch": self.epoch, "used": [list(each) for each in used]}
+        used = merged(before, *(ranges for _, ranges in told))
+        return {**self._settings, "epoch": epoch, "used": [list(each) for each in used]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, with any number of ranks; every rank must load the same.
