@@ -88,16 +88,14 @@ class QueueServer:
         """Begin a lap in which some records were used before."""
         with self._lock:
             self._loads = lap.loads
-            self._laps[lap.number] = lap, self._make(lap.epoch, used)
-            early, self._early = self._early, []
-            for rank, of, take in early:
-                self._do(rank, of, take)
+            self._begin(lap, used)
 
     def lose(self, rank: int) -> None:
         """`rank` is gone: others get what it held."""
         with self._lock:
             for _, machine in self._laps.values():
                 self._perform(machine.handle(Lost(rank)))
+            self._forget_early(rank)
             self._leave(rank)
 
     def close(self) -> None:
@@ -132,14 +130,15 @@ class QueueServer:
                 self._do(rank, lap, HandBack(rank, said[1]))
 
     def _do(self, rank: int, lap: Lap, event: Event) -> None:
-        known = self._laps.get(lap.number)
-        if known is None:
+        if lap.number not in self._laps:
             if not isinstance(event, Take):
-                return  # it holds nothing of a lap that has not begun
+                self._forget_early(rank)  # nor does it hold anything of a lap that has not begun
+                return
             if lap.loads != self._loads:
                 self._wait_for_load(rank, lap, event)
                 return
-            known = self._laps[lap.number] = lap, self._make(lap.epoch, ())
+            self._begin(lap, ())
+        known = self._laps[lap.number]
         if known[0] != lap:
             if isinstance(event, Take):
                 self._refuse(
@@ -151,6 +150,15 @@ class QueueServer:
         for number in [number for number in self._laps if number < oldest]:
             del self._laps[number]
         self._perform(known[1].handle(event))
+
+    def _begin(self, lap: Lap, used: Iterable[Range]) -> None:
+        self._laps[lap.number] = lap, self._make(lap.epoch, used)
+        early, self._early = self._early, []
+        for each in early:
+            self._do(*each)  # those of later laps wait again
+
+    def _forget_early(self, rank: int) -> None:
+        self._early = [each for each in self._early if each[0] != rank]
 
     def _wait_for_load(self, rank: int, lap: Lap, take: Take) -> None:
         if lap.loads < self._loads:

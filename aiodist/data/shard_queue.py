@@ -55,7 +55,7 @@ class ShardQueue(Generic[T]):
     A pass raises `MismatchError` where ranks differ in shards, order, epoch or in what they loaded; `PeerLost` when the
     first rank is lost, which keeps the queue; `OperationTimeout` where an answer takes longer than `coll.timeout`;
     `RuntimeError` in an epoch whose pass has ended here; and what reading raises. Cost: a message to the first rank and
-    back (0.3 ms, while records are used) for each hand-out, and one there every 20 ms in which records are used.
+    back (0.5 ms, while records are used) for each hand-out, and one there every 20 ms in which records are used.
 
     Source: ElasticDL's dynamic data sharding (github.com/sql-machine-learning/elasticdl,
     docs/designs/dynamic_data_sharding.md); sizes of hand-outs: guided self-scheduling, doi:10.1109/TC.1987.5009495.

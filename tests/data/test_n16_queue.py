@@ -320,6 +320,40 @@ async def test_n16_who_loaded_what_the_first_rank_has_not_is_told(coll: Communic
 
 
 @pytest.mark.ranks(2)
+async def test_n16_who_loaded_while_the_first_rank_went_on_is_told(coll: Communicator) -> None:
+    queue = queue_of(coll, batch_size=4)
+    state = await queue.state_dict()
+    if coll.rank == 1:
+        queue.load_state_dict(state)
+        asking = asyncio.create_task(taken(queue))
+        await asyncio.wait([asking], timeout=1)
+        await coll.barrier()
+        with pytest.raises(MismatchError, match="another rank is in epoch 1 after 1 others"):
+            await asking
+    else:
+        await coll.barrier()
+        queue.set_epoch(1)
+        assert sorted(await taken(queue)) == list(range(203))
+
+
+@pytest.mark.ranks(2)
+async def test_n16_who_asked_for_a_loaded_state_and_left_gets_nothing(coll: Communicator) -> None:
+    queue = queue_of(coll, batch_size=4, wait=True)
+    state = await queue.state_dict()
+    if coll.rank == 1:
+        queue.load_state_dict(state)
+        asking = asyncio.create_task(taken(queue))
+        await asyncio.wait([asking], timeout=1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await coll.barrier()
+    else:
+        await coll.barrier()
+        queue.load_state_dict(state)
+        assert sorted(await taken(queue)) == list(range(203))
+
+
+@pytest.mark.ranks(2)
 async def test_n16_ranks_in_different_epochs_are_told(coll: Communicator) -> None:
     queue = queue_of(coll)
     queue.set_epoch(2 + coll.rank)
