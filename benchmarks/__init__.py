@@ -7,6 +7,7 @@ targets      the speeds to reach
 collectives  ordinary and arena tensors beside MPI, gloo and shm_c, DeepSpeed's allreduce rebuilt in C
 training     a step beside DDP and beside no communication; models: what is trained; threads: the CPU of each
 prefetching  an epoch whose loader is as slow as its step
+reading      records from a file on disk, beside plain reads of it
 endtoend     a whole job beside the same with DDP: jobs, jobs_aiodist, jobs_ddp
 ps           pushes and pulls, small pushes a second
 ps_ways      our parameter server, torch's RPC, plain Send and Recv, with the same calls

@@ -94,6 +94,16 @@ BENCHMARKS = {
         check=_check,
         targets=_TARGETS,
     ),
+    "reading": Benchmark(
+        "reading",
+        "benchmarks.reading",
+        impls=("records", "queue"),
+        peers=("plain",),
+        default_impls=("records", "queue"),
+        sized=False,
+        check=_check,
+        targets=_TARGETS,
+    ),
     "codecs": Benchmark(
         "codecs",
         "benchmarks.coding",

@@ -22,6 +22,7 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         *_jobs(found),
         *_served(found),
         *_codecs(found),
+        *_readings(found),
     ]
 
 
@@ -130,6 +131,16 @@ def _served(records: Sequence[Record]) -> list[Verdict]:
         if mine.op == "serving" and mine.value is not None:
             lines.append(Verdict(f"step beside 10 pulls/s of {mine.impl}", mine.value, "x", 1.05))
     return lines
+
+
+def _readings(records: Sequence[Record]) -> list[Verdict]:
+    """Records read from the disk against plain reads of the same file."""
+    seconds = {r.impl: r.seconds for r in records if r.op == "reading"}
+    return [
+        Verdict(f"reading {impl}, speed / plain", ratio(seconds["plain"], took), "x", 0.7, at_least=True)
+        for impl, took in seconds.items()
+        if impl != "plain" and "plain" in seconds
+    ]
 
 
 _FEWER_SECONDS = {"powersgd": 1 / 5, "topk": 1 / 3, "bf16": 1 / 1.7}

@@ -166,6 +166,11 @@ class Registry(Generic[C]):
         self._progress = Progress.current()
         self._progress.on_broken.append(self._broken)
 
+    @property
+    def channel(self) -> Channel:
+        """What carries small messages between ranks, while their programs compute too."""
+        return self._channel
+
     def fail(self, why: str) -> None:
         """Tell the other ranks that this one fails."""
         self._channel.fail(why)

@@ -3,17 +3,22 @@
 from aiodist.data.prefetch import Prefetch, Prefetched, PrefetchedStatistics, prefetch
 from aiodist.data.recordio import Chunk, RecordFile, RecordWriter
 from aiodist.data.records import Records, records
+from aiodist.data.shard_queue import ShardQueue
+from aiodist.data.sharded import IndexShards, Shards
 from aiodist.data.shards import ShardSampler, shard, shard_indices
 
 __all__ = [
     "Chunk",
+    "IndexShards",
     "Prefetch",
     "Prefetched",
     "PrefetchedStatistics",
     "RecordFile",
     "RecordWriter",
     "Records",
+    "ShardQueue",
     "ShardSampler",
+    "Shards",
     "prefetch",
     "records",
     "shard",

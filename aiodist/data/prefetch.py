@@ -18,7 +18,7 @@ from anyio import CancelScope
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import nbytes_of
-from aiodist.data.reading import Reader, TaskReader, ThreadReader
+from aiodist.data.reading import Counting, reader_of
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -99,9 +99,10 @@ def prefetch(
             loss = await net.step(lambda: loss_fn(net(x), y), opt)
     ```
     `source` is an iterable (a torch `DataLoader` too), read on one thread of its own, or an async iterable, read in a
-    task of its own. Each `async with` makes one pass over it. `depth` items, and no fewer than `workers`, are
-    prepared at a time; each that is ready, or being made, counts among the bytes that the loop's `Scheduler` lets be
-    in flight, at first as many as the last one had. Where that limit is reached fewer are prepared, at least one.
+    task of its own; a `ShardQueue` is told what the consumer takes. Each `async with` makes one pass over it. `depth`
+    items, and no fewer than `workers`, are prepared at a time; each that is ready, or being made, counts among the
+    bytes that the loop's `Scheduler` lets be in flight, at first as many as the last one had. Where that limit is
+    reached fewer are prepared, at least one.
 
     `transform(item)` runs for up to `workers` items at a time, in threads or, with `kind="process"`, in processes. It
     and its items must then be picklable; a process imports the main module again, and stays for the next pass until
@@ -212,11 +213,8 @@ class Prefetched(Generic[T]):
             make = _WORKERS[plan.kind]
             self._workers = make(plan.transform, plan.workers, self._deliver)
         after = self._measure if self._workers is None else self._workers.put
-        self._reader: Reader
-        if isinstance(source, AsyncIterable):
-            self._reader = TaskReader(source, after, plan.name)
-        else:
-            self._reader = ThreadReader(source, after, plan.name)
+        self._counted = source.counted_pass() if isinstance(source, Counting) else None
+        self._reader = reader_of(self._counted or source, after, plan.name)
         self._items: deque[Item] = deque()
         """Ordered and not taken, in order."""
         self._ordered = 0
@@ -248,6 +246,8 @@ class Prefetched(Generic[T]):
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
         made = self._arrived(made)
+        if self._counted is not None and made.outcome is Outcome.VALUE:
+            self._counted.taken()
         self._take(made, waited)
         if made.outcome is Outcome.VALUE:
             return cast(T, made.value)
@@ -354,6 +354,8 @@ class Prefetched(Generic[T]):
     async def _close(self) -> None:
         self._closed = True
         self._reader.cancel()
+        if self._counted is not None:
+            self._counted.leave()
         if self._workers is not None:
             self._workers.cancel()
         await _to_the_end(self._end())

@@ -15,8 +15,9 @@ import struct
 import weakref
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -30,6 +31,7 @@ _MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 31  # bytes of a body: below 2^32 also where compressing makes it larger
+_READERS = 2  # one waits for the disk while the other checks what came
 _MOST_DENSE = 1100  # gzip compresses no better, and snappy far less
 _NUMBERS: dict[Compressor, int] = {"none": 0, "snappy": 1, "gzip": 2}
 
@@ -132,11 +134,14 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         while offset < size:
             header = os.pread(self._fd, _HEADER.size, offset)
             chunk = Chunk(len(chunks), offset, 0, 0, 0, 0, first)
+            other = f", or chunk {chunks[-1].number} at byte {chunks[-1].offset} has a wrong size" if chunks else ""
             if len(header) < _HEADER.size:
-                self._fail(chunk, f"a header of {len(header)} bytes: expected {_HEADER.size}; the file is truncated")
+                seen = f"a header of {len(header)} bytes: expected {_HEADER.size}"
+                self._fail(chunk, f"{seen}; the file is truncated{other}")
             magic, checksum, compressor, nbytes, count = _HEADER.unpack(header)
             if magic != _MAGIC:
-                self._fail(chunk, f"it begins with {magic:#010x}: expected {_MAGIC:#010x}, as in a RecordIO file")
+                seen = f"it begins with {magic:#010x}: expected {_MAGIC:#010x}"
+                self._fail(chunk, f"{seen}; it is damaged{other}" if chunks else f"{seen}, as in a RecordIO file")
             if compressor not in _NUMBERS.values():
                 self._fail(chunk, f"compressor {compressor}: expected 0 (none), 1 (snappy) or 2 (gzip)")
             if not 0 < count * _LENGTH.size <= nbytes * (_MOST_DENSE if compressor else 1):
@@ -167,7 +172,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the records from `start` to before `stop`, by default all; only their chunks are read.
 
-        The next chunk is read in a thread meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
+        The next two chunks are read in threads meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
         """
         stop = len(self) if stop is None else stop
         if not 0 <= start <= stop <= len(self):
@@ -218,27 +223,31 @@ class RecordFile(AbstractContextManager["RecordFile"]):
 
 
 def read_ahead(chunks: Iterable[tuple[RecordFile, int]]) -> Iterator[list[bytes]]:
-    """Yield the records of each chunk; a thread reads the next one while the caller uses this one."""
-    with ThreadPoolExecutor(1, "aiodist-records") as pool:
-        ahead = None
-        for file, number in chunks:
-            found, ahead = ahead, pool.submit(file.chunk, number)
-            if found is not None:
-                yield found.result()
-        if ahead is not None:
-            yield ahead.result()
+    """Yield the records of each chunk; threads read the next two while the caller uses this one."""
+    ahead: deque[Future[list[bytes]]] = deque()
+    with ThreadPoolExecutor(_READERS, "aiodist-records") as pool:
+        try:
+            for file, number in chunks:
+                ahead.append(pool.submit(file.chunk, number))
+                if len(ahead) > _READERS:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for unused in ahead:
+                unused.cancel()
 
 
 def _split(body: bytes, count: int) -> list[bytes]:
     """Return the records of a body; raise ValueError unless they are `count` and fill it."""
     records: list[bytes] = []
+    unpack, append = _LENGTH.unpack_from, records.append  # many records are short
     at = 0
     with suppress(struct.error):  # the body ends within a length
         for _ in range(count):
-            (nbytes,) = _LENGTH.unpack_from(body, at)
-            at += _LENGTH.size
-            records.append(body[at : at + nbytes])
-            at += nbytes
+            start = at + 4
+            at = start + unpack(body, at)[0]
+            append(body[start:at])
     if len(records) != count or at != len(body):
         raise ValueError(f"{count} records do not fill a body of {len(body)} bytes exactly")
     return records

@@ -5,13 +5,39 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal, overload
 
 from aiodist.communicator import Communicator
+from aiodist.data.order import Order, Shuffle, check_shuffle, picked
 from aiodist.data.recordio import PathLike, RecordFile, read_ahead
-from aiodist.data.shards import check_natural
+from aiodist.data.shard_queue import ShardQueue
+from aiodist.data.sharded import RecordShards
+from aiodist.data.shards import check_batch_size, check_natural
+
+
+@overload
+def records(
+    paths: PathLike | Sequence[PathLike],
+    coll: Communicator,
+    *,
+    batch_size: int | None = None,
+    shuffle: Shuffle = False,
+    seed: int = 0,
+    dynamic: Literal[False] = False,
+) -> Records: ...
+
+
+@overload
+def records(
+    paths: PathLike | Sequence[PathLike],
+    coll: Communicator,
+    *,
+    batch_size: int | None = None,
+    shuffle: Shuffle = False,
+    seed: int = 0,
+    dynamic: Literal[True],
+    wait: bool = False,
+) -> ShardQueue[bytes]: ...
 
 
 def records(
@@ -19,9 +45,11 @@ def records(
     coll: Communicator,
     *,
     batch_size: int | None = None,
-    shuffle: bool = False,
+    shuffle: Shuffle = False,
     seed: int = 0,
-) -> Records:
+    dynamic: bool = False,
+    wait: bool = False,
+) -> Records | ShardQueue[bytes]:
     """Return this rank's part of the records of one RecordIO file or several, in batches: lists of `bytes`.
 
     ```python
@@ -33,33 +61,44 @@ def records(
     ```
     Without `batch_size` it gives single records. Each record belongs to exactly one rank; one rank has at most one
     record more than another, so a last batch may be short, or missing: that is for `net.join()`. A rank reads the
-    chunks of its part only, which is contiguous, and checks them; the next chunk is read in a thread meanwhile.
+    chunks of its part only, which is contiguous, and checks them; the next two are read in threads meanwhile.
+
+    With `dynamic=True` it returns a `ShardQueue` over the chunks: ranks take the next records when they have used up
+    theirs, so a slow rank takes fewer. `wait` is an argument of that.
 
     With `shuffle` all ranks share the order of the chunks and of the records within each that `seed` and the epoch
-    give, a new one for each epoch. The records of a batch then come from few chunks: write the file in another order
-    than that of its labels, in chunks of many batches or of less than one.
+    give, a new one for each epoch; with `shuffle="shards"` that of the chunks alone. The records of a batch then come
+    from few chunks: write the file in another order than that of its labels, in chunks of many batches or of less than
+    one.
 
     Raises `ValueError` for a wrong argument, what opening a `RecordFile` raises, and while it is iterated over the
     `ValueError` of a damaged chunk. Cost: about 0.3 us a record beside reading, checking and decompressing.
     """
-    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1, or None")
+    if wait and not dynamic:
+        raise ValueError(
+            "wait=True: expected dynamic=True beside it, since ranks with fixed parts have nothing to wait for"
+        )
+    check_batch_size(batch_size)
     check_natural("seed", seed)
-    return Records([RecordFile(path) for path in paths], coll.rank, coll.size, batch_size, seed if shuffle else None)
+    check_shuffle(shuffle)
+    files = [RecordFile(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if dynamic:
+        return ShardQueue(RecordShards(files), coll, batch_size=batch_size, shuffle=shuffle, seed=seed, wait=wait)
+    return Records(files, coll.rank, coll.size, batch_size, shuffle, seed)
 
 
 class Records:
     """What `records` returns: each iteration is one pass over this rank's part, as of `set_epoch`."""
 
     def __init__(
-        self, files: Sequence[RecordFile], rank: int, size: int, batch_size: int | None, seed: int | None
+        self, files: Sequence[RecordFile], rank: int, size: int, batch_size: int | None, shuffle: Shuffle, seed: int
     ) -> None:
         self._chunks = [(file, chunk) for file in files for chunk in file.chunks]
         total = sum(map(len, files))
         self._start = rank * (total // size) + min(rank, total % size)
         self._stop = self._start + total // size + (rank < total % size)
         self._batch_size = batch_size
+        self._shuffle: Shuffle = shuffle
         self._seed = seed
         self.epoch = 0
         """Chooses the order, together with the seed."""
@@ -81,21 +120,9 @@ class Records:
 
     def _parts(self) -> Iterator[list[bytes]]:
         """Yield of each chunk what is this rank's."""
-        order: Sequence[int] = range(len(self._chunks))
-        if self._seed is not None:
-            order = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._chunks)).tolist()
-        mine = []
-        first = 0
-        for number in order:
-            count = self._chunks[number][1].records
-            start, stop = max(self._start - first, 0), min(self._stop - first, count)
-            if start < stop:
-                mine.append((number, slice(start, stop)))
-            first += count
-        found = read_ahead((file, chunk.number) for file, chunk in (self._chunks[number] for number, _ in mine))
-        for (number, part), read in zip(mine, found, strict=True):
-            if self._seed is None:
-                yield read[part]
-            else:
-                within = np.random.default_rng([self._seed, self.epoch, number]).permutation(len(read))
-                yield [read[at] for at in within[part].tolist()]
+        sizes = [chunk.records for _, chunk in self._chunks]
+        mine = list(Order(sizes, self._shuffle, self._seed, self.epoch).parts(self._start, self._stop))
+        chunks = (self._chunks[part.shard] for part in mine)
+        found = read_ahead((file, chunk.number) for file, chunk in chunks)
+        for part, read in zip(mine, found, strict=True):
+            yield picked(read, part.within)

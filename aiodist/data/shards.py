@@ -97,3 +97,9 @@ def check_natural(name: str, number: int) -> None:
     """Raise ValueError unless `number` is at least 0."""
     if number < 0:
         raise ValueError(f"{name}={number}: expected at least 0")
+
+
+def check_batch_size(batch_size: int | None) -> None:
+    """Raise ValueError unless it is at least 1, or None."""
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected at least 1, or None")

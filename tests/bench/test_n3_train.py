@@ -23,7 +23,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import coding, endtoend, jobs, models, prefetching, threads, training
+from benchmarks import coding, endtoend, jobs, models, prefetching, reading, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -257,6 +257,18 @@ def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pyte
     first, second = run_ranks(2, partial(trained, ("powersgd", "topk", "bf16")))
     for mine, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_n16_reading_is_measured_and_held_against_plain_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_NBYTES", 3 << 20)
+    found = asyncio.run(measure(Plan("reading", 1, ("records", "queue"), ("plain",), repeat=1)))
+    assert [(r.op, r.impl) for r in found] == [
+        ("reading", impl) for impl in ("aiodist:records", "aiodist:queue", "plain")
+    ]
+    assert all(record.seconds and (record.nbytes or 0) > 3 << 20 for record in found)
+    seconds = {"aiodist:records": 0.5, "aiodist:queue": 1.0, "plain": 0.4}
+    judged = verdicts([Record("reading", impl, 1, 1 << 28, seconds=took) for impl, took in seconds.items()])
+    assert [(round(v.value, 3), v.reached) for v in judged] == [(0.8, True), (0.4, False)]
 
 
 def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> None:

@@ -273,6 +273,34 @@ def test_t3_ps_workers_that_wait_for_nobody_learn(
 
 
 @pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("n", [1, 3])
+def test_n16_records_from_a_queue_are_used_once(
+    n: int, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = example("records")
+    monkeypatch.setattr(program, "EPOCHS", 4)
+    run_ranks(n, program.main)
+    check_records(capsys.readouterr().out.splitlines(), n, epochs=4)
+
+
+@pytest.mark.thorough
+def test_n16_records_in_processes(launch: Launch) -> None:
+    done = launch(2, EXAMPLES / "records.py", mpi="openmpi")
+    assert (done.code, done.errors, done.lines[1]) == (0, "", [])
+    check_records(done.lines[0], 2, epochs=8)
+
+
+def check_records(lines: list[str], n: int, epochs: int) -> None:
+    for epoch, line in enumerate(lines[:epochs]):
+        match = re.fullmatch(rf"epoch {epoch + 1}: 1437 records, each used once; by rank \[([\d, ]+)\]", line)
+        assert match is not None, line
+        counts = [int(count) for count in match[1].split(", ")]
+        assert (len(counts), sum(counts)) == (n, 1437)
+    assert accuracy_in(lines[-1]) >= 0.85
+    assert len(lines) == epochs + 2
+
+
+@pytest.mark.usefixtures("threads_restored")
 def test_n12_a_few_codecs_learn_the_digits(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

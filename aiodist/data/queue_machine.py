@@ -1,0 +1,224 @@
+"""The machine of a queue of shards: who is handed which records of one epoch; no messages, no files, no I/O.
+
+What ranks do goes in as an event, and what is to be told to them comes out as instructions, which `queue_server`
+performs one by one. Records are known by their positions in the order of the epoch (`order`).
+
+    in the pool - handed to a rank - used
+         ^------ given back, or its rank was lost
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_PLENTY = 64
+"""Shards of few records are handed out several at a time, up to so many records."""
+
+
+class Range(NamedTuple):
+    """Positions from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+
+class Take(NamedTuple):
+    """A rank asks for records, by its ask `number`."""
+
+    rank: int
+    number: int
+    waits: bool = False
+    """It waits where other ranks hold all that is not used: they may give some back."""
+
+
+class Used(NamedTuple):
+    """A rank has used `total` records, the first of those that it was handed in this epoch and kept."""
+
+    rank: int
+    total: int
+
+
+class HandBack(NamedTuple):
+    """A rank has used `total` records, and gives back the others that it holds."""
+
+    rank: int
+    total: int
+
+
+class Lost(NamedTuple):
+    """A rank is gone: what it held is given back, but for what it said it had used."""
+
+    rank: int
+
+
+Event = Take | Used | HandBack | Lost
+
+
+class Hand(NamedTuple):
+    """Tell a rank that its ask `number` brings these ranges; none where there is nothing to hand out."""
+
+    rank: int
+    number: int
+    ranges: tuple[Range, ...]
+
+
+class Hold(NamedTuple):
+    """Tell a rank that its ask `number` waits for these ranks."""
+
+    rank: int
+    number: int
+    holders: dict[int, int]
+    """How many records each of them holds."""
+
+
+Instruction = Hand | Hold
+
+
+@dataclass
+class Share:
+    """What one rank was handed in an epoch, in order, and what of it the rank has used."""
+
+    held: deque[Range] = field(default_factory=deque)
+    used: list[Range] = field(default_factory=list)
+    total: int = 0
+    """How many records were used."""
+
+    @property
+    def holds(self) -> int:
+        """How many records are in hand, and not used."""
+        return sum(stop - start for start, stop in self.held)
+
+    def use(self, total: int) -> None:
+        """Note that so many records are used; raise `ValueError` where that cannot be."""
+        more = total - self.total
+        if not 0 <= more <= self.holds:
+            raise ValueError(f"{total} records used: expected from {self.total} to {self.total + self.holds}")
+        self.total = total
+        while more:
+            start, stop = self.held.popleft()
+            end = min(stop, start + more)
+            self.used[-1:] = _joined([*self.used[-1:], Range(start, end)])
+            more -= end - start
+            if end < stop:
+                self.held.appendleft(Range(end, stop))
+
+    def hand_back(self) -> list[Range]:
+        """Return what is held, and hold nothing any more."""
+        back, self.held = list(self.held), deque()
+        return back
+
+
+class QueueMachine:
+    """Hands out the records of one epoch, each to one rank.
+
+    A hand-out is a 2p-th part of what is left for p ranks, but at least `least`, and ends with a shard once it is as
+    large as that and 64 records. So a fast rank takes more of them than a slow one, and the last ones are small: ranks
+    end at about the same time. What was given back goes out first.
+
+    Source: guided self-scheduling, Polychronopoulos and Kuck 1987, doi:10.1109/TC.1987.5009495; the queue of tasks is
+    that of ElasticDL's master (its docs/designs/dynamic_data_sharding.md).
+    """
+
+    def __init__(self, ends: Sequence[int], ranks: int, least: int = 1, used: Iterable[Range] = ()) -> None:
+        """`ends` are the positions behind each shard, `used` what was used of this epoch before."""
+        self._ends = ends
+        self._ranks = ranks
+        self._least = least
+        self._before = merged(used)
+        total = ends[-1] if ends else 0
+        self._pool = deque(_rest_of(self._before, total))
+        self._left = sum(stop - start for start, stop in self._pool)
+        self._shares: dict[int, Share] = {}
+        self._waiting: deque[Take] = deque()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Return what follows from `event`; raise `ValueError`, changing nothing, for a total that cannot be."""
+        share = self._shares.setdefault(event.rank, Share())
+        if isinstance(event, Take):
+            return [self._answer(event, share)]
+        if not isinstance(event, Lost):
+            share.use(event.total)
+        if not isinstance(event, Used):
+            back = share.hand_back()
+            self._pool.extendleft(reversed(back))
+            self._left += sum(stop - start for start, stop in back)
+            self._waiting = deque(take for take in self._waiting if take.rank != event.rank)
+        return self._answer_waiting()
+
+    @property
+    def used(self) -> list[Range]:
+        """What is used, of all ranks: as far as they have said."""
+        return merged(self._before, *(share.used for share in self._shares.values()))
+
+    @property
+    def holders(self) -> dict[int, int]:
+        """How many records each rank holds, of those that hold some."""
+        return {rank: share.holds for rank, share in sorted(self._shares.items()) if share.held}
+
+    @property
+    def left(self) -> int:
+        """How many records are in the pool."""
+        return self._left
+
+    def _answer(self, take: Take, share: Share) -> Instruction:
+        ranges = self._next()
+        if not ranges and take.waits and (holders := self._holders_but(take.rank)):
+            self._waiting.append(take)
+            return Hold(take.rank, take.number, holders)
+        share.held.extend(ranges)
+        return Hand(take.rank, take.number, tuple(ranges))
+
+    def _answer_waiting(self) -> list[Instruction]:
+        """Answer those that wait, as far as that can be done now."""
+        waiting, self._waiting = self._waiting, deque()
+        answers = [self._answer(take, self._shares[take.rank]) for take in waiting]
+        return [answer for answer in answers if isinstance(answer, Hand)]
+
+    def _holders_but(self, rank: int) -> dict[int, int]:
+        return {holder: count for holder, count in self.holders.items() if holder != rank}
+
+    def _next(self) -> list[Range]:
+        """Take the next hand-out from the pool."""
+        want = max(self._least, -(-self._left // (2 * self._ranks)))
+        enough = min(want, max(self._least, _PLENTY))
+        taken: list[Range] = []
+        count = 0
+        while self._pool and count < enough:
+            start, stop = self._pool.popleft()
+            end = min(stop, start + want - count, self._ends[bisect_right(self._ends, start)])
+            taken.append(Range(start, end))
+            count += end - start
+            if end < stop:
+                self._pool.appendleft(Range(end, stop))
+        self._left -= count
+        return _joined(taken)
+
+
+def merged(*several: Iterable[Range]) -> list[Range]:
+    """Return the union of ranges, in order.
+
+    >>> merged([Range(4, 6), Range(0, 2)], [Range(2, 3)])
+    [Range(start=0, stop=3), Range(start=4, stop=6)]
+    """
+    return _joined(sorted(each for ranges in several for each in ranges))
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return the same records in the same order, with ranges that follow one another made one."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1].stop == start:
+            joined[-1] = Range(joined[-1].start, stop)
+        elif start < stop:
+            joined.append(Range(start, stop))
+    return joined
+
+
+def _rest_of(used: Sequence[Range], total: int) -> list[Range]:
+    """Return what of the positions below `total` is not in `used`, which is in order."""
+    edges = [0, *(edge for each in used for edge in each), total]
+    return [Range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]

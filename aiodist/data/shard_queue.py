@@ -1,0 +1,264 @@
+"""`ShardQueue`: ranks take the next records when they have used up theirs, each record once an epoch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from aiodist.communicator import Communicator
+from aiodist.communicator.watchdog import Watch
+from aiodist.data.order import Order, Shuffle, check_shuffle
+from aiodist.data.queue_client import QueueClient
+from aiodist.data.queue_machine import QueueMachine, Range, merged
+from aiodist.data.queue_pass import PassTerms, QueuePass
+from aiodist.data.queue_server import Lap, QueueServer, Wires
+from aiodist.data.sharded import Shards
+from aiodist.data.shards import check_batch_size, check_natural
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
+from aiodist.handles import Handle, Progress
+
+T = TypeVar("T")
+
+
+class ShardQueue(Generic[T]):
+    """A queue of the records of `shards`: each rank takes the next when it has used up what it has.
+
+    ```python
+    queue = data.ShardQueue(data.IndexShards(dataset), coll, batch_size=32, shuffle=True)
+    for epoch in range(epochs):
+        queue.set_epoch(epoch)
+        async with net.join(), data.prefetch(queue, transform=load) as batches:
+            async for x, y in batches: ...
+    ```
+    All ranks of `coll` make it, with the same shards, `shuffle` and `seed`, and as their k-th queue on `coll`. It is an
+    async iterable of lists of `batch_size` records, or of single records; an iteration is a *pass*. Over all ranks each
+    record comes once in an epoch. A slow rank takes fewer, so passes differ in length: put steps that all ranks make
+    together inside `net.join()`. The next records are asked for and read on a thread while the last ones are used. A
+    rank's last batch may be short.
+
+    A record counts as used when the pass, or the `prefetch` over it, has given it to the consumer. When a pass is left
+    before its end, another one begins, or the communicator closes, the rank gives back what it has not used, and other
+    ranks get that. So do they when a rank is lost, of what it has not said to be used. A pass ends when nothing is to
+    be had any more. With `wait=True` it waits where other ranks hold the last records, and ends when they have used
+    them or gets what they give back: for ranks that make no step together, as with a parameter server. Ranks that wait
+    for one another in each step would wait for ever.
+
+    With `shuffle=True` seed and epoch give an order of shards, and of the records in each; with "shards" an order of
+    shards. Records of a batch then come from few shards.
+
+    Raises at the call `ValueError` for a wrong argument, and what `coll` raises when it is closed or in another thread.
+    A pass raises `MismatchError` where ranks differ in shards, order, epoch or in what they loaded; `PeerLost` when the
+    first rank is lost, which keeps the queue; `OperationTimeout` where an answer takes longer than `coll.timeout`;
+    `RuntimeError` in an epoch whose pass has ended here; and what reading raises. Cost: a message to the first rank and
+    back (0.5 ms, while records are used) for each hand-out, and one there every 20 ms in which records are used.
+
+    Source: ElasticDL's dynamic data sharding (github.com/sql-machine-learning/elasticdl,
+    docs/designs/dynamic_data_sharding.md); sizes of hand-outs: guided self-scheduling, doi:10.1109/TC.1987.5009495.
+    """
+
+    def __init__(
+        self,
+        shards: Shards[T],
+        coll: Communicator,
+        *,
+        batch_size: int | None = None,
+        shuffle: Shuffle = False,
+        seed: int = 0,
+        wait: bool = False,
+    ) -> None:
+        check_batch_size(batch_size)
+        check_natural("seed", seed)
+        check_shuffle(shuffle)
+        parts = coll.parts
+        parts.dispatcher.check_on_loop("ShardQueue()")
+        self._shards = shards
+        self._coll = coll
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._wait = wait
+        self._sizes = list(shards.sizes)
+        self._settings: dict[str, Any] = {
+            "records": sum(self._sizes),
+            "shards": len(self._sizes),
+            "sizes_crc32": zlib.crc32(np.asarray(self._sizes, "<i8").tobytes()),
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._before: list[Range] = []
+        """What was used of this epoch before its state was loaded."""
+        self._pass: QueuePass[T] | None = None
+        self._closed = False
+        self._failure: AiodistError | None = None
+        wires = Wires(parts.registry.channel, parts.dispatcher.ranks, parts.registry.next_name(coll, "shards"))
+        self.name = wires.name
+        """What error messages call it, the same on all ranks."""
+        terms = ", ".join(f"{what}={value!r}" for what, value in self._settings.items())
+        report = Watch.of(Progress.current(), wires.channel).report.after
+        self._client = QueueClient(wires, terms, coll.name, timeout=coll.timeout, report=report)
+        self._over: Handle[None] = Handle(Progress.current(), f"closing {self.name}", 0)
+        self._over.polled = False
+        self._over.detach()
+        self._server: QueueServer | None = None
+        if coll.rank == 0:
+            over = partial(Progress.current().post, self._all_left)
+            self._server = QueueServer(wires, terms, self._machine, over)
+        parts.dispatcher.on_lost.append(self._lost)
+        parts.dispatcher.on_abort.append(self._aborted)
+        coll.admit(self)
+
+    # --- epochs ----------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Chooses the order, together with the seed."""
+        return self._client.lap.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on to `epoch`, at least 0, with all its records; every rank must do so, each when it comes there.
+
+        A pass that is open gives back what it has not used. The epoch in which the queue is already goes on: a pass
+        then gets what others have given back since.
+        """
+        check_natural("epoch", epoch)
+        self._leave_pass()
+        lap = self._client.lap
+        if epoch != lap.epoch:
+            self._before = []
+            self._client.begin(Lap(lap.number + 1, lap.loads, epoch))
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return the place of all ranks in this epoch, in JSON's types and the same on every rank.
+
+        Collective. What counts as used is what each rank's consumer has been given when it calls this: so call it
+        between two steps. Raises `MismatchError` on await where ranks are in different epochs, and what a collective
+        raises. Cost: one `allgather_object`.
+        """
+        epoch, before = self.epoch, self._before
+        told = await self._coll.allgather_object((epoch, self._client.used))
+        epochs = [epoch for epoch, _ in told]
+        if len(set(epochs)) > 1:
+            raise MismatchError(f"ranks are in different epochs of {self.name}: {epochs}", comm=self._coll.name)
+        used = merged(before, *(ranges for _, ranges in told))
+        return {**self._settings, "epoch": epoch, "used": [list(each) for each in used]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, with any number of ranks; every rank must load the same.
+
+        Raises `ValueError` where the state is that of other data or of another order, and changes nothing then.
+        """
+        differs = [what for what, mine in self._settings.items() if state.get(what) != mine]
+        if differs:
+            what = differs[0]
+            raise ValueError(f"a state with {what}={state.get(what)!r}: expected {self._settings[what]!r}, as here")
+        check_natural("epoch", state["epoch"])
+        used = [Range(start, stop) for start, stop in state["used"]]
+        total = self._settings["records"]
+        if used != merged(used) or (used and not 0 <= used[0].start < used[-1].stop <= total):
+            raise ValueError(f"a state with used={state['used']}: expected ranges of {total} records, in order")
+        self._leave_pass()
+        self._before = used
+        lap = Lap(self._client.lap.number + 1, self._client.lap.loads + 1, state["epoch"])
+        self._client.begin(lap)
+        if self._server is not None:
+            self._server.load(lap, used)
+
+    # --- passes ----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._one_by_one()
+
+    async def _one_by_one(self) -> AsyncGenerator[Any, None]:
+        """Count each item as used when it is given to the consumer."""
+        opened = self.counted_pass()
+        async with aclosing(opened.__aiter__()) as items:
+            async for item in items:
+                opened.taken()
+                yield item
+
+    def counted_pass(self) -> QueuePass[T]:
+        """Begin a pass whose consumer says itself what it has taken; for `prefetch`."""
+        if self._pass is not None and self._pass.over:
+            raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
+        self._leave_pass()
+        order = Order(self._sizes, self._shuffle, self._seed, self.epoch)
+        self._pass = QueuePass(self._client, PassTerms(self._shards, order, self._batch_size, self._wait))
+        return self._pass
+
+    def _leave_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.leave()
+            self._pass = None
+
+    def _machine(self, epoch: int, used: Iterable[Range]) -> QueueMachine:
+        """Return the machine of an epoch; on the first rank, any thread."""
+        ends = Order(self._sizes, self._shuffle, self._seed, epoch).ends
+        return QueueMachine(ends, self._coll.size, self._batch_size or 1, used)
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Give back what was not used, and take no more. Collective: the first rank waits for all others.
+
+        The communicator's close does this too. Again: nothing happens.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._leave_pass()
+        self._client.close(CommunicatorClosed(f"{self.name} is closed", comm=self._coll.name), orderly=True)
+        if self._server is not None:
+            self._server.close()
+            await self._over
+        if self._failure is not None:
+            raise self._failure
+        self._forget()
+
+    close = aclose
+    """See `Guest`."""
+
+    def abort(self) -> None:
+        """End without waiting for anything; see `Guest`."""
+        self._end(CommunicatorAborted(f"{self.name} was given up: its communicator ended", comm=self._coll.name))
+
+    def _end(self, error: AiodistError) -> None:
+        """End at once; who waits in `aclose` raises `error`."""
+        self._closed = True
+        self._failure = error
+        self._client.close(error, orderly=False)
+        self._all_left()
+        self._forget()
+
+    def _all_left(self) -> None:
+        """All ranks have closed it, or nobody waits for them any more."""
+        if not self._over.done():
+            self._over.resolve(None)
+
+    def _forget(self) -> None:
+        """Hear nothing any more."""
+        if self._server is not None:
+            self._server.unsubscribe()
+        dispatcher = self._coll.parts.dispatcher
+        for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
+            if mine in told:
+                told.remove(mine)  # type: ignore[arg-type]
+
+    def _lost(self, rank: int, error: AiodistError) -> None:
+        if rank <= 0:
+            self._end(error)
+        elif self._server is not None:
+            self._server.lose(rank)
+
+    def _aborted(self, error: AiodistError) -> None:
+        if not isinstance(error, PeerError):  # after which the queue goes on among those that are left
+            self._end(error)
+
+    def __repr__(self) -> str:
+        waits = self._closed and self._server is not None and not self._over.done()
+        present = f", which ranks {self._server.present} have not closed" if waits and self._server else ""
+        return f"<ShardQueue {self.name!r}{present}>"
