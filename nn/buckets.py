@@ -267,6 +267,11 @@ def _check_dense(slot: Slot, grad: Tensor) -> None:
     check_dtype(slot, grad)
 
 
+def same_kind(t: Tensor, parameter: Tensor) -> bool:
+    """Return whether `t` may be reduced in the place of a gradient of `parameter`."""
+    return t.layout is torch.strided and t.shape == parameter.shape and t.dtype is parameter.dtype
+
+
 def check_dtype(slot: Slot, grad: Tensor) -> None:
     """Raise `TypeError` unless the gradient is of the dtype that the parameter had from the beginning."""
     if grad.dtype is not slot.dtype:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from threading import get_ident
+from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+from torch import _foreach_mul_ as scale_each
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
@@ -176,6 +178,22 @@ class Compute:
         self.reducer.share()  # what it divides are gradients
         with self.reducer.instead(values):
             return self._make_pass(lambda: None, lambda _: None)
+
+    def averages(self, reduction: Reduction) -> dict[int, Tensor]:
+        """Return the means of what `exchange` sent, over the ranks that brought something, until the next pass begins.
+
+        Waits for them; raises what the pass failed with, RuntimeError where another pass has come since.
+        """
+        if self.reducer.last is not reduction:
+            raise RuntimeError("a backward of the net came while an average was on its way, and took its place")
+        if not reduction.finished.done():
+            reduction.spans.end_backward(perf_counter())
+        self.use(reduction)
+        found = {slot.index: slot.result for bucket in reduction.buckets for slot in bucket.slots}
+        means = {index: result for index, result in found.items() if result is not None}
+        if reduction.paths.op == "sum":
+            scale_each(list(means.values()), 1 / reduction.participants)
+        return means
 
     def _make_pass(self, prepare: Callable[[], None], backward: Callable[[Reduction], None]) -> Reduction:
         """Return a pass that begins behind `prepare` and has what `backward` brings, unless the ranks disagree."""
