@@ -245,23 +245,27 @@ class LocalSGD:
         if self._alike:
             return
         self._exchange(wait=True)
-        if self._elastic is not None:
-            with torch.no_grad():
-                copy_each(self._parameters(self._centre), self._centres(self._centre))
+        with torch.inference_mode(False), torch.no_grad():
+            copy_each(self._parameters(self._centre), self._centres(self._centre))
         self._alike = True
 
     def _exchange(self, *, wait: bool) -> None:
         """End a period: apply the average that is on its way, and send the next; with `wait` apply that too.
 
-        Where this fails parameters and centre are as they were, and what this rank has done goes into the next one.
+        Where this fails the next step tries again, with what this rank has done until then.
         """
-        self._since = 0
-        self._settle(still=False)
-        self._send()
-        if wait:
-            self._settle(still=True)
-            for name in self._average_state:
-                self._average(name)
+        since = self._since
+        try:
+            self._settle(still=not since)
+            if since:
+                self._send()
+            if since and wait:
+                self._settle(still=True)
+        except BaseException:
+            self._since = max(since, 1)
+            raise
+        for name in self._average_state:
+            self._average(name)
         if self._reset_state:
             self.optimizer.state.clear()
 
@@ -271,7 +275,7 @@ class LocalSGD:
             moved = difference(self._centres(self._centre), self._parameters(self._centre))
             sent = dict(zip(self._centre, moved, strict=True))
             self._under_way = self._issue(sent)
-        self._sent = sent
+        self._sent, self._since = sent, 0
         if isinstance(self.outer, SlowMomentum):
             self.outer.rates = self._rates
 

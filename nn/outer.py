@@ -90,8 +90,8 @@ def made_outer(outer: SlowMo | MakeOuter, params: list[nn.Parameter]) -> Optimiz
         return SlowMomentum(params, outer)
     if isinstance(outer, Optimizer) or not callable(outer):
         raise TypeError(
-            f"outer is {type(outer).__name__}: expected a SlowMo, an Elastic, or a function that makes an optimizer of a list of "
-            "parameters"
+            f"outer is {type(outer).__name__}: expected a SlowMo, an Elastic, or a function that makes an optimizer of "
+            "a list of parameters"
         )
     made = outer(params)
     if not isinstance(made, Optimizer):
