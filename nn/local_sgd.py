@@ -221,7 +221,7 @@ class LocalSGD:
         if new and self.outer is not None:
             names = ", ".join(repr(slot.name) for slot in new)
             raise RuntimeError(
-                f"{names}: frozen when LocalSGD was made with `outer`; make another one when it is thawed"
+                f"{names}: frozen when this LocalSGD was made, and it has an outer optimizer: make another one"
             )
         if self._since == 0 and isinstance(self.outer, SlowMomentum):
             self._rates = rates_of(self.optimizer, self._parameters(self._centre))

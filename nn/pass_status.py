@@ -103,6 +103,11 @@ class PassStatus:
         """Some ranks reduce gradients, and others average parameters."""
         return _ENDS.issubset(kind for kind, made in zip(self.kinds, self.steps, strict=True) if made is not None)
 
+    @property
+    def apart(self) -> bool:
+        """Parameters were averaged, and no gradients reduced."""
+        return StatusKind.AVERAGE in self.kinds
+
     def wanted(self) -> tuple[list[bool], list[bool]] | None:
         """Return which parameters are trained, and which are to be reduced; None where ranks disagree.
 

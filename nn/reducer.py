@@ -413,8 +413,10 @@ class Reducer:
 
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
         """See `Observer`."""
+        status = reduction.status
+        apart = status is not None and status.apart
         with self._lock:
-            if not (reduction.used or reduction.terms.apart):
+            if not (reduction.used or apart):
                 self.summed()
         known, spans = self.statistics, reduction.spans
         nbytes, seconds = sum(bucket.nbytes for bucket in reduction.buckets), spans.seconds
@@ -429,11 +431,10 @@ class Reducer:
         if seconds:
             window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * nbytes / seconds))
             self._paths = replace(self._paths, window=window)
-        status = reduction.status
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)
-        if self._deal.learnt or reduction.terms.apart or status is None or not status.active or not status.sound:
+        if self._deal.learnt or apart or status is None or not status.active or not status.sound:
             over()
         else:
             self._learn(self._deal, over)

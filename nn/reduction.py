@@ -306,7 +306,7 @@ class Reduction:
             bucket.factor = self.paths.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(status.columns.__getitem__, apart=self.terms.apart)
+        bucket.place(status.columns.__getitem__, apart=status.apart)
         if not isinstance(bucket, RowBucket):
             self.paths.hook.settle(bucket)
         self.settled[index].resolve(None)
