@@ -98,22 +98,13 @@ class Slot:
         self.result: Tensor | None = None
         """What becomes `.grad` when it is reduced."""
 
-    @property
-    def grad(self) -> Tensor | None:
-        """What it brings to a pass."""
-        return self.holder.grad
-
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
-        self.holder.grad = grad
-
     def surplus(self) -> bool:
         """A gradient has come after its bucket was filled."""
-        return self.grad is not None and self.grad is not self.result
+        return self.holder.grad is not None and self.holder.grad is not self.result
 
     def used(self) -> bool:
         """It has brought something to this pass."""
-        return self.result is not None or self.grad is not None
+        return self.result is not None or self.holder.grad is not None
 
 
 class Bucket:
@@ -149,13 +140,13 @@ class Bucket:
         """Begin a pass: set aside the gradients that are there."""
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.view = view  # in the last pass it may have been in another bucket
-            slot.earlier, slot.result = slot.grad, None
+            slot.earlier, slot.result = slot.holder.grad, None
             if slot.earlier is not None:
-                slot.grad = None
+                slot.holder.grad = None
 
     def came(self) -> bool:
         """Every parameter has got a gradient in this pass."""
-        return all(slot.grad is not None for slot in self.slots)
+        return all(slot.holder.grad is not None for slot in self.slots)
 
     def fill(self) -> None:
         """Take the gradients of its parameters into `data`; those that have none count as zeros.
@@ -169,7 +160,7 @@ class Bucket:
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot in self.slots:
-            grad, earlier = slot.grad, slot.earlier
+            grad, earlier = slot.holder.grad, slot.earlier
             slot.result = view = slot.view
             assert view is not None
             if grad is None and earlier is None:
@@ -185,7 +176,7 @@ class Bucket:
                 to = copied if earlier is None else added
                 to[0].append(view)
                 to[1].append(grad)
-                slot.grad = None
+                slot.holder.grad = None
         with torch.no_grad():
             if copied[0]:
                 copy_each(*copied)
@@ -194,7 +185,7 @@ class Bucket:
 
     def _take_whole(self, slot: Slot) -> bool:
         """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
-        grad, earlier = slot.grad, slot.earlier
+        grad, earlier = slot.holder.grad, slot.earlier
         result = grad if earlier is None else earlier
         data = None if result is None else _flat(result, slot)
         if data is None:
@@ -208,7 +199,7 @@ class Bucket:
         self._views = [None]
         self._flat = slot.view = None  # of a pass with nothing to bring
         slot.result = result
-        slot.grad = None
+        slot.holder.grad = None
         return True
 
     def blank(self) -> None:
@@ -226,7 +217,7 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return what autograd has brought to this pass, and is not taken yet."""
-        return [slot.grad for slot in self.slots if slot.grad is not None]
+        return [slot.holder.grad for slot in self.slots if slot.holder.grad is not None]
 
     def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
         """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.
@@ -238,7 +229,7 @@ class Bucket:
                 slot.result = slot.view
         for slot in self.slots:
             if slot.result is not None and not apart:
-                slot.grad = slot.result
+                slot.holder.grad = slot.result
             slot.earlier = None
 
     def finish(self) -> None:

@@ -168,7 +168,6 @@ class Compute:
         reduction = self._make_pass(prepare, backward)
         return losses[0].detach(), reduction
 
-    @called("net.step")
     def exchange(self, values: Mapping[int, Tensor]) -> Reduction:
         """Have `values`, by the number of their parameter, reduced in the place of gradients; see `Reducer.instead`.
 

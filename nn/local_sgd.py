@@ -264,9 +264,9 @@ class LocalSGD:
         except BaseException:
             self._since = max(since, 1)
             raise
-        for name in self._average_state:
+        for name in self._average_state if since else ():
             self._average(name)
-        if self._reset_state:
+        if since and self._reset_state:
             self.optimizer.state.clear()
 
     def _send(self) -> None:

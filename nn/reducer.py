@@ -196,7 +196,7 @@ class Reducer:
         Raises `RuntimeError` where one of them belongs to another net.
         """
         if self._trained() == self._deal.trained:
-            return any(self._slots[index].grad is not None for index in self._deal.outside)
+            return any(self._slots[index].holder.grad is not None for index in self._deal.outside)
         for slot in self._slots:
             if slot.parameter.requires_grad and self._taken.get(slot.parameter, id(self)) != id(self):
                 raise RuntimeError(
@@ -210,7 +210,7 @@ class Reducer:
         data = self._paths.data
         columns = [0.0] * len(self._slots)
         if opinion:
-            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.grad is not None) for s in self._slots]
+            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self._slots]
         return PassStatus.pack(columns, data.size, data.rank, kind=kind, steps=self.steps.made if opinion else None)
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
@@ -339,8 +339,8 @@ class Reducer:
             self._summed = False
             with torch.no_grad():
                 for slot in self._slots:
-                    if slot.grad is not None:
-                        slot.grad.div_(self._paths.data.size)
+                    if slot.holder.grad is not None:
+                        slot.holder.grad.div_(self._paths.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""

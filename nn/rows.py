@@ -31,7 +31,7 @@ class RowBucket(Bucket):
     def fill(self) -> None:
         """Take the rows of the gradient. Raises `TypeError` for a dense one, or one of another dtype than before."""
         (slot,) = self.slots
-        given = [grad for grad in (slot.earlier, slot.grad) if grad is not None]
+        given = [grad for grad in (slot.earlier, slot.holder.grad) if grad is not None]
         for grad in given:
             if grad.layout is not torch.sparse_coo:
                 raise TypeError(
@@ -45,7 +45,7 @@ class RowBucket(Bucket):
         self.unused = []
         with torch.no_grad():
             rows = (given[0] + given[1] if len(given) > 1 else given[0]).coalesce()
-        slot.grad = None
+        slot.holder.grad = None
         self._bring(rows.indices()[0].contiguous(), rows.values().contiguous())
 
     def blank(self) -> None:
@@ -90,4 +90,4 @@ class RowBucket(Bucket):
         """Sum the rows on the thread that uses them, since that takes long, unless they are summed already."""
         self.scale()
         if self._used:
-            self.slots[0].grad = self.slots[0].result
+            self.slots[0].holder.grad = self.slots[0].result
