@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
 each_rule = pytest.mark.parametrize("rule", OUTER)
 each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
-each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 
-
-# --- what a net has beside ------------------------------------------------------------------------------------------
-
-
-UNEVEN = {1: [(4,)], 2: [(3, 7), (0, 4), (6, 6)], 3: [(1, 8, 3), (0, 0, 2)]}
+UNEVEN: dict[int, list[tuple[int, ...]]] = {1: [(4,)], 2: [(3, 7), (0, 4), (6, 6)], 3: [(1, 8, 3), (0, 0, 2)]}
 
 
 @pytest.mark.drawn(4)
