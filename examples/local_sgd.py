@@ -15,7 +15,7 @@ from train_sequential import HELD_OUT, batches, build, load
 import aiodist
 from aiodist.nn import DataParallel, Elastic, LocalSGD, SlowMo
 
-PASSES = 4  # over the batches of train_sequential.py
+PASSES = 2  # over the batches of train_sequential.py
 EVERY = 8  # steps
 
 
