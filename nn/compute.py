@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
-from threading import get_ident
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
@@ -255,11 +254,8 @@ class Compute:
             self.drain()
             self.reducer.share()
         self._check_trusted()
-        self.reducer.thread = get_ident()
-        try:
+        with self.reducer.alone():
             loss.backward(**how)
-        finally:
-            self.reducer.thread = None
 
     @called("net.join")
     def bring_nothing(self) -> Reduction:

@@ -56,13 +56,13 @@ class LocalSGD:
 
     What `net` has for gradients serves averages too: buckets, `compress`, `join`, deadlines, statistics. In a local
     step `net.settings` look at this rank's gradients: clip_norm clips their norm, and a scaler leaves out a step of
-    this rank alone. A scheduler steps in each local step, so that ranks keep the same rates. A forward that raises is
-    its rank's own affair: nothing has moved there, the step counts as one of the period, and an average that is due is
-    made. Buffers stay each rank's own: `net.synchronize_buffers`.
+    this rank alone. A scheduler steps in each local step, so that ranks keep the same rates. What forward raises is
+    its rank's own affair, and what the optimizer raises too: the other ranks do not hear of it, the step counts as one
+    of the period, and an average that is due is made. Buffers stay each rank's own: `net.synchronize_buffers`.
 
     Raises ValueError for arguments out of range or that exclude one another, TypeError for what is no such net,
-    optimizer or outer, and for a net with sparse gradients. Cost: memory for one copy of the trained parameters, for
-    two while an average is on its way; one allreduce of them in each period.
+    optimizer or outer, and for a net with sparse gradients. Cost: memory for one copy of the trained parameters,
+    while an average is on its way for two, with `overlap` or `Elastic` for three; one allreduce of them in each period.
     """
 
     def __init__(

@@ -244,7 +244,8 @@ class Reducer:
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         self.share()
-        self._fired = {}
+        if not self._apart:  # else the last backward was of this rank alone
+            self._fired = {}
         self._due.clear()
         header = None
         if self.joining and verdict is None:
@@ -296,9 +297,9 @@ class Reducer:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = self.thread = None
         trouble = None
-        if error is None and reduction.terms.active and not reduction.terms.refused and not reduction.terms.apart:
-            trouble = self._surplus(reduction)
-            if trouble is None:
+        if error is None and reduction.terms.active and not reduction.terms.refused:
+            trouble = None if reduction.terms.apart else self._surplus(reduction)
+            if trouble is None and (self._deal.learning or not reduction.terms.apart):
                 self._study(reduction)
         reduction.end_backward(error or trouble)
         if trouble is not None:
@@ -331,6 +332,16 @@ class Reducer:
             self._sentries.place(deal)
 
     # --- hooks ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A backward in this block is of this rank alone; where the order of gradients is not known, it is noted."""
+        self._fired = {}
+        self.thread = get_ident()
+        try:
+            yield
+        finally:
+            self.thread = None
 
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
@@ -370,6 +381,9 @@ class Reducer:
         """See `GradientWatcher`."""
         reduction = self._current
         if reduction is None:
+            if self._deal.learning:
+                with self._lock:
+                    self._fired[index] = self._fired.get(index, 0) + 1
             return
         parameter = self._slots[index].parameter if self.devices else None
         if parameter is not None and parameter.is_cuda:
@@ -434,7 +448,7 @@ class Reducer:
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)
-        if self._deal.learnt or apart or status is None or not status.active or not status.sound:
+        if self._deal.learnt or status is None or not status.active or not status.sound:
             over()
         else:
             self._learn(self._deal, over)

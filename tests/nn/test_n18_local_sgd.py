@@ -175,6 +175,22 @@ async def test_n18_slow_momentum_takes_the_learning_rates_of_its_period(
         await net.step(trial.loss, local, net, coll.rank, 0)
 
 
+@pytest.mark.ranks(2)
+async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communicator, trial: type[Trial]) -> None:
+    """Each parameter has the learning rate of its own group."""
+    ways: list[Any] = [SlowMo(0.7, lr=0.8), lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.7)]
+    nets = []
+    for outer in ways:
+        net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+        first, *others = net.parameters()
+        opt = torch.optim.SGD([{"params": others}, {"params": [first], "lr": 0.03}], lr=0.2)
+        local = LocalSGD(net, opt, every=EVERY, outer=outer)
+        await trained(net, local, trial, range(3 * EVERY + 1), coll.rank)
+        await local.flush()
+        nets.append(net)
+    trial.assert_same(*nets)
+
+
 # --- beside the next steps -------------------------------------------------------------------------------------------
 
 
@@ -204,6 +220,33 @@ async def test_n18_nobody_waits_for_an_average_before_the_next_is_due(
     await local.flush()
     trial.assert_same(net, alone.flush())
     assert net.statistics().reduction_seconds > net.statistics().exposed_seconds
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n18_local_steps_have_few_hooks_once_there_was_an_average(
+    coll: Communicator, trial: type[Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's local backward tells in which order gradients come, and a bucket has one hook from then on."""
+    net = await DataParallel.create(trial.Mlp(), coll, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    told: list[int] = []
+    came = net.reducer.came
+    monkeypatch.setattr(net.reducer, "came", lambda index: (told.append(index), came(index)))
+    await trained(net, local, trial, range(1), coll.rank)
+    assert len(told) == 6
+    await trained(net, local, trial, range(1, 4), coll.rank)
+    told.clear()
+    await trained(net, local, trial, range(4, 5), coll.rank)
+    assert len(told) == 1
+    await local.flush()
+    alone = Alone(trial, coll.size, "sgd", "plain")
+    for step in range(5):
+        alone.step(step, every=2)
+    trial.assert_same(net, alone.flush())
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    for step in range(3):
+        await net.step(trial.loss, opt, net, coll.rank, step)
+    await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
