@@ -187,7 +187,7 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
         local = LocalSGD(net, opt, every=EVERY, outer=outer)
         await trained(net, local, trial, range(3 * EVERY + 1), coll.rank)
         await local.flush()
-        nets.append(net)
+        nets.append(net.module)
     trial.assert_same(*nets)
 
 
@@ -231,7 +231,12 @@ async def test_n18_local_steps_have_few_hooks_once_there_was_an_average(
     local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     told: list[int] = []
     came = net.reducer.came
-    monkeypatch.setattr(net.reducer, "came", lambda index: (told.append(index), came(index)))
+
+    def tell(index: int) -> None:
+        told.append(index)
+        came(index)
+
+    monkeypatch.setattr(net.reducer, "came", tell)
     await trained(net, local, trial, range(1), coll.rank)
     assert len(told) == 6
     await trained(net, local, trial, range(1, 4), coll.rank)
