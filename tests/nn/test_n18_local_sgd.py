@@ -183,7 +183,8 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
     for outer in ways:
         net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
         first, *others = net.parameters()
-        opt = torch.optim.SGD([{"params": others}, {"params": [first], "lr": 0.03}], lr=0.2)
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": [first], "lr": 0.03}]
+        opt = torch.optim.SGD(groups, lr=0.2)
         local = LocalSGD(net, opt, every=EVERY, outer=outer)
         await trained(net, local, trial, range(3 * EVERY + 1), coll.rank)
         await local.flush()
