@@ -5,6 +5,8 @@ from aiodist.nn.batch_norm import SyncBatchNorm
 from aiodist.nn.blocks import BlockSequential
 from aiodist.nn.compression import Compression
 from aiodist.nn.data_parallel import DataParallel, DataParallelStatistics
+from aiodist.nn.local_sgd import LocalSGD
+from aiodist.nn.outer import Elastic, SlowMo
 from aiodist.nn.pipelined import PipelinedOptimizer
 from aiodist.nn.synchronize import assert_synchronized, synchronize_gradients, synchronize_parameters
 from aiodist.nn.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, full_state_dict, split_state_dict
@@ -15,8 +17,11 @@ __all__ = [
     "Compression",
     "DataParallel",
     "DataParallelStatistics",
+    "Elastic",
+    "LocalSGD",
     "PipelinedOptimizer",
     "RowLinear",
+    "SlowMo",
     "SyncBatchNorm",
     "VocabEmbedding",
     "assert_synchronized",

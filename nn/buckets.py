@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +45,35 @@ def deal(
     return full + [bucket for bucket, _ in open_ones.values()]
 
 
+class HasGrad(Protocol):
+    """A parameter, as far as its gradient is concerned."""
+
+    grad: Tensor | None
+
+
+class StandIn:
+    """It has what is to be reduced in the place of a parameter's gradient."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self.grad = grad
+
+
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("block", "by_rows", "dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
+    __slots__ = (
+        "block",
+        "by_rows",
+        "dtype",
+        "earlier",
+        "holder",
+        "index",
+        "name",
+        "nbytes",
+        "parameter",
+        "result",
+        "view",
+    )
 
     def __init__(
         self, index: int, name: str, parameter: Tensor, block: int | None = None, *, by_rows: bool = False
@@ -61,6 +87,8 @@ class Slot:
         self.by_rows = by_rows
         self.name = name
         self.parameter = parameter
+        self.holder: HasGrad = parameter
+        """What a pass takes the gradient of: the parameter, or what stands for it while something else is reduced."""
         self.dtype = parameter.dtype
         self.nbytes = parameter.nbytes
         self.earlier: Tensor | None = None
@@ -72,11 +100,11 @@ class Slot:
 
     def surplus(self) -> bool:
         """A gradient has come after its bucket was filled."""
-        return self.parameter.grad is not None and self.parameter.grad is not self.result
+        return self.holder.grad is not None and self.holder.grad is not self.result
 
     def used(self) -> bool:
         """It has brought something to this pass."""
-        return self.result is not None or self.parameter.grad is not None
+        return self.result is not None or self.holder.grad is not None
 
 
 class Bucket:
@@ -111,16 +139,14 @@ class Bucket:
     def open(self) -> None:
         """Begin a pass: set aside the gradients that are there."""
         for slot, view in zip(self.slots, self._views, strict=True):
-            parameter = slot.parameter
             slot.view = view  # in the last pass it may have been in another bucket
-            slot.earlier = slot.result = None
-            if parameter.grad is not None:
-                slot.earlier = parameter.grad
-                parameter.grad = None
+            slot.earlier, slot.result = slot.holder.grad, None
+            if slot.earlier is not None:
+                slot.holder.grad = None
 
     def came(self) -> bool:
         """Every parameter has got a gradient in this pass."""
-        return all(slot.parameter.grad is not None for slot in self.slots)
+        return all(slot.holder.grad is not None for slot in self.slots)
 
     def fill(self) -> None:
         """Take the gradients of its parameters into `data`; those that have none count as zeros.
@@ -134,8 +160,7 @@ class Bucket:
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot in self.slots:
-            parameter, earlier = slot.parameter, slot.earlier
-            grad = parameter.grad
+            grad, earlier = slot.holder.grad, slot.earlier
             slot.result = view = slot.view
             assert view is not None
             if grad is None and earlier is None:
@@ -151,7 +176,7 @@ class Bucket:
                 to = copied if earlier is None else added
                 to[0].append(view)
                 to[1].append(grad)
-                parameter.grad = None
+                slot.holder.grad = None
         with torch.no_grad():
             if copied[0]:
                 copy_each(*copied)
@@ -160,7 +185,7 @@ class Bucket:
 
     def _take_whole(self, slot: Slot) -> bool:
         """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
-        grad, earlier = slot.parameter.grad, slot.earlier
+        grad, earlier = slot.holder.grad, slot.earlier
         result = grad if earlier is None else earlier
         data = None if result is None else _flat(result, slot)
         if data is None:
@@ -174,7 +199,7 @@ class Bucket:
         self._views = [None]
         self._flat = slot.view = None  # of a pass with nothing to bring
         slot.result = result
-        slot.parameter.grad = None
+        slot.holder.grad = None
         return True
 
     def blank(self) -> None:
@@ -192,16 +217,19 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return what autograd has brought to this pass, and is not taken yet."""
-        return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
+        return [slot.holder.grad for slot in self.slots if slot.holder.grad is not None]
 
-    def place(self, used: Callable[[int], object]) -> None:
-        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
+    def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
+        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.
+
+        With `apart` it was no gradient, and stays with the slots.
+        """
         for slot in self.unused:
             if used(slot.index):
                 slot.result = slot.view
         for slot in self.slots:
-            if slot.result is not None:
-                slot.parameter.grad = slot.result
+            if slot.result is not None and not apart:
+                slot.holder.grad = slot.result
             slot.earlier = None
 
     def finish(self) -> None:
@@ -228,6 +256,11 @@ def _check_dense(slot: Slot, grad: Tensor) -> None:
             "of an nn.Embedding or nn.EmbeddingBag with sparse=True"
         )
     check_dtype(slot, grad)
+
+
+def same_kind(t: Tensor, parameter: Tensor) -> bool:
+    """Return whether `t` may be reduced in the place of a gradient of `parameter`."""
+    return t.layout is torch.strided and t.shape == parameter.shape and t.dtype is parameter.dtype
 
 
 def check_dtype(slot: Slot, grad: Tensor) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
-from threading import get_ident
+from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+from torch import _foreach_mul_ as scale_each
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
@@ -124,7 +125,8 @@ class Compute:
             reduction.finished.wait()
         if reduction.used:
             self._trusted = reduction
-            self.reducer.summed()
+            if not reduction.terms.apart:
+                self.reducer.summed()
 
     def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
         with self.reducer.progress.waiting():
@@ -152,22 +154,61 @@ class Compute:
 
         If anything goes wrong, this rank still sends what the others wait for.
         """
+        losses: list[Tensor] = []
+
+        def prepare() -> None:
+            losses.append(forward())
+            check_loss(losses[0], how)
+
+        def backward(reduction: Reduction) -> None:
+            reduction.on_arrival = on_arrival
+            losses[0].backward(**how)
+
+        reduction = self._make_pass(prepare, backward)
+        return losses[0].detach(), reduction
+
+    def exchange(self, values: Mapping[int, Tensor]) -> Reduction:
+        """Have `values`, by the number of their parameter, reduced in the place of gradients; see `Reducer.instead`.
+
+        Returns the pass, whose reductions go on while backwards of this rank alone (`accumulate`) may come.
+        """
+        self.drain()
+        self.reducer.share()  # what it divides are gradients
+        with self.reducer.instead(values):
+            return self._make_pass(lambda: None, lambda _: None)
+
+    def averages(self, reduction: Reduction) -> dict[int, Tensor]:
+        """Return the means of what `exchange` sent, over the ranks that brought something, until the next pass begins.
+
+        Waits for them; raises what the pass failed with, RuntimeError where another pass has come since.
+        """
+        if self.reducer.last is not reduction:
+            raise RuntimeError("a backward of the net came while an average was on its way, and took its place")
+        if not reduction.finished.done():
+            reduction.spans.end_backward(perf_counter())
+        self.use(reduction)
+        found = {slot.index: slot.result for bucket in reduction.buckets for slot in bucket.slots}
+        means = {index: result for index, result in found.items() if result is not None}
+        if reduction.paths.op == "sum":
+            scale_each(list(means.values()), 1 / reduction.participants)
+        return means
+
+    def _make_pass(self, prepare: Callable[[], None], backward: Callable[[Reduction], None]) -> Reduction:
+        """Return a pass that begins behind `prepare` and has what `backward` brings, unless the ranks disagree."""
         reduction: Reduction | None = None
         try:
             self._check_trusted()
-            loss = forward()
-            check_loss(loss, how)
+            prepare()
             reduction = self._begin(differs=self.reducer.differs())
             if reduction.terms.refused is None:
-                reduction.on_arrival = on_arrival
-                loss.backward(**how)
+                backward(reduction)
         except BaseException as error:
             self.reducer.end_backward(reduction or self._begin(opinion=False), error)
             raise
         self.reducer.end_backward(reduction)
         if reduction.terms.refused is not None:
             self.wait(reduction.finished)
-        return loss.detach(), reduction
+        return reduction
 
     def _begin(self, *, active: bool = True, opinion: bool = True, differs: bool = False) -> Reduction:
         """Return a new pass; ask the others first which parameters are trained, where this rank cannot know.
@@ -209,14 +250,12 @@ class Compute:
     @called("net.backward")
     def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
         """Run backward and leave its gradients on this rank."""
-        self.drain()
+        if self.reducer.last is None or not self.reducer.last.terms.apart:  # else no gradients are on their way
+            self.drain()
+            self.reducer.share()
         self._check_trusted()
-        self.reducer.share()
-        self.reducer.thread = get_ident()
-        try:
+        with self.reducer.alone():
             loss.backward(**how)
-        finally:
-            self.reducer.thread = None
 
     @called("net.join")
     def bring_nothing(self) -> Reduction:

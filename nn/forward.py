@@ -71,3 +71,11 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
         steps.note(opt)  # one that has copies of the parameters too
         forward.settings.advance()
     return forward.loss
+
+
+def local_step(forward: Forward, opt: Optimizer, compute: Compute) -> None:
+    """Have `opt` step with the gradients of this rank alone, in the midst of a pass apart too; no scheduler steps."""
+    opt.zero_grad()
+    compute.accumulate(forward(), {})
+    with compute.reducer.steps.aside():
+        forward.settings.update(opt.param_groups, opt.step)

@@ -25,6 +25,11 @@ class StatusKind(IntEnum):
     """The same in a `join` block, where every pass begins so: ranks that have ended cannot know by themselves."""
     CLOSE = 3
     """This rank makes no more steps."""
+    AVERAGE = 4
+    """The end of a pass over parameters, in the place of gradients."""
+
+
+_ENDS = frozenset({StatusKind.END, StatusKind.AVERAGE})
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,23 @@ class PassStatus:
 
     @property
     def sound(self) -> bool:
-        """No rank failed, all are at the end of the pass, and all parameters are those after as many steps."""
+        """No rank failed, all are at the end of the same pass, and all parameters are those after as many steps."""
         return (
             not self.failures
-            and self.all_are(StatusKind.END)
+            and _ENDS.issuperset(self.kinds)
+            and not self.mixed
             and len({count for count in self.steps if count is not None}) < 2
         )
+
+    @property
+    def mixed(self) -> bool:
+        """Some ranks reduce gradients, and others average parameters."""
+        return _ENDS.issubset(kind for kind, made in zip(self.kinds, self.steps, strict=True) if made is not None)
+
+    @property
+    def apart(self) -> bool:
+        """Parameters were averaged, and no gradients reduced."""
+        return StatusKind.AVERAGE in self.kinds
 
     def wanted(self) -> tuple[list[bool], list[bool]] | None:
         """Return which parameters are trained, and which are to be reduced; None where ranks disagree.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
@@ -19,7 +20,7 @@ from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.blocks import block_numbers
-from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.buckets import Bucket, Slot, StandIn
 from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.deals import Deal, Dealer, Sizes
 from aiodist.nn.devices import Devices
@@ -40,17 +41,20 @@ class DataParallelStatistics:
     """What reducing gradients has cost so far, on this rank."""
 
     passes: int
-    """How many backwards had their gradients reduced."""
+    """How many backwards had their gradients reduced, and how often a `LocalSGD` had parameters averaged."""
     buckets: int
     """How many reductions of buckets these were."""
     nbytes: int
-    """Bytes of the gradients that were reduced."""
+    """Bytes of the gradients, or parameters, that were reduced."""
     sent_nbytes: int
     """Bytes that this rank gave to collectives for them: the same, or fewer where they are compressed."""
     reduction_seconds: float
     """How long reductions were on their way; where several were, that time counts once."""
     exposed_seconds: float
-    """How long they still were after backward had ended: the part of `reduction_seconds` that training waited for."""
+    """How long they still were after backward had ended, or the wait for an average had begun.
+
+    This is the part of `reduction_seconds` that training waited for.
+    """
 
     @property
     def hidden(self) -> float:
@@ -113,6 +117,8 @@ class Reducer:
         blocks, rows = block_numbers(module), row_parameters(module)
         self._slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         self._dealer = Dealer(self._slots, self._trained(), sizes, data.empty)
+        self._apart = False
+        """See `instead`."""
         self._current: Reduction | None = None
         self._fired: dict[int, int] = {}
         """By parameter, how often its hook fired in this pass; in the order of the first times."""
@@ -190,7 +196,7 @@ class Reducer:
         Raises `RuntimeError` where one of them belongs to another net.
         """
         if self._trained() == self._deal.trained:
-            return any(self._slots[index].parameter.grad is not None for index in self._deal.outside)
+            return any(self._slots[index].holder.grad is not None for index in self._deal.outside)
         for slot in self._slots:
             if slot.parameter.requires_grad and self._taken.get(slot.parameter, id(self)) != id(self):
                 raise RuntimeError(
@@ -204,8 +210,7 @@ class Reducer:
         data = self._paths.data
         columns = [0.0] * len(self._slots)
         if opinion:
-            parameters = [slot.parameter for slot in self._slots]
-            columns = [float(p.requires_grad) or LEFT_OVER * (p.grad is not None) for p in parameters]
+            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self._slots]
         return PassStatus.pack(columns, data.size, data.rank, kind=kind, steps=self.steps.made if opinion else None)
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
@@ -239,7 +244,8 @@ class Reducer:
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         self.share()
-        self._fired = {}
+        if not self._apart:  # else the last backward was of this rank alone
+            self._fired = {}
         self._due.clear()
         header = None
         if self.joining and verdict is None:
@@ -252,11 +258,29 @@ class Reducer:
             prompt=not self.joining,
             header=header is not None,
             refused=verdict if refused else None,
+            apart=self._apart,
         )
         behind = self.last if self.devices else None
         self.last = Reduction(self._paths, self._deal.buckets, self, terms, header=header, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
+
+    @contextmanager
+    def instead(self, values: Mapping[int, Tensor]) -> Iterator[None]:
+        """A pass that begins, and has its `end_backward`, in this block reduces `values` and no gradients.
+
+        They are by the number of their parameter, of its shape, and spent when it is over. What becomes of them is the
+        `result` of each slot until the next pass begins.
+        """
+        for slot in self._slots:
+            slot.holder = StandIn(values.get(slot.index))
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+            for slot in self._slots:
+                slot.holder = slot.parameter
 
     def _accept(self, verdict: PassStatus) -> bool:
         """Train what all ranks train, if they do the same, and all were asked."""
@@ -274,8 +298,8 @@ class Reducer:
         self._current = self.thread = None
         trouble = None
         if error is None and reduction.terms.active and not reduction.terms.refused:
-            trouble = self._surplus(reduction)
-            if trouble is None:
+            trouble = None if reduction.terms.apart else self._surplus(reduction)
+            if trouble is None and (self._deal.learning or not reduction.terms.apart):
                 self._study(reduction)
         reduction.end_backward(error or trouble)
         if trouble is not None:
@@ -309,6 +333,16 @@ class Reducer:
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A backward in this block is of this rank alone; where the order of gradients is not known, it is noted."""
+        self._fired = {}
+        self.thread = get_ident()
+        try:
+            yield
+        finally:
+            self.thread = None
+
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
         if self._summed:
@@ -316,8 +350,8 @@ class Reducer:
             self._summed = False
             with torch.no_grad():
                 for slot in self._slots:
-                    if slot.parameter.grad is not None:
-                        slot.parameter.grad.div_(self._paths.data.size)
+                    if slot.holder.grad is not None:
+                        slot.holder.grad.div_(self._paths.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -347,6 +381,9 @@ class Reducer:
         """See `GradientWatcher`."""
         reduction = self._current
         if reduction is None:
+            if self._deal.learning:
+                with self._lock:
+                    self._fired[index] = self._fired.get(index, 0) + 1
             return
         parameter = self._slots[index].parameter if self.devices else None
         if parameter is not None and parameter.is_cuda:
@@ -390,8 +427,10 @@ class Reducer:
 
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
         """See `Observer`."""
+        status = reduction.status
+        apart = status is not None and status.apart
         with self._lock:
-            if not reduction.used:
+            if not (reduction.used or apart):
                 self.summed()
         known, spans = self.statistics, reduction.spans
         nbytes, seconds = sum(bucket.nbytes for bucket in reduction.buckets), spans.seconds
@@ -406,7 +445,6 @@ class Reducer:
         if seconds:
             window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * nbytes / seconds))
             self._paths = replace(self._paths, window=window)
-        status = reduction.status
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)

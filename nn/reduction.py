@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from aiodist.errors import OperationTimeout
@@ -35,7 +36,7 @@ from aiodist.nn.pass_machine import (
     TellHeader,
     Terms,
 )
-from aiodist.nn.pass_status import PassStatus
+from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.paths import Arrival, Paths
 from aiodist.nn.queued import Queued
 from aiodist.nn.rows import RowBucket
@@ -177,8 +178,10 @@ class Reduction:
         except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
             unsendable = raised
             error = error or raised
-        self.spans.backward_ended = perf_counter()
-        streams = self.paths.devices.currents()
+        streams: Sequence[torch.cuda.Stream] = ()
+        if not self.terms.apart:  # else the spans are told when somebody waits
+            self.spans.backward_ended = perf_counter()
+            streams = self.paths.devices.currents()
         failure = None if error is None else folded(error, programs=True)
 
         def tell() -> None:
@@ -303,7 +306,7 @@ class Reduction:
             bucket.factor = self.paths.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(status.columns.__getitem__)
+        bucket.place(status.columns.__getitem__, apart=status.apart)
         if not isinstance(bucket, RowBucket):
             self.paths.hook.settle(bucket)
         self.settled[index].resolve(None)
@@ -324,7 +327,10 @@ class Reduction:
                 used[slot.index] = 0.0
         data = self.paths.data
         steps = self._observer.steps.made if self.terms.active else None
-        return PassStatus.pack(used, data.size, data.rank, failed=told.failed, steps=steps, issued=told.issued)
+        kind = StatusKind.AVERAGE if self.terms.apart else StatusKind.END
+        return PassStatus.pack(
+            used, data.size, data.rank, kind=kind, failed=told.failed, steps=steps, issued=told.issued
+        )
 
     def _explain(self, failure: str | None) -> Handle[list[PassAccount]]:
         return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))

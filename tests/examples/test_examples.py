@@ -333,6 +333,37 @@ def check_compressed(lines: list[str], codecs: int, within: float) -> None:
 
 
 @pytest.mark.usefixtures("threads_restored")
+def test_n18_a_few_averages_learn_the_digits(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shortened(example, monkeypatch, capsys, epochs=8)
+    program = example("local_sgd")
+    few = ("gradients in every step", "averages that overlap", "an elastic band (EASGD)")
+    monkeypatch.setattr(program, "WAYS", {name: program.WAYS[name] for name in few})
+    monkeypatch.setattr(program, "PASSES", 1)
+    run_ranks(2, program.main)
+    check_seldom(capsys.readouterr().out.splitlines(), 3, at_least=0.85)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("n", [2, 3])
+def test_n18_with_few_averages_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
+    done = launch(n, EXAMPLES / "local_sgd.py", mpi="openmpi", seconds=200)  # seven trainings; long beside other tests
+    assert (done.code, done.errors, done.lines[1]) == (0, "", [])
+    check_seldom(done.lines[0], 7, at_least=0.95)
+
+
+def check_seldom(lines: list[str], ways: int, at_least: float) -> None:
+    """Check that all lines tell of a net that knows as much, and all but the first of a fifth of the bytes, or less."""
+    found = [re.fullmatch(r".*: (\d+\.\d) MB, test accuracy (\d\.\d{4})", line) for line in lines]
+    (plain, _), *others = seen = [(float(match[1]), float(match[2])) for match in found if match is not None]
+    assert len(seen) == ways
+    assert all(accuracy >= at_least for _, accuracy in seen)
+    assert all(sent < plain / 5 for sent, _ in others)
+
+
+@pytest.mark.usefixtures("threads_restored")
 def test_n13_models_on_two_ranks_each_in_groups(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

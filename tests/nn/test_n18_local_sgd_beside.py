@@ -1,0 +1,369 @@
+"""N18: what local SGD has to do with joins, settings, kinds of parameters, freezing, compression, devices."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.lr_scheduler import ExponentialLR
+
+import aiodist
+from aiodist import Communicator
+from aiodist.nn import DataParallel, Elastic, LocalSGD, SlowMo, assert_synchronized
+from tests.support.local_sgd import EVERY, OUTER, Alone, trained
+from tests.support.simulated_cuda.device import SimulatedCuda
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+each_rule = pytest.mark.parametrize("rule", OUTER)
+each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
+
+UNEVEN: dict[int, list[tuple[int, ...]]] = {1: [(4,)], 2: [(3, 7), (0, 4), (6, 6)], 3: [(1, 8, 3), (0, 0, 2)]}
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.ranks(1, 2, 3)
+@each_overlap
+@pytest.mark.parametrize("start", [0, 2])
+async def test_n18_uneven_data(coll: Communicator, trial: type[Trial], start: int, overlap: bool) -> None:
+    """An average is over those that still have data, and in the end all have the same, state included."""
+    for counts in UNEVEN[coll.size]:
+        net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+        opt = trial.OPTIMIZERS["momentum"](net.parameters())
+        local = LocalSGD(net, opt, every=2, start=start, outer=SlowMo(0.5), overlap=overlap)
+        async with net.join(local):
+            await trained(net, local, trial, range(counts[coll.rank]), coll.rank)
+        assert not local.pending
+        await assert_synchronized([net.state_dict(), local.centre], coll)
+        assert local.outer is not None
+        await assert_synchronized(local.outer.state_dict(), coll)
+        await net.step(trial.loss, local, net, coll.rank, 20)
+        await net.aclose()
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n18_an_average_is_over_those_that_have_data(coll: Communicator, trial: type[Trial]) -> None:
+    """The last rank has no data at all, the first has one period less than the others."""
+    counts = [EVERY, *[2 * EVERY] * (coll.size - 2), 0]
+    for rule in ("plain", "elastic"):
+        net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+        local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=EVERY, outer=OUTER[rule])
+        async with net.join(local):
+            await trained(net, local, trial, range(counts[coll.rank]), coll.rank)
+        alone = Alone(trial, coll.size - 1, "sgd", rule)
+        for step in range(EVERY):
+            alone.step(step)
+        if coll.size > 2:
+            rest = Alone(trial, 1, "sgd", rule)
+            rest.put(alone.vectors()[1:])
+            rest.centre = alone.centre
+            rest.trial = type("Second", (trial,), {"loss": lambda module, rank, step: trial.loss(module, 1, step)})
+            for step in range(EVERY, 2 * EVERY):
+                rest.step(step)
+            alone = rest
+        trial.assert_same(net, alone.flush())
+        await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicator, trial: type[Trial]) -> None:
+    """Clipping, three closures a step, and a scaler that leaves out a step of rank 1; schedulers step all the same."""
+
+    def part(module: Any, rank: int, step: int) -> Tensor:
+        x, y = trial.batch(rank, step, torch.float32)
+        out: Tensor = module(x)
+        return nn.functional.mse_loss(out, y)
+
+    def bad(module: Any, rank: int, step: int) -> Tensor:
+        return part(module, rank, step) * (float("inf") if rank == 1 and step == 4 else 1.0)
+
+    net = await DataParallel.create(trial.Mlp().float(), coll, clip_norm=0.2)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    net.settings(scaler=scaler, scheduler=ExponentialLR(opt, 0.9))
+    local = LocalSGD(net, opt, every=EVERY)
+    modules = [trial.Mlp().float() for _ in range(2)]
+    optimizers: list[Any] = [trial.OPTIMIZERS["momentum"](list(m.parameters())) for m in modules]
+    schedulers = [ExponentialLR(each, 0.9) for each in optimizers]
+    for step in range(2 * EVERY):
+        closures = [partial(bad, net, coll.rank, step), partial(part, net, coll.rank, step + 50)]
+        seen = await net.step(closures, local)
+        assert torch.isfinite(seen) == ((coll.rank, step) != (1, 4))
+        for rank in range(2):
+            optimizers[rank].zero_grad()
+            (part(modules[rank], rank, step) + part(modules[rank], rank, step + 50)).backward()
+            nn.utils.clip_grad_norm_(modules[rank].parameters(), 0.2)
+            if (rank, step) != (1, 4):
+                optimizers[rank].step()
+            else:
+                optimizers[rank]._opt_called = True
+            schedulers[rank].step()
+        if step % EVERY == EVERY - 1:
+            mean = torch.stack([parameters_to_vector(m.parameters()).detach() for m in modules]).mean(0)
+            for module in modules:
+                vector_to_parameters(mean.clone(), module.parameters())
+        for ours, theirs in zip(net.parameters(), modules[coll.rank].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert scaler.get_scale() == (64 if coll.rank == 0 else 32)
+    assert opt.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+    await assert_synchronized(list(net.parameters()), coll)
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n18_autocast(coll: Communicator, trial: type[Trial]) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(step: int) -> Tensor:
+        x, y = trial.batch(coll.rank, step, torch.float32)
+        out = net(x)
+        seen.append(out.dtype)
+        return nn.functional.mse_loss(out.float(), y)
+
+    net = await DataParallel.create(trial.Mlp().float(), coll, autocast=torch.bfloat16)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    for step in range(3):
+        await net.step(loss, local, step)
+    assert seen == [torch.bfloat16] * 3
+
+
+class Odd(nn.Module):
+    """Several dtypes, a tied weight, one that is never used, a frozen one, a batch norm, a transposed weight."""
+
+    DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([nn.Linear(6, 6).to(dtype) for dtype in self.DTYPES])
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.layers[0].weight  # type: ignore[assignment]
+        self.never = nn.Linear(6, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.turned = nn.Parameter(torch.randn(3, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.frozen(self.tied(x.float())))
+        for layer, dtype in zip(self.layers, self.DTYPES, strict=True):
+            x = torch.tanh(layer(x.to(dtype)))
+        return (x.float() @ self.turned).double()
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.ranks(1, 2, 3)
+@each_rule
+@each_overlap
+@pytest.mark.parametrize("sizes", [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}], ids=["each", "all"])
+async def test_n18_many_kinds_of_parameters(
+    coll: Communicator, trial: type[Trial], rule: str, overlap: bool, sizes: dict[str, Any]
+) -> None:
+    net = await DataParallel.create(Odd(), coll, **sizes)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    local = LocalSGD(net, opt, every=2, outer=OUTER[rule], overlap=overlap)
+    modules = [Odd() for _ in range(coll.size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
+    begin = [p.detach().double().clone() for p in modules[0].parameters()]
+    for step in range(2):
+        await net.step(trial.loss, local, net, coll.rank, step)
+        for rank, (module, theirs) in enumerate(zip(modules, optimizers, strict=True)):
+            theirs.zero_grad()
+            trial.loss(module, rank, step).backward()
+            theirs.step()
+    await local.flush()
+    factor = {"plain": 1.0, "slowmo": 0.9, "diloco": 0.7 * 1.8, "elastic": 0.2 * coll.size}[rule]
+    for ours, before, *parts in zip(net.parameters(), begin, *(m.parameters() for m in modules), strict=True):
+        expected = before + factor * (torch.stack([p.detach().double() for p in parts]).mean(0) - before)
+        torch.testing.assert_close(
+            ours.double(), expected, rtol=0.02, atol=0.02 if ours.dtype is torch.bfloat16 else 1e-3
+        )
+    await assert_synchronized(list(net.parameters()), coll)
+    assert ("frozen.weight" in local.centre, "never.weight" in local.centre) == (False, True)
+    means = [m.get_buffer("norm.running_mean") for m in (net.module, modules[coll.rank])]
+    torch.testing.assert_close(*means)  # each rank's own
+    await net.synchronize_buffers(how="mean")
+    await assert_synchronized(net.module, coll)
+
+
+@pytest.mark.ranks(2)
+@each_overlap
+async def test_n18_freezing_and_thawing(coll: Communicator, trial: type[Trial], overlap: bool) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+    net.get_submodule("0").requires_grad_(False)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
+    alone = Alone(trial, 2, "sgd", "plain", overlap=overlap)
+    switches = {0: ("0", False), 3: ("0", True), 4: ("2", False), 9: ("2", True)}
+    for step in range(12):
+        if step in switches:
+            which, able = switches[step]
+            for module in (net.module, *alone.modules):
+                module.get_submodule(which).requires_grad_(able)
+        alone.step(step, every=2)
+        await net.step(trial.loss, local, net, coll.rank, step)
+        trial.assert_same(net, alone.modules[coll.rank])
+    await local.flush()
+    trial.assert_same(net, alone.flush())
+    net.get_submodule("0").requires_grad_(False)
+    other = LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2, outer=SlowMo(0.5))
+    net.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias': frozen when this LocalSGD was made"):
+        await net.step(trial.loss, other, net, coll.rank, 0)
+
+
+@pytest.mark.ranks(2)
+@each_overlap
+async def test_n18_compressed(coll: Communicator, trial: type[Trial], overlap: bool) -> None:
+    """What a code leaves out goes into the next average, so that ranks and centre stay together."""
+    net = await DataParallel.create(trial.Mlp().float(), coll, compress=aiodist.codecs.Int8())
+    local = LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.05), every=2, overlap=overlap)
+    alone = Alone(trial, 2, "sgd", "plain", overlap=overlap)
+    for opt in alone.optimizers:
+        opt.param_groups[0]["lr"] = 0.05
+
+    def loss(step: int) -> Tensor:
+        x, y = trial.batch(coll.rank, step, torch.float32)
+        return nn.functional.mse_loss(net(x), y)
+
+    for step in range(20):
+        alone.step(step, every=2)
+        await net.step(loss, local, step)
+    await local.flush()
+    seen, expected = parameters_to_vector(net.parameters()), parameters_to_vector(alone.flush().parameters())
+    begin = parameters_to_vector(trial.Mlp().parameters())
+    assert (seen - expected).norm() < 0.02 * (expected - begin).norm()
+    await assert_synchronized(list(net.parameters()), coll)
+    assert net.statistics().sent_nbytes < 0.5 * net.statistics().nbytes
+
+
+# --- calls that do not fit ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+async def test_n18_arguments(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        ((net.module, opt), {}, TypeError, r"net is a Mlp: expected what `await DataParallel\.create"),
+        ((net, [opt]), {}, TypeError, "optimizer is a list"),
+        ((net, torch.optim.LBFGS(net.parameters())), {}, TypeError, "LBFGS"),
+        ((net, opt), {"every": 0}, ValueError, "every=0: expected a whole number of steps, at least 1"),
+        ((net, opt), {"every": 2.0}, ValueError, r"every=2\.0"),
+        ((net, opt), {"every": True}, ValueError, "every=True"),
+        ((net, opt), {"start": -1}, ValueError, "start=-1"),
+        ((net, opt), {"outer": opt}, TypeError, "outer is SGD: expected a SlowMo"),
+        ((net, opt), {"outer": 0.7}, TypeError, "outer is float"),
+        ((net, opt), {"outer": len}, TypeError, "outer returned int"),
+        ((net, opt), {"outer": torch.optim.LBFGS}, TypeError, "LBFGS"),
+        ((net, opt), {"average_state": "exp_avg"}, TypeError, "average_state='exp_avg': expected a sequence"),
+        ((net, opt), {"average_state": ["a"], "overlap": True}, ValueError, "average_state and overlap"),
+        ((net, opt), {"average_state": ["a"], "reset_state": True}, ValueError, "average_state and reset_state"),
+        ((net, torch.optim.Adagrad(net.parameters())), {"reset_state": True}, TypeError, "Adagrad"),
+    ]
+    for args, how, error, text in wrong:
+        with pytest.raises(error, match=text):
+            LocalSGD(*args, **{"every": 2, **how})
+    for make, text in (
+        (lambda: SlowMo(1.0), r"momentum=1\.0"),
+        (lambda: SlowMo(0.5, lr=0.0), r"lr=0\.0"),
+        (lambda: Elastic(0.0), r"alpha=0\.0"),
+        (lambda: Elastic(float("nan")), "alpha=nan"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()
+    rows = await DataParallel.create(nn.Embedding(3, 2, sparse=True), coll)
+    with pytest.raises(TypeError, match=r"sparse gradients of 'weight': expected an embedding with sparse=False"):
+        LocalSGD(rows, torch.optim.SGD(rows.parameters(), lr=0.1), every=2)
+    assert repr(LocalSGD(net, opt, every=2)).startswith("<LocalSGD of SGD, every 2 steps, on <DataParallel of Mlp")
+
+
+@pytest.mark.ranks(2)
+async def test_n18_parameters_of_one_rank_are_not_taken_for_those_of_all(
+    coll: Communicator, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    local = LocalSGD(net, opt, every=2)
+    await net.step(trial.loss, local, net, coll.rank, 0)
+    for call in (net.state_dict, lambda: net.load_state_dict({})):
+        with pytest.raises(RuntimeError, match=r"await opt\.flush"):
+            call()
+    with pytest.raises(RuntimeError, match=r"await opt\.flush"):
+        await net.step(trial.loss, opt, net, coll.rank, 1)
+    with pytest.raises(RuntimeError, match="no_sync"), net.no_sync():
+        await net.step(trial.loss, local, net, coll.rank, 1)
+    await net.aclose()  # it averages
+    alone = Alone(trial, 2, "sgd", "plain")
+    alone.step(0)
+    trial.assert_same(net.module, alone.flush())
+    with pytest.raises(RuntimeError, match="is closed"):
+        await local.flush()
+
+
+@pytest.mark.ranks(2)
+async def test_n18_loaded_parameters_are_the_new_centre(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(1), coll)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=OUTER["elastic"])
+    await trained(net, local, trial, range(3), coll.rank)
+    await local.flush()
+    net.load_state_dict(trial.Mlp().state_dict())
+    alone = Alone(trial, 2, "sgd", "elastic")
+    for step in range(2):
+        alone.step(step, every=2)
+    await trained(net, local, trial, range(2), coll.rank)
+    trial.assert_same(net, alone.modules[coll.rank])
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    alone = Alone(trial, coll.size, "sgd", "plain")
+    for step in range(4):
+        alone.step(step, every=2)
+        task = asyncio.ensure_future(net.step(trial.loss, local, net, coll.rank, step))
+        await asyncio.sleep(0)
+        if coll.rank == 1:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() == (coll.rank == 1)
+    await local.flush()
+    trial.assert_same(net, alone.modules[0])
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    await trained(net, local, trial, range(2), coll.rank)
+    end = net.aclose() if coll.rank == 1 else trained(net, local, trial, range(2, 4), coll.rank)
+    with pytest.raises(aiodist.MismatchError, match=r"rank 1 closes the net after 1 steps.*net\.join"):
+        await end
+
+
+@pytest.mark.ranks(1, 2, 3)
+@each_rule
+@each_overlap
+async def test_n18_on_cuda_devices(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], rule: str, overlap: bool
+) -> None:
+    def loss(step: int) -> Tensor:
+        x, y = trial.batch(coll.rank, step)
+        return nn.functional.mse_loss(net(x.to(coll.device)), y.to(coll.device))
+
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    alone = Alone(trial, coll.size, "momentum", rule, overlap=overlap)
+    for step in range(3 * EVERY + 1):
+        alone.step(step)
+        await net.step(loss, local, step)
+    await local.flush()
+    expected = dict(alone.flush().named_parameters())
+    for name, ours in net.named_parameters():
+        torch.testing.assert_close(ours.detach().cpu(), expected[name].detach(), rtol=1e-6, atol=1e-9)
+    await net.aclose()
