@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -57,16 +57,8 @@ class Pushes:
 
     def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
-        number = self._last = self._queue.number()
         spans = entry.spans
-        servers = {span.rank for span in spans}
-        accepting = servers.copy() if self._context.policy.accepts else None
-        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
-        self._open.add(number)
-        entry.open.add(number)
-        counts = self._context.counts
-        counts["pushes"] += 1
-        counts["push_bytes"] += value.nbytes
+        number, part = self._begin(operation, entry, value.nbytes)
         if self._codes.feedback is not None and self._codes.takes(entry):
             self._push_code(number, part, value, rule, alpha)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
@@ -78,6 +70,37 @@ class Pushes:
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
             parts = zip(spans, blocks, strict=True)
             self._queue.issue([self._sender(number, entry, span, block, rule, alpha) for span, block in parts])
+
+    def push_rows(
+        self,
+        operation: Operation,
+        entry: NameEntry,
+        blocks: Sequence[tuple[Tensor, bool]],
+        rule: int,
+        alpha: float,
+        nbytes: int,
+    ) -> None:
+        """Push rows of a table, `nbytes` of them: each server's block, and whether it holds a code, in their order."""
+        number, _ = self._begin(operation, entry, nbytes)
+        self._queue.issue(
+            [
+                self._sender(number, entry, span, block, rule, alpha, coded=coded)
+                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+            ]
+        )
+
+    def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> tuple[int, PushPart]:
+        """Number a push, and have it wait for the servers of `entry`."""
+        number = self._last = self._queue.number()
+        servers = {span.rank for span in entry.spans}
+        accepting = servers.copy() if self._context.policy.accepts else None
+        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
+        self._open.add(number)
+        entry.open.add(number)
+        counts = self._context.counts
+        counts["pushes"] += 1
+        counts["push_bytes"] += nbytes
+        return number, part
 
     def _sender(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False

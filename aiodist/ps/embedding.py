@@ -1,0 +1,238 @@
+"""`Embedding`: a layer whose rows live on the servers: pulled for a batch, pushed back with their gradients."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from aiodist.handles import Handle
+from aiodist.ps.rows.grouping import GroupedIds
+from aiodist.ps.table import Table
+
+_LOOK_SECONDS = 1.0
+
+
+class _Batch:
+    """One batch that was prefetched: its rows are to be those after so many steps."""
+
+    __slots__ = ("__weakref__", "steps")
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+
+class _Fetch:
+    """The rows of one tensor of ids, on their way; `batch` is None where no push follows."""
+
+    __slots__ = ("batch", "chosen", "issued")
+
+    def __init__(self, chosen: GroupedIds, batch: _Batch | None) -> None:
+        self.chosen = chosen
+        self.batch = batch
+        self.issued: Future[Handle[Tensor]] = Future()
+
+    @property
+    def handle(self) -> Handle[Tensor] | None:
+        """The handle of a pull that is over and went well."""
+        if not self.issued.done() or self.issued.exception() is not None:
+            return None
+        handle = self.issued.result()
+        return handle if handle.done() and handle.outcome_error() is None else None
+
+
+class Embedding(nn.Module):
+    """Rows of `table` for ids of any shape: `(*ids.shape, dim)`, as `nn.Embedding`, beside any layers of torch.
+
+    ```python
+    class Net(nn.Module):
+        def __init__(self, table: Table) -> None:
+            super().__init__()
+            self.words, self.head = Embedding(table), nn.Linear(table.dim, 2)
+
+    net = await DataParallel.create(Net(table), coll)           # reduces the dense layers alone: there is no weight here
+    ahead = lambda batch: (words.prefetch(batch[0]), batch[1])  # asks for the rows of a batch while others train
+    async with aiodist.data.prefetch(loader, transform=ahead) as batches:
+        async for ids, y in batches:
+            loss = await net.step(lambda: loss_fn(net(ids), y), opt)
+    ```
+    `forward` takes the rows that `prefetch` asked for, for this very tensor of ids. If there are none it pulls them, and
+    waits. When backward is over the gradient of the rows is pushed: one push for each backward, whatever it used the
+    layer for, and none in `eval` mode or without a graph. A loop need not wait for pushes; what makes one fail is
+    raised by a later forward, or by `ps.sync()`.
+
+    Under `Synchronous` the rows of a step hold all workers' pushes of the steps before it but the last `staleness`. With
+    0 training equals that of one process on the joined batch: a row that was asked for early is sent as soon as the
+    last step is applied. With 1 it is sent a step earlier, so a step rarely waits for rows, and may miss the changes of
+    the step before it. Under other consistencies rows are sent as they are when they are asked for, and `staleness`
+    says nothing: those that are prefetched miss what is pushed meanwhile. All workers must make as many backward passes.
+
+    The rows are not in its `state_dict`; the servers have them. A loss that is scaled scales what is pushed. `forward`
+    and backward run on a compute thread, as under `net.step` and `net.run`, or any other thread but the loop's.
+
+    Raises TypeError for what is no `Table`, ValueError for a `staleness` below 0. `forward` raises as `Table.pull`,
+    RuntimeError on the loop's thread, where it would have to wait.
+    """
+
+    def __init__(self, table: Table, *, staleness: int = 0) -> None:
+        super().__init__()
+        if not isinstance(table, Table):
+            raise TypeError(f"table is {type(table).__name__}: expected what `await ps.embedding(...)` returns")
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"staleness={staleness!r}: expected a number of steps, 0 or more")
+        self.table = table
+        self.staleness = staleness
+        self._lock = threading.Lock()
+        self._fetches = WeakTensorKeyDictionary()
+        self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
+        """Those that were prefetched and are not pushed yet, unless nobody has them any more."""
+        self._steps = 0
+        """Pushes that backward passes have begun."""
+        self._first_version = 0
+        """The version of the table before the first of them, as far as that is known."""
+        self._gradients: list[tuple[_Fetch, Tensor]] = []
+        self._pushes: deque[Handle[None]] = deque()
+        self._error: Exception | None = None
+
+    def extra_repr(self) -> str:
+        """Return what `repr` says in brackets."""
+        return f"{self.table!r}, staleness={self.staleness}"
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def prefetch(self, *ids: Tensor) -> Any:  # noqa: ANN401
+        """Ask for the rows of the next batch, and return its ids: the tensor, or a tuple of those that were given.
+
+        From any thread, as in a `transform` of `aiodist.data.prefetch` with one worker. Several tensors of ids are of
+        one batch, and its backward pushes once. Raises as `Table.pull`. Cost: that of a pull.
+        """
+        groups = [self.table.group(one) for one in ids]
+        with self._lock:
+            batch = None
+            if self.training and torch.is_grad_enabled():
+                batch = _Batch(self._steps + len(self._batches))
+                self._batches.add(batch)
+            fetches = [_Fetch(group, batch) for group in groups]
+            self._fetches.update(zip(ids, fetches, strict=True))
+        for fetch in fetches:
+            self._issue(fetch, self._wanted(batch))
+        return ids[0] if len(ids) == 1 else ids
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids`, `(*ids.shape, dim)`."""
+        self._check()
+        fetch, rows = self._rows(ids)
+        places = fetch.chosen.places.view(ids.shape)
+        if self.training and torch.is_grad_enabled():
+            rows = rows.detach().requires_grad_()
+            rows.register_post_accumulate_grad_hook(partial(self._ready, fetch))
+        return F.embedding(places, rows)
+
+    def _rows(self, ids: Tensor) -> tuple[_Fetch, Tensor]:
+        """Return the rows that were asked for early; ask now where there are none, or where they are too old."""
+        with self._lock:
+            fetch = self._fetches.pop(ids, None)
+        if fetch is not None and not self._is_in_time(fetch):
+            fetch = _Fetch(fetch.chosen, fetch.batch)
+            self._issue(fetch, 0)
+        elif fetch is None:
+            fetch = _Fetch(self.table.group(ids), None)
+            self._issue(fetch, 0)
+        rows, version = self._wait(fetch)
+        if version is not None and fetch.batch is not None and self.table.in_step:
+            with self._lock:
+                self._first_version = max(self._first_version, version - fetch.batch.steps)
+            if version < self._first_version + self._steps - self.staleness:
+                fetch = _Fetch(fetch.chosen, fetch.batch)
+                self._issue(fetch, 0)
+                rows, version = self._wait(fetch)
+        return fetch, rows
+
+    def _is_in_time(self, fetch: _Fetch) -> bool:
+        """Return False for rows that wait for steps which this rank has not made: earlier batches had no backward."""
+        return fetch.batch is None or fetch.handle is not None or fetch.batch.steps <= self._steps + self.staleness
+
+    def _wanted(self, batch: _Batch | None) -> int:
+        """Return the version that the rows of a batch must have at least."""
+        if batch is None or not self.table.in_step:
+            return 0
+        return max(0, self._first_version + batch.steps - self.staleness)
+
+    def _issue(self, fetch: _Fetch, at_least: int) -> None:
+        """Pull, on the loop's thread: now where this is it, else behind what was left to it before."""
+
+        def pull() -> None:
+            try:
+                fetch.issued.set_result(self.table.pull_grouped(fetch.chosen, at_least=at_least).detach())
+            except Exception as error:  # noqa: BLE001  - raised where the rows are taken
+                fetch.issued.set_exception(error)
+
+        self.table.progress.on_loop(pull)
+
+    def _wait(self, fetch: _Fetch) -> tuple[Tensor, int | None]:
+        """Return the rows and their version, waiting for them."""
+        progress = self.table.progress
+        if progress.owns_thread() and not (fetch.issued.done() and fetch.issued.result().done()):
+            raise RuntimeError(
+                f"the rows of {self.table.name!r} are not there, and to wait for them would block the event loop: "
+                "call the model on a compute thread, as net.step and net.run do"
+            )
+        while True:
+            try:
+                handle = fetch.issued.result(_LOOK_SECONDS)
+                break
+            except TimeoutError:
+                if fetch.issued.done() or progress.loop.is_closed():
+                    raise
+        return handle.result() if handle.done() else handle.wait(), handle.version
+
+    # --- gradients ---------------------------------------------------------------------------------------------
+
+    def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
+        """Backward has the gradient of these rows; what it has of others comes before it ends."""
+        gradient, rows.grad = rows.grad, None
+        assert gradient is not None
+        self._gradients.append((fetch, gradient))
+        if len(self._gradients) == 1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
+
+    def _backward_over(self) -> None:
+        """Push the gradients of one backward pass."""
+        gradients, self._gradients = self._gradients, []
+        with torch.no_grad():
+            chosen, values = self._joined(gradients)
+        with self._lock:
+            self._steps += 1
+            for fetch, _ in gradients:
+                if fetch.batch is not None:
+                    self._batches.discard(fetch.batch)
+        self.table.progress.on_loop(partial(self._push, chosen, values))
+
+    def _joined(self, gradients: list[tuple[_Fetch, Tensor]]) -> tuple[GroupedIds, Tensor]:
+        if len(gradients) == 1:
+            (fetch, values), *_ = gradients
+            return fetch.chosen, values
+        chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
+        return chosen, chosen.sum(torch.cat([values for _, values in gradients]))
+
+    def _push(self, chosen: GroupedIds, values: Tensor) -> None:
+        try:
+            self._pushes.append(self.table.push_grouped(chosen, values))
+        except Exception as error:  # noqa: BLE001  - raised by the next forward
+            self._error = self._error or error
+
+    def _check(self) -> None:
+        """Raise what made a push fail; forget those that went well."""
+        while self._pushes and self._pushes[0].done():
+            self._pushes.popleft().result()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
