@@ -102,6 +102,11 @@ class Embedding(nn.Module):
         self._pushes: deque[Handle[None]] = deque()
         self._error: Exception | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
+        """Return another layer of the same table: a copy of a model, as for an average of its weights, shares it."""
+        copied = type(self)(self.table, staleness=self.staleness)
+        return copied.train(self.training)
+
     def extra_repr(self) -> str:
         """Return what `repr` says in brackets."""
         return f"{self.table!r}, staleness={self.staleness}"
@@ -225,7 +230,7 @@ class Embedding(nn.Module):
 
     def _push(self, chosen: GroupedIds, values: Tensor) -> None:
         try:
-            self._pushes.append(self.table.push_grouped(chosen, values))
+            self._pushes.append(self.table.push_grouped(chosen, values).detach())
         except Exception as error:  # noqa: BLE001  - raised by the next forward
             self._error = self._error or error
 

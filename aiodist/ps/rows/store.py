@@ -81,11 +81,13 @@ class RowStore:
 
     def add(self, ids: Tensor, values: Tensor) -> None:
         """Add to these rows, each of them there once."""
-        self._columns["rows"].index_add_(0, self._slots(ids), values)
+        slots = self._slots(ids)  # first: it may move the rows
+        self._columns["rows"].index_add_(0, slots, values)
 
     def copy(self, ids: Tensor, values: Tensor) -> None:
         """Replace these rows, each of them there once; what the optimizer keeps stays."""
-        self._columns["rows"].index_copy_(0, self._slots(ids), values)
+        slots = self._slots(ids)
+        self._columns["rows"].index_copy_(0, slots, values)
 
     def _slots(self, ids: Tensor) -> Tensor:
         """Return the slots of `ids`; make the rows that are not there."""
