@@ -5,8 +5,8 @@
 them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`; `training` stands on top.
 """
 
-from aiodist.ps.embedding import Embedding
 from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
+from aiodist.ps.embedding import Embedding
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
 from aiodist.ps.rows import Constant, Normal, Uniform

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,32 +55,28 @@ class Embedding(nn.Module):
     """Rows of `table` for ids of any shape: `(*ids.shape, dim)`, as `nn.Embedding`, beside any layers of torch.
 
     ```python
-    class Net(nn.Module):
-        def __init__(self, table: Table) -> None:
-            super().__init__()
-            self.words, self.head = Embedding(table), nn.Linear(table.dim, 2)
-
-    net = await DataParallel.create(Net(table), coll)           # reduces the dense layers alone: there is no weight here
+    words = Embedding(await ps.embedding("words", 64, optimizer=Adagrad(lr=0.1)))
+    net = await DataParallel.create(nn.Sequential(words, nn.Flatten(), nn.Linear(8 * 64, 2)), coll)
     ahead = lambda batch: (words.prefetch(batch[0]), batch[1])  # asks for the rows of a batch while others train
     async with aiodist.data.prefetch(loader, transform=ahead) as batches:
-        async for ids, y in batches:
-            loss = await net.step(lambda: loss_fn(net(ids), y), opt)
+        async for ids, y in batches:  # (n, 8), (n,)
+            loss = await net.step(lambda: loss_fn(net(ids), y), opt)  # the dense layers' optimizer
     ```
-    `forward` takes the rows that `prefetch` asked for, for this very tensor of ids. If there are none it pulls them, and
-    waits. When backward is over the gradient of the rows is pushed: one push for each backward, whatever it used the
-    layer for, and none in `eval` mode or without a graph. A loop need not wait for pushes; what makes one fail is
-    raised by a later forward, or by `ps.sync()`.
+    `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
+    and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often
+    that used the layer (see `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for
+    pushes: a later forward raises what made one fail, or `ps.sync()`.
 
-    Under `Synchronous` the rows of a step hold all workers' pushes of the steps before it but the last `staleness`. With
-    0 training equals that of one process on the joined batch: a row that was asked for early is sent as soon as the
-    last step is applied. With 1 it is sent a step earlier, so a step rarely waits for rows, and may miss the changes of
-    the step before it. Under other consistencies rows are sent as they are when they are asked for, and `staleness`
-    says nothing: those that are prefetched miss what is pushed meanwhile. All workers must make as many backward passes.
+    Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, but the last `staleness`.
+    With 0, training is that of one process on the joined batch: rows that were asked for early are sent as soon as the
+    last step is applied. With 1 they are sent a step earlier, so that a step rarely waits for rows, and may miss the
+    changes of the step before it. Under other consistencies rows are sent as they are when they are asked for, and
+    `staleness` says nothing. All workers must make equally many backward passes that use the layer.
 
-    The rows are not in its `state_dict`; the servers have them. A loss that is scaled scales what is pushed. `forward`
-    and backward run on a compute thread, as under `net.step` and `net.run`, or any other thread but the loop's.
+    The servers have the rows: they are not in its `state_dict`, and no parameters. A loss that is scaled scales what is
+    pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.run`, or on any but the loop's.
 
-    Raises TypeError for what is no `Table`, ValueError for a `staleness` below 0. `forward` raises as `Table.pull`,
+    Raises TypeError for what is no `Table`, ValueError for a `staleness` below 0. `forward` raises as `Table.pull`, and
     RuntimeError on the loop's thread, where it would have to wait.
     """
 
@@ -98,7 +96,12 @@ class Embedding(nn.Module):
         """Pushes that backward passes have begun."""
         self._first_version = 0
         """The version of the table before the first of them, as far as that is known."""
+        self._backward = -1
+        """The number that autograd has for the pass to which the gradients belong."""
         self._gradients: list[tuple[_Fetch, Tensor]] = []
+        self._held: list[tuple[_Fetch, Tensor]] = []
+        """Those of passes that are over."""
+        self._accumulates = False
         self._pushes: deque[Handle[None]] = deque()
         self._error: Exception | None = None
 
@@ -199,19 +202,48 @@ class Embedding(nn.Module):
                     raise
         return handle.result() if handle.done() else handle.wait(), handle.version
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Return a block whose backward passes are one push, of the sum of their gradients, at its end.
+
+        ```python
+        with words.accumulating():
+            await net.step([first, second], opt)
+        ```
+        Raises RuntimeError for a block in another. When the block raises, nothing is pushed.
+        """
+        if self._accumulates:
+            raise RuntimeError("accumulating() in another such block: expected one")
+        self._accumulates = True
+        try:
+            yield
+            if self._held:
+                self._push_held()
+        finally:
+            self._accumulates = False
+            self._held = []
+
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
         """Backward has the gradient of these rows; what it has of others comes before it ends."""
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # what another has left, it left when it raised
+            self._backward, self._gradients = backward, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         self._gradients.append((fetch, gradient))
-        if len(self._gradients) == 1:
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
 
     def _backward_over(self) -> None:
-        """Push the gradients of one backward pass."""
-        gradients, self._gradients = self._gradients, []
+        """Push the gradients of one backward pass, unless more are to come."""
+        self._held += self._gradients
+        self._gradients = []
+        if not self._accumulates:
+            self._push_held()
+
+    def _push_held(self) -> None:
+        gradients, self._held = self._held, []
         with torch.no_grad():
             chosen, values = self._joined(gradients)
         with self._lock:

@@ -109,7 +109,7 @@ class Naming:
         if name in self._names.changing:
             raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
 
-    def embedding(
+    def embedding(  # noqa: PLR0913  - each is a choice of its own
         self,
         name: str,
         dim: int,

@@ -75,19 +75,43 @@ class Pushes:
         self,
         operation: Operation,
         entry: NameEntry,
-        blocks: Sequence[tuple[Tensor, bool]],
+        nbytes: int,
+        pack: Callable[[], Sequence[tuple[Tensor, bool]]],
         rule: int,
         alpha: float,
-        nbytes: int,
     ) -> None:
-        """Push rows of a table, `nbytes` of them: each server's block, and whether it holds a code, in their order."""
+        """Push `nbytes` of rows of a table; `pack` returns each server's block, and whether it holds a code, in order.
+
+        `pack` may run in the service thread.
+        """
         number, _ = self._begin(operation, entry, nbytes)
-        self._queue.issue(
-            [
+        found: list[Sequence[tuple[Tensor, bool]]] = []
+
+        def senders() -> list[Sender]:
+            return [
                 self._sender(number, entry, span, block, rule, alpha, coded=coded)
-                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+                for span, (block, coded) in zip(entry.spans, found[0], strict=True)
             ]
-        )
+
+        self._encode(number, nbytes, lambda: found.append(pack()), senders)
+
+    def _encode(
+        self, number: int, nbytes: int, work: Callable[[], None], senders: Callable[[], Sequence[Sender]]
+    ) -> None:
+        """Do `work`, on so many bytes, then send: at once, or in the service thread, what comes later behind it."""
+
+        def over(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(number, error)
+            elif number in self._parts:
+                self._queue.send(senders())
+
+        if nbytes > LIGHT_BYTES or self._queue.behind:
+            self._queue.issue_later(work, over)
+        elif (error := error_of(work)) is not None:
+            self._queue.issue((partial(self.refuse, number, error),))
+        else:
+            self._queue.issue(senders())
 
     def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> tuple[int, PushPart]:
         """Number a push, and have it wait for the servers of `entry`."""
@@ -157,18 +181,7 @@ class Pushes:
                 for span, (code, coded) in zip(entry.spans, codes, strict=True)
             ]
 
-        def encoded(error: BaseException | None) -> None:
-            if error is not None:
-                self.refuse(number, error)
-            elif number in self._parts:
-                self._queue.send(senders())
-
-        if value.nbytes > LIGHT_BYTES or self._queue.behind:
-            self._queue.issue_later(encode, encoded)
-        elif (error := error_of(encode)) is not None:
-            self._queue.issue((partial(self.refuse, number, error),))
-        else:
-            self._queue.issue(senders())
+        self._encode(number, value.nbytes, encode, senders)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""

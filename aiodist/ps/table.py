@@ -10,8 +10,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.backends.inplace import copy, flat
-from aiodist.codecs import Codec
-from aiodist.communicator.claims import writing
+from aiodist.communicator.claims import reading, writing
 from aiodist.handles import Handle, Progress, in_flight
 from aiodist.ps.arguments import check_version
 from aiodist.ps.consistency import Synchronous
@@ -21,7 +20,6 @@ from aiodist.ps.rows import TableSpec
 from aiodist.ps.rows.grouping import GroupedIds, grouped
 from aiodist.ps.rows.packing import pack
 from aiodist.ps.rules import RULES
-from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, one_of
 from aiodist.ps.sharding import Span
@@ -186,7 +184,10 @@ class Table:
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Push `values`, `(len(chosen.ids), dim)`, one for each of `chosen.ids`. As `push`, which it is the half of."""
+        """Push `values`, `(len(chosen.ids), dim)`, one row for each of `chosen.ids`; else as `push`.
+
+        `values` must not be changed until it is done. Raises BufferInFlight for those that are written to just now.
+        """
         self._check()
         number = self._rule(rule)
         values = checked(values, "values")
@@ -194,25 +195,30 @@ class Table:
             raise self._unfit(values, "values", (chosen.ids.numel(), self.dim))
         return self._push(chosen, values.detach(), number, alpha, timeout)
 
-    def _push(
-        self, chosen: GroupedIds, values: Tensor, rule: int, alpha: float, timeout: float | None
-    ) -> Handle[None]:
+    def _push(self, chosen: GroupedIds, values: Tensor, rule: int, alpha: float, timeout: float | None) -> Handle[None]:
         session = self._session
         if session.coll.rank not in session.settings.workers:
             workers = list(session.settings.workers)
             raise ValueError(f"push on rank {session.coll.rank}: expected a worker, one of {workers}")
         RULES["add"].check(self.dtype, alpha)
         handle = session.handle("push_rows", values.nbytes, timeout, depth=4)
-        operation = Operation(handle, 1, [], _none)
+        claims = reading(flat(values))
+        in_flight.acquire_all(claims, handle)
+        operation = Operation(handle, 1, claims, _none)
+        packed = partial(self._packed, chosen, values)
+        session.client.pushes.push_rows(operation, self._entry, values.nbytes, packed, rule, float(alpha))
+        if session.context.coalescer.congested:
+            session.progress.glance()
+        return handle
+
+    def _packed(self, chosen: GroupedIds, values: Tensor) -> list[tuple[Tensor, bool]]:
+        """Return what each server gets, and whether that holds a code; from any thread."""
         blocks: list[tuple[Tensor, bool]] = []
         with torch.inference_mode(False), torch.no_grad():
             for (rank, _, _), block in zip(self._entry.spans, chosen.blocks(), strict=True):
                 rows, coded = self._encoded(values[block], rank)
                 blocks.append((pack(chosen.ids[block], rows), coded))
-        session.client.pushes.push_rows(operation, self._entry, blocks, rule, float(alpha), values.nbytes)
-        if session.context.coalescer.congested:
-            session.progress.glance()
-        return handle
+        return blocks
 
     def _encoded(self, rows: Tensor, rank: int) -> tuple[Tensor, bool]:
         codec = self._session.settings.codec

@@ -1,4 +1,4 @@
-"""P15: dense layers by allreduce and rows by the servers in one step equal torch on one process with the joined batch."""
+"""P15: dense layers by allreduce and rows by the servers, in one step, equal one process with the joined batch."""
 
 from __future__ import annotations
 
@@ -199,16 +199,15 @@ async def test_p15_batches_without_a_backward_hold_up_nothing(coll: Communicator
         assert not (await asyncio.to_thread(words, ids[0])).requires_grad
         words.train()
         words.prefetch(ids[1])
-        with torch.no_grad():
-            assert not (await asyncio.to_thread(words, ids[1])).requires_grad
+        assert not (await asyncio.to_thread(torch.no_grad()(words.forward), ids[1])).requires_grad
         await asyncio.to_thread(lambda: words(ids[2]).sum().backward())
         await ps.barrier()
         assert ps.statistics().pushes == 1
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 async def test_p15_on_the_loop_a_layer_says_that_it_would_block(coll: Communicator) -> None:
-    async with ParameterServer(coll) as ps:
+    async with ParameterServer(coll, servers=[0, 1]) as ps:
         words = Embedding(await ps.embedding("words", DIM, optimizer=SGD(lr=0.1)))
         with pytest.raises(RuntimeError, match="would block the event loop: call the model on a compute thread"):
             words(torch.tensor([1]))
@@ -233,3 +232,57 @@ async def test_p15_what_makes_a_push_fail_is_raised_by_the_next_forward(coll: Co
                 await asyncio.to_thread(words, torch.tensor([1]))
             words.eval()
             await asyncio.to_thread(words, torch.tensor([1]))
+
+
+@pytest.mark.ranks(1, 2)
+async def test_p15_several_backward_passes_are_one_push_where_that_is_said(coll: Communicator) -> None:
+    async with ParameterServer(coll, consistency=Synchronous("sum")) as ps:
+        words = Embedding(await ps.embedding("words", 2, init=0.0, optimizer=Adagrad(lr=1.0), dtype=torch.float64))
+        head = nn.Linear(2, 1, bias=False).double()
+        net = await DataParallel.create(nn.Sequential(words, head), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=0.0)
+        ids = torch.tensor([[1], [coll.rank]]), torch.tensor([[1], [1]])
+        with words.accumulating():
+            await net.step([lambda one=one: net(one).sum() for one in ids], opt)
+            with pytest.raises(RuntimeError, match="in another such block"):
+                words.accumulating().__enter__()
+        assert ps.statistics().pushes == 1
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(left_by_an_error, words)
+        assert ps.statistics().pushes == 1
+        found = await words.table.pull(torch.tensor([1, 0]))
+        moved = -head.weight.detach().sign()  # Adagrad's first step
+        torch.testing.assert_close(found, moved.expand(2, 2), rtol=0, atol=1e-6)
+
+
+def left_by_an_error(words: Embedding) -> None:
+    with words.accumulating():
+        words(torch.tensor([1])).sum().backward()
+        raise ZeroDivisionError
+
+
+@pytest.mark.ranks(1)
+async def test_p15_a_backward_that_raises_pushes_nothing_and_the_next_one_does(coll: Communicator) -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    spoilt: Any = Bad.apply
+    async with ParameterServer(coll) as ps:
+        words = Embedding(await ps.embedding("words", 1, init=0.0))
+
+        def train(*, bad: bool) -> None:
+            first, second = words(torch.tensor([1])), words(torch.tensor([2]))
+            loss = (spoilt(first) if bad else first).sum() + 3 * second.sum()
+            loss.backward()
+
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(train, bad=True)
+        await asyncio.to_thread(train, bad=False)
+        assert (await words.table.pull(torch.tensor([1, 2, 3]))).flatten().tolist() == [1, 3, 0]
+        assert ps.statistics().pushes == 1

@@ -9,6 +9,7 @@ from aiodist.ps.rows.hashing import cells
 
 _EMPTY = -1
 _LEAST_CELLS = 64
+_WINDOW = torch.arange(1, 9)
 
 
 class RowIndex:
@@ -38,12 +39,13 @@ class RowIndex:
         seen, slots = self._keys[at], self._slots[at]  # the slot of an empty cell is -1
         left = ((seen != ids) & (seen != _EMPTY)).nonzero().flatten()
         at = at[left]
-        while left.numel():
-            at = self._next(at)
-            seen = self._keys[at]
-            slots[left] = self._slots[at]
-            on = ((seen != ids[left]) & (seen != _EMPTY)).nonzero().flatten()
-            left, at = left[on], at[on]
+        while left.numel():  # several cells at a time: few of these are left, and a pass costs more than its elements
+            window = (at[:, None] + _WINDOW).bitwise_and_(self._mask)
+            seen = self._keys[window]
+            here, which = ((seen == ids[left][:, None]) | (seen == _EMPTY)).to(torch.uint8).max(1)
+            slots[left] = self._slots[window.gather(1, which[:, None]).flatten()]
+            on = (here == 0).nonzero().flatten()
+            left, at = left[on], window[on, -1]
         return slots
 
     def _next(self, at: Tensor) -> Tensor:

@@ -163,7 +163,9 @@ def optimizer_from(said: Any) -> RowOptimizer | None:  # noqa: ANN401
     for kind in _KINDS.values():
         if kind.kind.__name__ == name:
             return kind(settings)
-    raise ValueError(f"optimizer {name!r} of rows: expected one of {', '.join(k.kind.__name__ for k in _KINDS.values())}")
+    raise ValueError(
+        f"optimizer {name!r} of rows: expected one of {', '.join(k.kind.__name__ for k in _KINDS.values())}"
+    )
 
 
 def _is_like(value: object, like: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -89,6 +89,17 @@ class TableShard(Shard):
         self._readers.discard((request.client, request.number))
         self.advance()
         self._release()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the rows and of what the optimizer keeps."""
+        return self.store.state_dict()
+
+    def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
+        """Take those rows of a state that are this server's; raises as `RowStore.load_state_dict`."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.store.load_state_dict(given, self.mine)
 
     # --- applying ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class RowStore:
         rows = found.pop("rows")
         optimizer.step(rows, gradient, found, self.steps)
         for name, changed in (("rows", rows), *found.items()):
-            self._columns[name].index_copy_(0, slots, changed)
+            _write(self._columns[name], slots, changed)
 
     def add(self, ids: Tensor, values: Tensor) -> None:
         """Add to these rows, each of them there once."""
@@ -87,7 +87,7 @@ class RowStore:
     def copy(self, ids: Tensor, values: Tensor) -> None:
         """Replace these rows, each of them there once; what the optimizer keeps stays."""
         slots = self._slots(ids)
-        self._columns["rows"].index_copy_(0, slots, values)
+        _write(self._columns["rows"], slots, values)
 
     def _slots(self, ids: Tensor) -> Tensor:
         """Return the slots of `ids`; make the rows that are not there."""
@@ -122,17 +122,17 @@ class RowStore:
         kept = {name: column[:count].clone() for name, column in self._columns.items()}
         return {"ids": self._index.ids.clone(), **kept, "steps": torch.tensor(self.steps)}
 
-    def load_state_dict(self, given: Mapping[str, Tensor], mine: Tensor | None = None) -> None:
-        """Take rows that a `state_dict` gave, of any server; those for which `mine` is False are another's.
+    def load_state_dict(self, given: Mapping[str, Tensor], mine: Callable[[Tensor], Tensor]) -> None:
+        """Take rows that a `state_dict` gave, of any server; `mine(ids)` says, in bools, which belong here.
 
         Rows that are there are replaced, others stay. Raises ValueError, or TypeError for another dtype, for what does
         not fit; then nothing is changed.
         """
         self._check(given)
-        ids = given["ids"] if mine is None else given["ids"][mine]
-        slots = self._slots(ids)
+        chosen = mine(given["ids"])
+        slots = self._slots(given["ids"][chosen])
         for name, column in self._columns.items():
-            column.index_copy_(0, slots, given[name] if mine is None else given[name][mine])
+            _write(column, slots, given[name][chosen])
         self.steps = max(self.steps, int(given["steps"]))
 
     def _check(self, given: Mapping[str, Any]) -> None:
@@ -153,3 +153,10 @@ class RowStore:
             if seen.shape != (ids.numel(), self._spec.dim):
                 shape = [ids.numel(), self._spec.dim]
                 raise ValueError(f"a table's state: {name} has shape {list(seen.shape)}: expected {shape}")
+
+
+def _write(column: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows into their slots: 16 bytes at a time where they have as many, which takes torch half of the time."""
+    if column.shape[1] * column.itemsize % 16 == 0 and rows.is_contiguous() and rows.storage_offset() == 0:
+        column, rows = column.view(torch.complex128), rows.view(torch.complex128)
+    column.index_copy_(0, slots, rows)
