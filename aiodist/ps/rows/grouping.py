@@ -25,8 +25,12 @@ class GroupedIds(NamedTuple):
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the rows of each id, `(len(ids), dim)`, in new memory; `values` are `(numel, dim)`."""
-        total = values.new_zeros(self.ids.numel(), values.shape[1])
-        return total.index_add_(0, self.places, values)
+        count = self.ids.numel()
+        if count == self.places.numel():  # each is there once
+            order = torch.empty_like(self.places)
+            order[self.places] = torch.arange(count)
+            return values.index_select(0, order)
+        return values.new_zeros(count, values.shape[1]).index_add_(0, self.places, values)
 
     def last(self, values: Tensor) -> Tensor:
         """Return the last row of each id, `(len(ids), dim)`, in new memory."""

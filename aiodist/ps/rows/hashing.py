@@ -17,14 +17,15 @@ def mix(t: Tensor) -> Tensor:
     The finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014,
     doi:10.1145/2660193.2660195), with Stafford's constants. int64 wraps around, as uint64 does.
     """
-    z = (t ^ _shifted(t, 30)).mul_(_FIRST)
-    z = z.bitwise_xor_(_shifted(z, 27)).mul_(_SECOND)
-    return z.bitwise_xor_(_shifted(z, 31))
+    z = _shifted(t, 30).bitwise_xor_(t).mul_(_FIRST)
+    room = torch.empty_like(z)
+    z = z.bitwise_xor_(_shifted(z, 27, room)).mul_(_SECOND)
+    return z.bitwise_xor_(_shifted(z, 31, room))
 
 
-def _shifted(t: Tensor, bits: int) -> Tensor:
+def _shifted(t: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Return `t` shifted to the right, with zeros from the left; torch brings copies of the sign."""
-    return (t >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    return torch.bitwise_right_shift(t, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def owners(ids: Tensor, servers: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiodist.ps.rows.hashing import uniform
 
-_AT_A_TIME = 1 << 18  # elements: they pass through float64
+_AT_A_TIME = 1 << 15  # elements: what lies between fits into a cache
 
 
 class Initial(Protocol):
