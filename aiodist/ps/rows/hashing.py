@@ -29,7 +29,7 @@ def _shifted(t: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
 
 
 def owners(ids: Tensor, servers: int) -> Tensor:
-    """Return, for each of `ids`, which of so many servers has its row: spread evenly, whatever the ids are."""
+    """Return, for each of `ids`, which of so many servers has its row: they are spread evenly."""
     return _shifted(mix(ids), 64 - _OWNER_BITS).remainder_(servers)
 
 

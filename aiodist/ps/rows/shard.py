@@ -81,7 +81,7 @@ class TableShard(Shard):
         return self._busy
 
     def hold(self, request: Pulling) -> None:
-        """Change no row until `release`, whatever the read may see: growing tensors move."""
+        """Change no row until `let_go`, in a lock-free read too: growing tensors move."""
         self._readers.add((request.client, request.number))
 
     def let_go(self, request: Pulling) -> None:
