@@ -20,7 +20,18 @@ class NameEntry:
     """A name as this rank sees it."""
 
     __slots__ = (
-        *("base", "codec", "dtype", "key", "name", "open", "rule", "rule_number", "shape", "spans", "table", "tensor"),
+        "base",
+        "codec",
+        "dtype",
+        "key",
+        "name",
+        "open",
+        "rule",
+        "rule_number",
+        "shape",
+        "spans",
+        "table",
+        "tensor",
     )
 
     def __init__(

@@ -167,7 +167,7 @@ class ParameterServer(Naming):
         "ids", int64 `(n,)`; "rows" `(n, dim)`; what the optimizer keeps, `(n, dim)` each: "sum", or "exp_avg" and
         "exp_avg_sq"; "steps", a number. Rows that nobody has pushed are not in it: they follow from the seed. Call it
         between `barrier`s, on each server. Raises KeyError where there is no such table, on a rank that does not serve
-        too, and RuntimeError while pushes change it. Cost: a copy.
+        too, and RuntimeError while it is changed or read. Cost: a copy.
         """
         with transport_lock:
             return self._quiet_table(name).state_dict()
@@ -184,8 +184,8 @@ class ParameterServer(Naming):
     def _quiet_table(self, name: str) -> TableShard:
         self._session.check()
         table = self._session.server.table(name)
-        if table.busy:
-            raise RuntimeError(f"the table {name!r} is being changed: expected a call between two barriers")
+        if table.looked_at:
+            raise RuntimeError(f"the table {name!r} is being changed or read: expected a call between two barriers")
         return table
 
     def __repr__(self) -> str:

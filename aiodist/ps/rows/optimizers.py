@@ -24,13 +24,12 @@ class RowOptimizer(ABC):
     """How rows change by their gradients; its `settings` may be changed between two steps."""
 
     kind: ClassVar[type[torch.optim.Optimizer]]
-    defaults: ClassVar[Mapping[str, Any]]
     fixed: ClassVar[tuple[str, ...]] = ()
     """Settings that count only when a row is made."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError for settings that rows cannot have, and TypeError for values of another type."""
-        self.settings = self._checked({**self.defaults, **settings})
+        self.settings = self._checked({**self.defaults(), **settings})
 
     def configure(self, changes: Mapping[str, Any]) -> None:
         """Change settings from the next step on; raises as the constructor does, and then changes nothing."""
@@ -41,14 +40,15 @@ class RowOptimizer(ABC):
 
     def _checked(self, settings: dict[str, Any]) -> dict[str, Any]:
         name = self.name
-        if unknown := sorted(settings.keys() - self.defaults.keys()):
-            raise ValueError(f"{name} of rows: {', '.join(unknown)}: expected {', '.join(sorted(self.defaults))}")
+        if unknown := sorted(settings.keys() - self.defaults().keys()):
+            raise ValueError(f"{name} of rows: {', '.join(unknown)}: expected {', '.join(sorted(self.defaults()))}")
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
         for key, value in settings.items():
-            like = self.defaults[key]
+            like = self.defaults()[key]
             if not _is_like(value, like):
                 raise TypeError(f"{name} of rows: {key}={value!r}: expected {_called(like)}")
-        self.kind([torch.nn.Parameter(torch.zeros(1))], **settings)  # torch knows which values it takes
+        with torch.inference_mode(False):
+            self.kind([torch.nn.Parameter(torch.zeros(1))], **settings)  # torch knows which values it takes
         return settings
 
     @property
@@ -69,6 +69,11 @@ class RowOptimizer(ABC):
             gradient.neg_()
         self._step(rows, gradient, columns, steps)
 
+    @classmethod
+    @abstractmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return all settings, and their values unless others are given."""
+
     @abstractmethod
     def _step(self, rows: Tensor, gradient: Tensor, columns: Columns, steps: int) -> None: ...
 
@@ -77,7 +82,11 @@ class RowSGD(RowOptimizer):
     """rows -= lr * gradient."""
 
     kind = torch.optim.SGD
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "maximize": False}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return all settings, and their values unless others are given."""
+        return {"lr": 1e-3, "maximize": False}
 
     def _step(self, rows: Tensor, gradient: Tensor, columns: Columns, steps: int) -> None:
         rows.sub_(gradient, alpha=self.settings["lr"])
@@ -87,14 +96,18 @@ class RowAdagrad(RowOptimizer):
     """Adagrad, after Duchi, Hazan and Singer, "Adaptive subgradient methods" (JMLR 12, 2011), as torch does it."""
 
     kind = torch.optim.Adagrad
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-2,
-        "lr_decay": 0.0,
-        "initial_accumulator_value": 0.0,
-        "eps": 1e-10,
-        "maximize": False,
-    }
     fixed = ("initial_accumulator_value",)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return all settings, and their values unless others are given."""
+        return {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
+            "maximize": False,
+        }
 
     def fresh(self) -> dict[str, float]:
         """Return what lies beside a new row."""
@@ -110,7 +123,11 @@ class RowAdam(RowOptimizer):
     """Adam, after Kingma and Ba (arXiv:1412.6980, 2015), lazily: what torch.optim.SparseAdam does."""
 
     kind = torch.optim.SparseAdam
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return all settings, and their values unless others are given."""
+        return {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
 
     def fresh(self) -> dict[str, float]:
         """Return what lies beside a new row."""

@@ -39,7 +39,7 @@ class RowServing:
                 self._answers.refuse(pull, error)
             elif pull.client not in self._context.gone:
                 self._send(shard, pull, version, *found[0])
-            shard.let_go(pull)
+            shard.read_over(pull)
 
         assert pull.rows is not None
         nbytes = pull.rows.nbytes // 8 * shard.spec.row_bytes

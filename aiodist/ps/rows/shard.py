@@ -81,10 +81,10 @@ class TableShard(Shard):
         return self._busy
 
     def hold(self, request: Pulling) -> None:
-        """Change no row until `let_go`, in a lock-free read too: growing tensors move."""
+        """Change no row until `read_over`, in a lock-free read too: growing tensors move."""
         self._readers.add((request.client, request.number))
 
-    def let_go(self, request: Pulling) -> None:
+    def read_over(self, request: Pulling) -> None:
         """The rows that it reads are gathered."""
         self._readers.discard((request.client, request.number))
         self.advance()
