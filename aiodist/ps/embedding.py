@@ -155,14 +155,19 @@ class Embedding(nn.Module):
             fetch = _Fetch(self.table.group(ids), None)
             self._issue(fetch, 0)
         rows, version = self._wait(fetch)
-        if version is not None and fetch.batch is not None and self.table.in_step:
-            with self._lock:
-                self._first_version = max(self._first_version, version - fetch.batch.steps)
-            if version < self._first_version + self._steps - self.staleness:
-                fetch = _Fetch(fetch.chosen, fetch.batch)
-                self._issue(fetch, 0)
-                rows, version = self._wait(fetch)
+        if self._is_too_old(version):
+            fetch = _Fetch(fetch.chosen, fetch.batch)
+            self._issue(fetch, 0)
+            rows, version = self._wait(fetch)
         return fetch, rows
+
+    def _is_too_old(self, version: int | None) -> bool:
+        """Return whether rows of this version miss pushes of this rank's that they should have."""
+        if version is None or not self.table.in_step:
+            return False
+        with self._lock:  # no read sees more steps than this rank has begun
+            self._first_version = max(self._first_version, version - self._steps)
+            return version < self._first_version + self._steps - self.staleness
 
     def _is_in_time(self, fetch: _Fetch) -> bool:
         """Return False for rows that wait for steps which this rank has not made: earlier batches had no backward."""
@@ -200,7 +205,13 @@ class Embedding(nn.Module):
             except TimeoutError:
                 if fetch.issued.done() or progress.loop.is_closed():
                     raise
-        return handle.result() if handle.done() else handle.wait(), handle.version
+        with progress.waiting():
+            while not handle.block(_LOOK_SECONDS):
+                if progress.loop.is_closed():
+                    raise RuntimeError(f"the event loop was closed while {handle} was under way")
+                if (left := handle.seconds_left()) is not None and left <= 0:
+                    handle.wait()  # tells who is late
+        return handle.result(), handle.version
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

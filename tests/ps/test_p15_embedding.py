@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist import Communicator, ParameterServer, data
+from aiodist import Communicator, OperationTimeout, ParameterServer, data
 from aiodist.nn import DataParallel
 from aiodist.ps import SGD, Adagrad, Adam, Embedding, Normal, Synchronous, Table
 
@@ -182,6 +183,37 @@ async def test_p15_staleness_one_misses_the_last_step_at_most(coll: Communicator
         assert float(await table.pull(ids[0])) == 5 * coll.size
 
 
+@pytest.mark.ranks(1, 2, 3)
+async def test_p15_rows_are_up_to_date_whichever_batches_were_prefetched_and_used(coll: Communicator) -> None:
+    """Ranks prefetch at random, drop what they prefetched, and see batches without a backward."""
+    dice = random.Random(coll.rank)
+    async with ParameterServer(coll, consistency=Synchronous("sum"), timeout=60) as ps:
+        table = await ps.embedding("words", 1, init=0.0)
+        for _ in range(3):
+            await table.push(torch.tensor([0]), torch.ones(1, 1))
+        await ps.sync()
+        await ps.barrier()
+        words = Embedding(table)
+        batches = [torch.tensor([0, coll.rank]) for _ in range(40)]
+
+        def train(ids: Tensor) -> float:
+            value = words(ids)[0]
+            value.sum().backward()
+            return float(value.detach())
+
+        for step, ids in enumerate(batches):
+            for ahead in batches[step : step + dice.randrange(4)]:
+                if dice.random() < 0.5:
+                    words.prefetch(ahead)
+            if dice.random() < 0.2:
+                words.prefetch(torch.tensor([0]))  # nobody takes it
+            if dice.random() < 0.2:
+                await asyncio.to_thread(words, ids)
+            assert await asyncio.to_thread(train, ids) == (3 + step) * coll.size
+        await ps.sync()
+        await ps.barrier()
+
+
 @pytest.mark.ranks(1, 2)
 async def test_p15_batches_without_a_backward_hold_up_nothing(coll: Communicator) -> None:
     async with ParameterServer(coll, consistency=Synchronous("sum")) as ps:
@@ -286,3 +318,17 @@ async def test_p15_a_backward_that_raises_pushes_nothing_and_the_next_one_does(c
         await asyncio.to_thread(train, bad=False)
         assert (await words.table.pull(torch.tensor([1, 2, 3]))).flatten().tolist() == [1, 3, 0]
         assert ps.statistics().pushes == 1
+
+
+@pytest.mark.ranks(2)
+async def test_p15_rows_that_never_come_are_an_error_in_time(coll: Communicator) -> None:
+    async with ParameterServer(coll, consistency=Synchronous("sum"), servers=[0], workers=[0, 1]) as ps:
+        words = Embedding(await ps.embedding("words", 1))
+        if coll.rank == 1:
+            ids = [torch.tensor([step]) for step in range(2)]
+            await asyncio.to_thread(lambda: words(ids[0]).sum().backward())
+            ps._session.timeout = 0.3  # rank 0 pushes nothing for as long as that
+            with pytest.raises(OperationTimeout, match=r"pull_rows .*late: rank 0"):
+                await asyncio.to_thread(words, ids[1])
+            ps._session.timeout = None
+        await coll.barrier()  # until now rank 0 was neither resting nor pushing
