@@ -1,8 +1,8 @@
-"""The names of a parameter server: made known, freed, and their rules' settings changed."""
+"""The names of a parameter server, tensors and tables: made known, freed, and their rules' settings changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,11 +15,13 @@ from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.handles import Handle
+from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_settings, check_timeout, listed
 from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rows import Normal, TableSpec, Uniform, row_optimizer
 from aiodist.ps.rows.initial import Constant, initial_of
+from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.rows.spec import settings_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
@@ -159,6 +161,33 @@ class Naming:
     def _making(self, entry: NameEntry) -> Program[Table]:
         yield from self._opening(entry, torch.empty(0), "first")
         return Table(self._session, self._names, entry, self._read_mode)
+
+    def table_state(self, name: str) -> dict[str, Tensor]:
+        """Return copies of this server's part of a table, in plain tensors: local, at once; for a checkpoint.
+
+        "ids", int64 `(n,)`; "rows" `(n, dim)`; what the optimizer keeps, `(n, dim)` each: "sum", or "exp_avg" and
+        "exp_avg_sq"; "steps", a number. Rows that nobody has pushed are not in it: they follow from the seed. Call it
+        between `barrier`s, on each server. Raises KeyError where there is no such table, on a rank that does not serve
+        too, and RuntimeError while it is changed or read. Cost: a copy.
+        """
+        with transport_lock:
+            return self._quiet_table(name).state_dict()
+
+    def load_table_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Take what `table_state` gave, of any number of servers: those of its rows that belong to this server.
+
+        Local, at once: call it between `barrier`s, on each server, with the state of each former one. Rows that are
+        there already are replaced. Raises as `table_state`, ValueError and TypeError for what does not fit.
+        """
+        with transport_lock:
+            self._quiet_table(name).load_state_dict(state)
+
+    def _quiet_table(self, name: str) -> TableShard:
+        self._session.check()
+        table = self._session.server.table(name)
+        if table.looked_at:
+            raise RuntimeError(f"the table {name!r} is being changed or read: expected a call between two barriers")
+        return table
 
     def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
         opened = None

@@ -14,14 +14,12 @@ from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, in_flight, join
-from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
 from aiodist.ps.consistency import Asynchronous, Policy
 from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
-from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
 from aiodist.ps.statistics import ParameterServerStatistics
@@ -160,33 +158,6 @@ class ParameterServer(Naming):
         if not hasattr(self._session, "server"):
             raise RuntimeError("the parameter server is not open: use `async with`")
         return self._session.server.statistics()
-
-    def table_state(self, name: str) -> dict[str, Tensor]:
-        """Return copies of this server's part of a table, in plain tensors: local, at once; for a checkpoint.
-
-        "ids", int64 `(n,)`; "rows" `(n, dim)`; what the optimizer keeps, `(n, dim)` each: "sum", or "exp_avg" and
-        "exp_avg_sq"; "steps", a number. Rows that nobody has pushed are not in it: they follow from the seed. Call it
-        between `barrier`s, on each server. Raises KeyError where there is no such table, on a rank that does not serve
-        too, and RuntimeError while it is changed or read. Cost: a copy.
-        """
-        with transport_lock:
-            return self._quiet_table(name).state_dict()
-
-    def load_table_state(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Take what `table_state` gave, of any number of servers: those of its rows that belong to this server.
-
-        Local, at once: call it between `barrier`s, on each server, with the state of each former one. Rows that are
-        there already are replaced. Raises as `table_state`, ValueError and TypeError for what does not fit.
-        """
-        with transport_lock:
-            self._quiet_table(name).load_state_dict(state)
-
-    def _quiet_table(self, name: str) -> TableShard:
-        self._session.check()
-        table = self._session.server.table(name)
-        if table.looked_at:
-            raise RuntimeError(f"the table {name!r} is being changed or read: expected a call between two barriers")
-        return table
 
     def __repr__(self) -> str:
         return f"<ParameterServer {len(self._names.names)} names, servers {self.servers}, workers {self.workers}>"
