@@ -18,6 +18,22 @@ def row_parameters(module: nn.Module) -> set[Tensor]:
     return {m.weight for m in embeddings if m.sparse and m.weight.is_cpu}
 
 
+def with_values(parameter: Tensor) -> Tensor:
+    """Return `parameter`, or for a gradient of rows a tensor that has their values, in place, as its gradient.
+
+    For functions of torch that take no sparse gradients and treat every element alike, as `clip_grad_norm_` does.
+    """
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.sparse_coo:
+        return parameter
+    if not grad.is_coalesced():
+        grad = parameter.grad = grad.coalesce()
+    values = grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    return stand_in
+
+
 class RowBucket(Bucket):
     """The gradient of one embedding: each rank brings the rows that it has, and gets those of all ranks, summed."""
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from aiodist.nn.rows import with_values
+
 
 class RateSchedule(Protocol):
     """One of torch's learning rate schedulers, or what steps as they do."""
@@ -95,7 +97,7 @@ class StepSettings:
 
     def _clip(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
+            nn.utils.clip_grad_norm_([with_values(p) for group in groups for p in group["params"]], self.clip_norm)
 
     def advance(self) -> None:
         """A step was made."""

@@ -6,11 +6,14 @@ them), `consistency` (pure machines that decide in which order), `rules` and `op
 """
 
 from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
+from aiodist.ps.embedding import Embedding
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, RMSprop, optimizer
 from aiodist.ps.parameter_server import ParameterServer
+from aiodist.ps.rows import Constant, Normal, Uniform
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import roles_of
 from aiodist.ps.statistics import ParameterServerStatistics
+from aiodist.ps.table import Table
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, Schedule, elastic_alpha
 
 __all__ = [
@@ -22,7 +25,10 @@ __all__ = [
     "AsySGInCon",
     "Asynchronous",
     "Bounded",
+    "Constant",
     "Downpour",
+    "Embedding",
+    "Normal",
     "ParameterServer",
     "ParameterServerStatistics",
     "Policy",
@@ -31,6 +37,8 @@ __all__ = [
     "Rule",
     "Schedule",
     "Synchronous",
+    "Table",
+    "Uniform",
     "elastic_alpha",
     "inverse_age",
     "optimizer",

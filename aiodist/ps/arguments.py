@@ -68,7 +68,8 @@ def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float)
 def _default(entry: NameEntry, rule: Rule) -> Tensor:
     """Return what a push sends that was given no value."""
     t = entry.tensor
-    assert t is not None
+    if t is None:  # a table
+        return entry.check(None)
     if not rule.takes_gradients:
         return t
     if t.grad is None:
@@ -120,6 +121,9 @@ def check_version(at_least: object) -> int:
 
 def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
     """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
+    if entry.table is not None:
+        entry.table.check_settings(settings, entry.name)
+        return
     with torch.inference_mode(False):
         trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype))
     entry.rule.configure(trial, **settings)

@@ -33,8 +33,10 @@ _Said = dict[str, Any]
 class Client:
     """What the calls of a parameter server ask for; what is `heard` comes with the transport lock held."""
 
-    def __init__(self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int], Tensor]) -> None:
-        """`own` is where the server of this very rank finds what is pushed to it, `shown` its shards' memory."""
+    def __init__(
+        self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int, int], Tensor]
+    ) -> None:
+        """`own` is where the server of this very rank finds what is pushed to it; for `shown` see `Pulls`."""
         self._context = context
         self.queue = RequestQueue(context, self.lose)
         self.codes = Codes(context)
@@ -96,6 +98,7 @@ class Client:
                 servers=servers,
                 rule=entry.rule_number,
                 codec=entry.codec is not None,
+                table=None if entry.table is None else entry.table.said,
             )
             for span in spans
         ]

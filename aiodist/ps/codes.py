@@ -81,6 +81,8 @@ class Codes:
 
         Codes are decoded in the order of these calls, whichever is there first; `done` is called when one is.
         """
+        if entry.table is not None:  # unlike rows each time: no change since the last ones can be told
+            return partial(self._rows_arrived, into, done)
         part = (entry.key, src)
         line = self._lines.setdefault(part, deque())
         code = _Code(into, done)
@@ -103,6 +105,19 @@ class Codes:
         began = perf_counter()
         copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
         self._context.counts["decode_seconds"] += perf_counter() - began
+
+    def _rows_arrived(self, into: Tensor, done: Done, raw: Tensor | BaseException) -> None:
+        if isinstance(raw, BaseException):
+            done(raw)
+            return
+
+        def decode() -> None:
+            assert self._context.pull_codec is not None
+            began = perf_counter()
+            copy(into, self._context.pull_codec.decode(raw, into.dtype, into.numel()))
+            self._context.counts["decode_seconds"] += perf_counter() - began
+
+        self._context.service.do(into.nbytes, decode, done)
 
     # --- the end -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiodist.ps.shards import Shards
 
 _KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
-_COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec")
+_COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec", "table")
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from aiodist.backends.base import dtype_name
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
+from aiodist.ps.rows import TableSpec
 from aiodist.ps.rules import Rule
 from aiodist.ps.sharding import Span
 
@@ -18,7 +19,20 @@ from aiodist.ps.sharding import Span
 class NameEntry:
     """A name as this rank sees it."""
 
-    __slots__ = ("base", "codec", "dtype", "key", "name", "open", "rule", "rule_number", "shape", "spans", "tensor")
+    __slots__ = (
+        "base",
+        "codec",
+        "dtype",
+        "key",
+        "name",
+        "open",
+        "rule",
+        "rule_number",
+        "shape",
+        "spans",
+        "table",
+        "tensor",
+    )
 
     def __init__(
         self,
@@ -27,13 +41,17 @@ class NameEntry:
         rule: tuple[int, Rule],
         spans: tuple[Span, ...],
         codec: ObjectCodec | None = None,
+        table: TableSpec | None = None,
     ) -> None:
-        """`tensor` is where it lies here, None for an object; `rule` with its number on the wire."""
+        """`tensor` is where it lies here, None for an object and a table; `rule` with its number on the wire."""
         self.name = name
         self.tensor = tensor
         self.codec = codec
+        self.table = table
         self.dtype = torch.uint8 if tensor is None else tensor.dtype
-        self.shape = () if tensor is None else tuple(tensor.shape)
+        self.shape: tuple[int, ...] = () if tensor is None else tuple(tensor.shape)
+        if table is not None:
+            self.dtype, self.shape = table.dtype, (-1 if table.rows is None else table.rows, table.dim)
         self.rule_number, self.rule = rule
         self.spans = spans
         self.key = -1
@@ -49,6 +67,8 @@ class NameEntry:
 
     def check(self, value: object, name: str = "values") -> Tensor:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
+        if self.table is not None:
+            raise TypeError(f"{self.name!r} is a table of rows: expected its own push(ids, ...) and pull(ids)")
         t = checked(value, name)
         if t.dtype is not self.dtype:
             expected = f"expected {dtype_name(self.dtype)}, as it was init()ed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, in_flight
+from aiodist.ps.sharding import Span
 
 if TYPE_CHECKING:
     from aiodist.ps.names import NameEntry
@@ -81,6 +82,10 @@ class PullPart:
     entry: NameEntry
     into: Tensor | None
     given: Tensor | None
+    spans: Sequence[Span] = ()
+    """What of `into` each server has: that of the tensor, or of a table the rows that are asked for."""
+    ids: Mapping[int, bytes] = field(default_factory=dict)
+    """Of a table: the rows that are asked of each server."""
     left: set[int] = field(init=False)
     copying: set[int] = field(default_factory=set)
     """The servers whose data the service thread writes into it just now."""
@@ -90,7 +95,8 @@ class PullPart:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.left = {span.rank for span in self.entry.spans}
+        self.spans = self.spans or self.entry.spans
+        self.left = {span.rank for span in self.spans}
 
     def result(self) -> Any:  # noqa: ANN401
         """Return what the user gets: a tensor with the shape that it has, or the object."""

@@ -65,6 +65,16 @@ class OptimizerRule(Rule):
             if (key in known or anything) and key not in _HOW and key not in _ONCE
         }
 
+    @property
+    def kind(self) -> type[Optimizer]:
+        """The class of optimizers that it makes."""
+        return self._kind
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Those that were given."""
+        return self._given
+
     def state(self, shard: Tensor) -> OptimizerState:
         """Return an optimizer of `shard`; raise `ValueError` when that was made in inference mode."""
         if shard.is_inference():

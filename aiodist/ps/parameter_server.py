@@ -103,10 +103,11 @@ class ParameterServer(Naming):
             pull_codec=pull_codec,
             split_bytes=split_bytes,
         )
-        super().__init__(ParameterServerSession(coll, settings, timeout))
+        mode = READS[one_of("reads", reads, tuple(READS))]
+        super().__init__(ParameterServerSession(coll, settings, timeout), reads)
         self._tensors = named(tensors)
         self._works = coll.rank in working
-        self._reads = READS[one_of("reads", reads, tuple(READS))]
+        self._reads = mode
 
     async def __aenter__(self) -> Self:
         await self._session.open(self._begin)

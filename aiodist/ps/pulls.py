@@ -21,9 +21,13 @@ class Pulls:
     """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
 
     def __init__(
-        self, queue: RequestQueue, codes: Codes, shown: Callable[[int], Tensor], one_over: Callable[[NameEntry], None]
+        self,
+        queue: RequestQueue,
+        codes: Codes,
+        shown: Callable[[int, int], Tensor],
+        one_over: Callable[[NameEntry], None],
     ) -> None:
-        """`shown` is the memory of this very rank's shards; `one_over` is called after each pull."""
+        """`shown(key, number)` is what this very rank's server shows a pull; `one_over` is called after each."""
         self._queue = queue
         self._context = queue.context
         self._codes = codes
@@ -41,14 +45,14 @@ class Pulls:
         counts["pulls"] += 1
         counts["pull_bytes"] += 0 if into is None else into.nbytes
         senders = []
-        for span in entry.spans:
+        for span in part.spans:
             way = Way.MESSAGE
             if span.rank == self._context.rank:
                 way = Way.OWN
             elif self._context.shares_memory(span.rank):
                 way = Way.MEMORY
             head = pack_pull(entry.key, way, reads, number, wants)
-            senders.append(partial(self._queue.put, span.rank, Kind.PULL, head))
+            senders.append(partial(self._queue.put, span.rank, Kind.PULL, head, part.ids.get(span.rank, b"")))
         self._queue.issue(senders)
 
     # --- what servers say ------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class Pulls:
     def _look(self, part: PullPart, src: int, data: Data) -> None:
         """Copy from the server's memory, and tell it."""
         found = (
-            self._shown(data.offset).view(torch.uint8)
+            self._shown(data.offset, data.number).view(torch.uint8)
             if data.way == Way.OWN
             else self._context.memory(src, data.segment, data.offset, data.nbytes)
         )
@@ -169,5 +173,5 @@ class Pulls:
 
 def _span(part: PullPart, into: Tensor, src: int) -> Tensor:
     """Return the part of the destination that server `src` has."""
-    span = next(span for span in part.entry.spans if span.rank == src)
+    span = next(span for span in part.spans if span.rank == src)
     return into[span.start : span.stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -57,16 +57,8 @@ class Pushes:
 
     def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
-        number = self._last = self._queue.number()
         spans = entry.spans
-        servers = {span.rank for span in spans}
-        accepting = servers.copy() if self._context.policy.accepts else None
-        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
-        self._open.add(number)
-        entry.open.add(number)
-        counts = self._context.counts
-        counts["pushes"] += 1
-        counts["push_bytes"] += value.nbytes
+        number, part = self._begin(operation, entry, value.nbytes)
         if self._codes.feedback is not None and self._codes.takes(entry):
             self._push_code(number, part, value, rule, alpha)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
@@ -78,6 +70,61 @@ class Pushes:
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
             parts = zip(spans, blocks, strict=True)
             self._queue.issue([self._sender(number, entry, span, block, rule, alpha) for span, block in parts])
+
+    def push_rows(
+        self,
+        operation: Operation,
+        entry: NameEntry,
+        nbytes: int,
+        pack: Callable[[], Sequence[tuple[Tensor, bool]]],
+        rule: int,
+        alpha: float,
+    ) -> None:
+        """Push `nbytes` of rows of a table; `pack` returns each server's block, and whether it holds a code, in order.
+
+        `pack` may run in the service thread.
+        """
+        number, _ = self._begin(operation, entry, nbytes)
+        found: list[Sequence[tuple[Tensor, bool]]] = []
+
+        def senders() -> list[Sender]:
+            return [
+                self._sender(number, entry, span, block, rule, alpha, coded=coded)
+                for span, (block, coded) in zip(entry.spans, found[0], strict=True)
+            ]
+
+        self._encode(number, nbytes, lambda: found.append(pack()), senders)
+
+    def _encode(
+        self, number: int, nbytes: int, work: Callable[[], None], senders: Callable[[], Sequence[Sender]]
+    ) -> None:
+        """Do `work`, on so many bytes, then send: at once, or in the service thread, what comes later behind it."""
+
+        def over(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(number, error)
+            elif number in self._parts:
+                self._queue.send(senders())
+
+        if nbytes > LIGHT_BYTES or self._queue.behind:
+            self._queue.issue_later(work, over)
+        elif (error := error_of(work)) is not None:
+            self._queue.issue((partial(self.refuse, number, error),))
+        else:
+            self._queue.issue(senders())
+
+    def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> tuple[int, PushPart]:
+        """Number a push, and have it wait for the servers of `entry`."""
+        number = self._last = self._queue.number()
+        servers = {span.rank for span in entry.spans}
+        accepting = servers.copy() if self._context.policy.accepts else None
+        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
+        self._open.add(number)
+        entry.open.add(number)
+        counts = self._context.counts
+        counts["pushes"] += 1
+        counts["push_bytes"] += nbytes
+        return number, part
 
     def _sender(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
@@ -134,18 +181,7 @@ class Pushes:
                 for span, (code, coded) in zip(entry.spans, codes, strict=True)
             ]
 
-        def encoded(error: BaseException | None) -> None:
-            if error is not None:
-                self.refuse(number, error)
-            elif number in self._parts:
-                self._queue.send(senders())
-
-        if value.nbytes > LIGHT_BYTES or self._queue.behind:
-            self._queue.issue_later(encode, encoded)
-        elif (error := error_of(encode)) is not None:
-            self._queue.issue((partial(self.refuse, number, error),))
-        else:
-            self._queue.issue(senders())
+        self._encode(number, value.nbytes, encode, senders)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""

@@ -44,6 +44,8 @@ class Pulling(Request):
     wants: int
     way: Way
     reads: Reads
+    rows: Tensor | None = None
+    """Of a table: the ids of the rows, as flat uint8."""
 
 
 @dataclass(eq=False, slots=True)

@@ -18,6 +18,8 @@ from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
+from aiodist.ps.rows.serving import RowServing
+from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
@@ -25,6 +27,7 @@ from aiodist.ps.shards import Shards
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import (
     FILL,
+    PULL_BYTES,
     PUSH_BYTES,
     Kind,
     Order,
@@ -33,6 +36,7 @@ from aiodist.ps.wire import (
     Reads,
     Release,
     Way,
+    bytes_in,
     unpack,
     values_in,
 )
@@ -50,6 +54,7 @@ class Server:
         self._counted: list[Counts] = []  # of tensors that were freed
         self._answers = answers = Answers(context)
         self._serving = Serving(context, answers)
+        self._row_serving = RowServing(context, answers)
         self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
         self._meeting = Meeting(context, answers, self._shards, self._directory)
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
@@ -93,15 +98,14 @@ class Server:
         push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
         if head.way == Way.MESSAGE:
-            buffer = self.context.pool.take(head.nbytes)
+            buffer = self._buffer(shard, push, head.nbytes)
             push.ready = False
-            push.pooled = True
             self.context.coalescer.receive(buffer, client, head.number, partial(self._received, shard, push))
             self._take(shard, push, buffer)
         elif head.way == Way.INLINE:
             # What waits must not keep a frame alive, which has more room than it needs.
             keep = self.context.policy.accepts
-            dtype = torch.uint8 if head.coded or shard is None else shard.data.dtype
+            dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
             value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
             push.value = value.clone() if keep else value
         elif not self._look(shard, push, head):
@@ -131,8 +135,7 @@ class Server:
         if not self.context.policy.accepts or head.rule == FILL or shard is None:
             self._take(shard, push, found)
             return True
-        buffer = self.context.pool.take(head.nbytes)
-        push.pooled = True
+        buffer = self._buffer(shard, push, head.nbytes)
         self._take(shard, push, buffer)
         if head.nbytes <= LIGHT_BYTES:
             buffer.copy_(found)
@@ -141,9 +144,16 @@ class Server:
             self.context.service.run(partial(buffer.copy_, found), partial(self._received, shard, push))
         return True
 
+    def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
+        """Return memory for the data of `push`; those of a table have another size each time."""
+        if isinstance(shard, TableShard):
+            return torch.empty(nbytes, dtype=torch.uint8)
+        push.pooled = True
+        return self.context.pool.take(nbytes)
+
     def _take(self, shard: Shard | None, push: Pushing, raw: Tensor) -> None:
         """Let `push` have its data as what they are."""
-        push.value = raw if push.coded or shard is None else raw.view(shard.data.dtype)
+        push.value = raw if push.coded or shard is None else raw.view(shard.pushed_dtype)
 
     def _received(self, shard: Shard | None, push: Pushing, error: BaseException | None) -> None:
         if shard is None or error is not None:
@@ -159,7 +169,11 @@ class Server:
 
     def _pull(self, client: int, body: memoryview) -> None:
         head = unpack(PullHead, body)
-        self._expect(head.key, Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads)))
+        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
+        if isinstance(self._shards.get(head.key), TableShard):
+            ids = memoryview(bytearray(body[PULL_BYTES:]))  # what waits must not keep a frame alive
+            pull.rows = bytes_in(ids, 0, len(ids))
+        self._expect(head.key, pull)
 
     def _release(self, client: int, body: memoryview) -> None:
         key, number = unpack(Release, body)
@@ -171,18 +185,22 @@ class Server:
 
     def _make(self, client: int, call: dict[str, Any]) -> None:
         """Make a shard; its first values come right behind."""
-        dtype = DTYPES[call["dtype"]]
-        memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
-        leads = call["servers"][0] == self.context.rank
-        machine = self.context.policy.machine(self.context.workers) if leads else None
-        shard = self._shards[call["key"]] = Shard(
-            self.context, self._answers, self._serving.serve, self._unseen, call, memory, machine
-        )
+        shard = self._shards[call["key"]] = self._made(call)
         for rank in {*self._meeting.parted, *self.context.gone}:
             shard.leave(rank, gone=rank in self.context.gone)
         for rank in self._directory.refused(shard.name):
             shard.rest(rank)
         self._meeting.stop_at(shard)
+
+    def _made(self, call: dict[str, Any]) -> Shard:
+        leads = call["servers"][0] == self.context.rank
+        machine = self.context.policy.machine(self.context.workers) if leads else None
+        if call["table"] is not None:
+            serve = self._row_serving.serve
+            return TableShard(self.context, self._answers, serve, self._unseen, call, machine)
+        dtype = DTYPES[call["dtype"]]
+        memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
+        return Shard(self.context, self._answers, self._serving.serve, self._unseen, call, memory, machine)
 
     def _remove(self, client: int, call: dict[str, Any]) -> None:
         shard = self._shards.pop(call["key"], None)
@@ -229,14 +247,22 @@ class Server:
 
     # --- answers ---------------------------------------------------------------------------------------------
 
-    def shown(self, key: int) -> Tensor:
-        """Return the memory of a shard that the client of this very rank was let look at."""
-        return (self._shards.get(key) or self._retired[key]).data
+    def shown(self, key: int, number: int) -> Tensor:
+        """Return the memory that the pull `number` of this very rank's client was let look at."""
+        return (self._shards.get(key) or self._retired[key]).shown(self.context.rank, number)
+
+    def table(self, name: str) -> TableShard:
+        """Return this server's part of a table; raise KeyError where there is none."""
+        for shard in self._shards.values():
+            if isinstance(shard, TableShard) and shard.name == name:
+                return shard
+        raise KeyError(f"no table {name!r} on this rank: expected one that a worker has made, and a rank that serves")
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what is counted, with what the machines have counted."""
         counts = [shard.machine.counts for shard in list(self._shards.values()) if shard.machine is not None]
         counts += self._counted
+        tables = [shard for shard in list(self._shards.values()) if isinstance(shard, TableShard)]
         return ParameterServerStatistics(
             **self.context.counts,
             dropped=sum(count.dropped for count in counts),
@@ -245,4 +271,6 @@ class Server:
             # A copy of each at once: they count on meanwhile.
             staleness=sum((Counter(dict(count.staleness)) for count in counts), Counter()),
             sent_bytes=self.context.coalescer.sent_bytes,
+            rows=sum(len(table.store) for table in tables),
+            row_bytes=sum(table.store.nbytes for table in tables),
         )

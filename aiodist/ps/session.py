@@ -272,11 +272,11 @@ class ParameterServerSession:
                 "was opened on"
             )
 
-    def handle(self, op: str, nbytes: int, timeout: float | None) -> Handle[Any]:
-        """Return the handle of a call that the caller of our caller makes."""
+    def handle(self, op: str, nbytes: int, timeout: float | None, depth: int = 3) -> Handle[Any]:
+        """Return the handle of a call that the caller of our caller makes, or one that is so many frames up."""
         if timeout is not None:
             check_timeout(timeout)
-        handle: Handle[Any] = Handle(self.progress, op, self._seq, nbytes, whence(3), self.account)
+        handle: Handle[Any] = Handle(self.progress, op, self._seq, nbytes, whence(depth), self.account)
         self._seq += 1
         seconds = self.timeout if timeout is None else timeout
         if seconds is not None and seconds < inf:
@@ -293,7 +293,7 @@ class ParameterServerSession:
             if handle.done():
                 return
             if error is None:
-                handle.resolve(None)
+                handle.resolve(result)
             else:
                 handle.reject(self.client.queue.located(error))
 

@@ -52,6 +52,8 @@ class Shard:
         self.key: int = call["key"]
         self.name: str = call["name"]
         self.data = memory
+        self.pushed_dtype = memory.dtype
+        """Of what is pushed, unless that is a code."""
         self.replaces: bool = call["codec"]
         self.machine = machine
         self._rule = self._context.rules[call["rule"]]
@@ -191,11 +193,11 @@ class Shard:
             return True
         if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
             return False
-        rule, weight = self._context.rules[request.rule], action.parts[0].weight
-        if isinstance(rule, Function):
+        weight = action.parts[0].weight
+        if not self._is_light([(request, weight)]):
             return False
         if weight == 1 and not request.coded:  # what `_compute` would do, in half of the time
-            work = partial(self._compute_one, rule, request)
+            work = partial(self._compute_one, request)
         else:
             work = partial(self._compute, [(request, weight)])
         self._finished(action.version, (request,), error_of(work))
@@ -272,6 +274,11 @@ class Shard:
             elif isinstance(request, Change):
                 self._change(request)
 
+    def shown(self, client: int, number: int) -> Tensor:
+        """Return what the pull `number` of `client` was let look at."""
+        del client, number
+        return self.data
+
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
         reader = (request.client, request.number)
@@ -308,16 +315,21 @@ class Shard:
             over(None)
             return
         work = partial(self._compute, pushes)
-        rules = [self._context.rules[push.rule] for push, _ in pushes]
         if self.replaces:
             if pushes and pushes[-1][0].value is not None:
                 self.data = pushes[-1][0].value.clone()
             over(None)
-        elif len(pushes) * self.data.nbytes <= LIGHT_BYTES and not any(isinstance(rule, Function) for rule in rules):
+        elif self._is_light(pushes):
             over(error_of(work))
         else:
             self._busy = True
             self._context.service.run(work, over)
+
+    def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
+        """Return whether the step is done in no time."""
+        if len(pushes) * self.data.nbytes > LIGHT_BYTES:
+            return False
+        return not any(isinstance(self._context.rules[push.rule], Function) for push, _ in pushes)
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
         """Change the memory, in any thread."""
@@ -329,8 +341,9 @@ class Shard:
         apply_step(self.data, pieces, self._state)
         self._context.counts["step_seconds"] += perf_counter() - began
 
-    def _compute_one(self, rule: Rule, push: Pushing) -> None:
+    def _compute_one(self, push: Pushing) -> None:
         assert push.value is not None
+        rule = self._context.rules[push.rule]
         began = perf_counter()
         rule.apply(self.data, push.value, push.alpha, self._state(rule))
         self._context.counts["step_seconds"] += perf_counter() - began

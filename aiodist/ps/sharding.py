@@ -31,9 +31,19 @@ def place(name: str, numel: int, itemsize: int, servers: Sequence[int], split_by
     >>> place("embedding", 7, 4, servers=(0, 1, 2), split_bytes=16)
     (Span(rank=2, start=0, stop=3), Span(rank=0, start=3, stop=5), Span(rank=1, start=5, stop=7))
     """
-    # Lone surrogates are legal in a str; no name may make this fail.
-    leader = crc32(name.encode("utf-8", "surrogatepass")) % len(servers)
+    leader = _leader(name, servers)
     if len(servers) == 1 or numel == 0 or numel * itemsize < split_bytes:
         return (Span(servers[leader], 0, numel),)
     parts = enumerate(cut(numel, len(servers)))
     return tuple(Span(servers[(leader + i) % len(servers)], start, stop) for i, (start, stop) in parts)
+
+
+def spread(name: str, servers: Sequence[int]) -> tuple[Span, ...]:
+    """Return where the table `name` lies: on all servers, its leader first. Which has a row, the row's id says."""
+    leader = _leader(name, servers)
+    return tuple(Span(servers[(leader + i) % len(servers)], 0, 0) for i in range(len(servers)))
+
+
+def _leader(name: str, servers: Sequence[int]) -> int:
+    # Lone surrogates are legal in a str; no name may make this fail.
+    return crc32(name.encode("utf-8", "surrogatepass")) % len(servers)

@@ -55,5 +55,9 @@ class ParameterServerStatistics:
     or died, or waited at a barrier."""
     torn: int = 0
     """Pushes that another shard applied and this one never got, since their worker died on the way."""
+    rows: int = 0
+    """Rows that there are in its parts of tables, now."""
+    row_bytes: int = 0
+    """Bytes of these rows, and of what optimizers keep beside them."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How many pushes were applied so many versions after the one they were made from; of tensors this rank leads."""

@@ -71,6 +71,8 @@ class OrderKind(IntEnum):
 
 FILL = 0xFFFF
 """The rule of a push that gives a new shard its first values."""
+TABLE = 0xFFFE
+"""The rule of a push that a table's own optimizer applies."""
 
 
 class PushHead(NamedTuple):
@@ -89,7 +91,7 @@ class PushHead(NamedTuple):
 
 
 class PullHead(NamedTuple):
-    """A pull: `way` is how the client wants the data."""
+    """A pull: `way` is how the client wants the data. Behind it stand the ids, where rows of a table are meant."""
 
     key: int
     way: int
@@ -133,6 +135,7 @@ _FORMS = {
     Release: struct.Struct("<QQ"),
 }
 PUSH_BYTES = _FORMS[PushHead].size
+PULL_BYTES = _FORMS[PullHead].size
 DATA_BYTES = _FORMS[Data].size
 
 pack_push, pack_pull, pack_done, pack_data, pack_release = (form.pack for form in _FORMS.values())

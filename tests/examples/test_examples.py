@@ -301,6 +301,21 @@ def check_records(lines: list[str], n: int, epochs: int) -> None:
 
 
 @pytest.mark.usefixtures("threads_restored")
+def test_p15_the_rows_of_the_digits_are_the_same_for_any_ranks(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shortened(example, monkeypatch, capsys, epochs=6)
+    found = []
+    for n in (1, 2, 3):
+        run_ranks(n, example("ps_embedding").main)
+        lines = capsys.readouterr().out.splitlines()
+        found.append(next(line for line in lines if line.startswith("test accuracy")))
+        assert sum(int(line.split()[-2]) for line in lines if line.endswith(" rows")) > 800
+    assert accuracy_in(found[0]) >= 0.8
+    assert found[1:] == found[:1] * 2
+
+
+@pytest.mark.usefixtures("threads_restored")
 def test_n12_a_few_codecs_learn_the_digits(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

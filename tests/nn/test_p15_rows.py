@@ -209,6 +209,23 @@ async def test_p15_bytes_of_rows_are_counted(coll: Communicator) -> None:
     assert net.statistics().nbytes == 4 * (6 * 4 + 8)
 
 
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("scaled", [False, True])
+async def test_p15_rows_count_in_the_norm_that_is_clipped(coll: Communicator, trial: type[Trial], scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000) if scaled else None
+    net = await DataParallel.create(Words(), coll, clip_norm=0.05, scaler=scaler)
+    opt = sgd(net.parameters())
+    alone = Words(sparse=False)
+    theirs = sgd(alone.parameters())
+    for step in range(6):
+        await net.step(partial(loss_of, net, coll.rank, step), opt)
+        theirs.zero_grad()
+        torch.stack([loss_of(alone, rank, step) for rank in range(coll.size)]).mean().backward()
+        assert nn.utils.clip_grad_norm_(alone.parameters(), 0.05) > 0.05, "it is clipped"
+        theirs.step()
+    trial.assert_same(net, alone)
+
+
 @pytest.mark.ranks(2)
 async def test_p15_ranks_must_agree_on_what_is_sparse(coll: Communicator) -> None:
     with pytest.raises(aiodist.MismatchError, match=r"sparse gradients: weight on rank 0; .*none on rank 1"):

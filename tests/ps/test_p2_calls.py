@@ -28,6 +28,7 @@ def no_change(mine: Tensor, theirs: Tensor) -> None:
 
 CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "init": lambda ps: ps.init("new", full(0)),
+    "embedding": lambda ps: ps.embedding("rows", 3),
     "push": lambda ps: ps.push("w", full(1)),
     "pull": lambda ps: ps.pull("w"),
     "push_pull": lambda ps: ps.push_pull("w", full(1)),
@@ -38,7 +39,7 @@ CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "barrier": lambda ps: ps.barrier(),
     "free": lambda ps: ps.free("w"),
 }
-LOCAL = {"statistics", "pushing"}
+LOCAL = {"statistics", "pushing", "table_state", "load_table_state"}
 """`pushing` is a block; the rest say nothing to other ranks, or are for the registry of communicators."""
 
 

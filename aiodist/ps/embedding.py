@@ -1,0 +1,286 @@
+"""`Embedding`: a layer whose rows live on the servers: pulled for a batch, pushed back with their gradients."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from aiodist.handles import Handle
+from aiodist.ps.rows.grouping import GroupedIds
+from aiodist.ps.table import Table
+
+_LOOK_SECONDS = 1.0
+
+
+class _Batch:
+    """One batch that was prefetched: its rows are to be those after so many steps."""
+
+    __slots__ = ("__weakref__", "steps")
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+
+class _Fetch:
+    """The rows of one tensor of ids, on their way; `batch` is None where no push follows."""
+
+    __slots__ = ("batch", "chosen", "issued")
+
+    def __init__(self, chosen: GroupedIds, batch: _Batch | None) -> None:
+        self.chosen = chosen
+        self.batch = batch
+        self.issued: Future[Handle[Tensor]] = Future()
+
+    @property
+    def handle(self) -> Handle[Tensor] | None:
+        """The handle of a pull that is over and went well."""
+        if not self.issued.done() or self.issued.exception() is not None:
+            return None
+        handle = self.issued.result()
+        return handle if handle.done() and handle.outcome_error() is None else None
+
+
+class Embedding(nn.Module):
+    """Rows of `table` for ids of any shape: `(*ids.shape, dim)`, as `nn.Embedding`, beside any layers of torch.
+
+    ```python
+    words = Embedding(await ps.embedding("words", 64, optimizer=Adagrad(lr=0.1)))
+    net = await DataParallel.create(nn.Sequential(words, nn.Flatten(), nn.Linear(8 * 64, 2)), coll)
+    ahead = lambda batch: (words.prefetch(batch[0]), batch[1])  # asks for the rows of a batch while others train
+    async with aiodist.data.prefetch(loader, transform=ahead) as batches:
+        async for ids, y in batches:  # (n, 8), (n,)
+            loss = await net.step(lambda: loss_fn(net(ids), y), opt)  # the dense layers' optimizer
+    ```
+    `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
+    and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often
+    that used the layer (see `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for
+    pushes: a later forward raises what made one fail, or `ps.sync()`.
+
+    Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, but the last `staleness`.
+    With 0, training is that of one process on the joined batch: rows that were asked for early are sent as soon as the
+    last step is applied. With 1 they are sent a step earlier, so that a step rarely waits for rows, and may miss the
+    changes of the step before it. Under other consistencies rows are sent as they are when they are asked for, and
+    `staleness` says nothing. All workers must make equally many backward passes that use the layer.
+
+    The servers have the rows: they are not in its `state_dict`, and no parameters. A loss that is scaled scales what is
+    pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.run`, or on any but the loop's.
+
+    Raises TypeError for what is no `Table`, ValueError for a `staleness` below 0. `forward` raises as `Table.pull`, and
+    RuntimeError on the loop's thread, where it would have to wait.
+    """
+
+    def __init__(self, table: Table, *, staleness: int = 0) -> None:
+        super().__init__()
+        if not isinstance(table, Table):
+            raise TypeError(f"table is {type(table).__name__}: expected what `await ps.embedding(...)` returns")
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"staleness={staleness!r}: expected a number of steps, 0 or more")
+        self.table = table
+        self.staleness = staleness
+        self._lock = threading.Lock()
+        self._fetches = WeakTensorKeyDictionary()
+        self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
+        """Those that were prefetched and are not pushed yet, unless nobody has them any more."""
+        self._steps = 0
+        """Pushes that backward passes have begun."""
+        self._first_version = 0
+        """The version of the table before the first of them, as far as that is known."""
+        self._backward = -1
+        """The number that autograd has for the pass to which the gradients belong."""
+        self._gradients: list[tuple[_Fetch, Tensor]] = []
+        self._held: list[tuple[_Fetch, Tensor]] = []
+        """Those of passes that are over."""
+        self._accumulates = False
+        self._pushes: deque[Handle[None]] = deque()
+        self._error: Exception | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
+        """Return another layer of the same table: a copy of a model, as for an average of its weights, shares it."""
+        copied = type(self)(self.table, staleness=self.staleness)
+        return copied.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` says in brackets."""
+        return f"{self.table!r}, staleness={self.staleness}"
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def prefetch(self, *ids: Tensor) -> Any:  # noqa: ANN401
+        """Ask for the rows of the next batch, and return its ids: the tensor, or a tuple of those that were given.
+
+        From any thread, as in a `transform` of `aiodist.data.prefetch` with one worker. Several tensors of ids are of
+        one batch, and its backward pushes once. Raises as `Table.pull`. Cost: that of a pull.
+        """
+        groups = [self.table.group(one) for one in ids]
+        with self._lock:
+            batch = None
+            if self.training and torch.is_grad_enabled():
+                batch = _Batch(self._steps + len(self._batches))
+                self._batches.add(batch)
+            fetches = [_Fetch(group, batch) for group in groups]
+            self._fetches.update(zip(ids, fetches, strict=True))
+        for fetch in fetches:
+            self._issue(fetch, self._wanted(batch))
+        return ids[0] if len(ids) == 1 else ids
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids`, `(*ids.shape, dim)`."""
+        self._check()
+        fetch, rows = self._rows(ids)
+        places = fetch.chosen.places.view(ids.shape)
+        if self.training and torch.is_grad_enabled():
+            rows = rows.detach().requires_grad_()
+            rows.register_post_accumulate_grad_hook(partial(self._ready, fetch))
+        return F.embedding(places, rows)
+
+    def _rows(self, ids: Tensor) -> tuple[_Fetch, Tensor]:
+        """Return the rows that were asked for early; ask now where there are none, or where they are too old."""
+        with self._lock:
+            fetch = self._fetches.pop(ids, None)
+        if fetch is not None and not self._is_in_time(fetch):
+            fetch = _Fetch(fetch.chosen, fetch.batch)
+            self._issue(fetch, 0)
+        elif fetch is None:
+            fetch = _Fetch(self.table.group(ids), None)
+            self._issue(fetch, 0)
+        rows, version = self._wait(fetch)
+        if self._is_too_old(version):
+            fetch = _Fetch(fetch.chosen, fetch.batch)
+            self._issue(fetch, 0)
+            rows, version = self._wait(fetch)
+        return fetch, rows
+
+    def _is_too_old(self, version: int | None) -> bool:
+        """Return whether rows of this version miss pushes of this rank's that they should have."""
+        if version is None or not self.table.in_step:
+            return False
+        with self._lock:  # no read sees more steps than this rank has begun
+            self._first_version = max(self._first_version, version - self._steps)
+            return version < self._first_version + self._steps - self.staleness
+
+    def _is_in_time(self, fetch: _Fetch) -> bool:
+        """Return False for rows that wait for steps which this rank has not made: earlier batches had no backward."""
+        return fetch.batch is None or fetch.handle is not None or fetch.batch.steps <= self._steps + self.staleness
+
+    def _wanted(self, batch: _Batch | None) -> int:
+        """Return the version that the rows of a batch must have at least."""
+        if batch is None or not self.table.in_step:
+            return 0
+        return max(0, self._first_version + batch.steps - self.staleness)
+
+    def _issue(self, fetch: _Fetch, at_least: int) -> None:
+        """Pull, on the loop's thread: now where this is it, else behind what was left to it before."""
+
+        def pull() -> None:
+            try:
+                fetch.issued.set_result(self.table.pull_grouped(fetch.chosen, at_least=at_least).detach())
+            except Exception as error:  # noqa: BLE001  - raised where the rows are taken
+                fetch.issued.set_exception(error)
+
+        self.table.progress.on_loop(pull)
+
+    def _wait(self, fetch: _Fetch) -> tuple[Tensor, int | None]:
+        """Return the rows and their version, waiting for them."""
+        progress = self.table.progress
+        if progress.owns_thread() and not (fetch.issued.done() and fetch.issued.result().done()):
+            raise RuntimeError(
+                f"the rows of {self.table.name!r} are not there, and to wait for them would block the event loop: "
+                "call the model on a compute thread, as net.step and net.run do"
+            )
+        while True:
+            try:
+                handle = fetch.issued.result(_LOOK_SECONDS)
+                break
+            except TimeoutError:
+                if fetch.issued.done() or progress.loop.is_closed():
+                    raise
+        with progress.waiting():
+            while not handle.block(_LOOK_SECONDS):
+                if progress.loop.is_closed():
+                    raise RuntimeError(f"the event loop was closed while {handle} was under way")
+                if (left := handle.seconds_left()) is not None and left <= 0:
+                    handle.wait()  # tells who is late
+        return handle.result(), handle.version
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Return a block whose backward passes are one push, of the sum of their gradients, at its end.
+
+        ```python
+        with words.accumulating():
+            await net.step([first, second], opt)
+        ```
+        Raises RuntimeError for a block in another. When the block raises, nothing is pushed.
+        """
+        if self._accumulates:
+            raise RuntimeError("accumulating() in another such block: expected one")
+        self._accumulates = True
+        try:
+            yield
+            if self._held:
+                self._push_held()
+        finally:
+            self._accumulates = False
+            self._held = []
+
+    # --- gradients ---------------------------------------------------------------------------------------------
+
+    def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
+        """Backward has the gradient of these rows; what it has of others comes before it ends."""
+        gradient, rows.grad = rows.grad, None
+        assert gradient is not None
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # what another has left, it left when it raised
+            self._backward, self._gradients = backward, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+        self._gradients.append((fetch, gradient))
+
+    def _backward_over(self) -> None:
+        """Push the gradients of one backward pass, unless more are to come."""
+        self._held += self._gradients
+        self._gradients = []
+        if not self._accumulates:
+            self._push_held()
+
+    def _push_held(self) -> None:
+        gradients, self._held = self._held, []
+        with torch.no_grad():
+            chosen, values = self._joined(gradients)
+        with self._lock:
+            self._steps += 1
+            for fetch, _ in gradients:
+                if fetch.batch is not None:
+                    self._batches.discard(fetch.batch)
+        self.table.progress.on_loop(partial(self._push, chosen, values))
+
+    def _joined(self, gradients: list[tuple[_Fetch, Tensor]]) -> tuple[GroupedIds, Tensor]:
+        if len(gradients) == 1:
+            (fetch, values), *_ = gradients
+            return fetch.chosen, values
+        chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
+        return chosen, chosen.sum(torch.cat([values for _, values in gradients]))
+
+    def _push(self, chosen: GroupedIds, values: Tensor) -> None:
+        try:
+            self._pushes.append(self.table.push_grouped(chosen, values).detach())
+        except Exception as error:  # noqa: BLE001  - raised by the next forward
+            self._error = self._error or error
+
+    def _check(self) -> None:
+        """Raise what made a push fail; forget those that went well."""
+        while self._pushes and self._pushes[0].done():
+            self._pushes.popleft().result()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

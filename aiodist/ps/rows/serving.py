@@ -1,0 +1,82 @@
+"""How a server answers reads of rows: it gathers them, and sends what it gathered."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from aiodist.ps.answers import Answers
+from aiodist.ps.coalescer import keep
+from aiodist.ps.context import Context
+from aiodist.ps.requests import Pulling
+from aiodist.ps.rows.packing import ids_in
+from aiodist.ps.rows.shard import TableShard
+from aiodist.ps.wire import Kind, Way, as_bytes, pack_data
+
+
+class RowServing:
+    """Every method runs with the transport lock held, unless it says otherwise."""
+
+    def __init__(self, context: Context, answers: Answers) -> None:
+        self._context = context
+        self._answers = answers
+
+    def serve(self, shard: TableShard, pull: Pulling, version: int) -> None:
+        """Let the client have the rows that it asks for, as they are now."""
+        if pull.client in self._context.gone:
+            return
+        found: list[tuple[Tensor, bool]] = []
+        shard.hold(pull)
+
+        def gather() -> None:
+            found.append(self._gathered(shard, pull))
+
+        def gathered(error: BaseException | None) -> None:
+            if error is not None:
+                self._answers.refuse(pull, error)
+            elif pull.client not in self._context.gone:
+                self._send(shard, pull, version, *found[0])
+            shard.read_over(pull)
+
+        assert pull.rows is not None
+        nbytes = pull.rows.nbytes // 8 * shard.spec.row_bytes
+        if shard.busy:  # a read that waits for no step
+            self._context.service.run(gather, gathered)
+        else:
+            self._context.service.do(nbytes, gather, gathered)
+
+    def _gathered(self, shard: TableShard, pull: Pulling) -> tuple[Tensor, bool]:
+        """Return the rows, or a code of them, flat; in any thread."""
+        assert pull.rows is not None
+        with torch.inference_mode(False), torch.no_grad():
+            ids = ids_in(pull.rows, shard.spec)
+            shard.check_mine(ids)
+            rows = torch.empty(ids.numel(), shard.spec.dim, dtype=shard.spec.dtype)
+            shard.store.read(ids, rows)
+        counts = self._context.counts
+        counts["served"] += 1
+        counts["served_bytes"] += rows.nbytes
+        codec = self._context.pull_codec
+        if codec is None or not shard.spec.coded or pull.way == Way.OWN:
+            return rows.view(-1), False
+        began = perf_counter()
+        code = codec.encode(rows.view(-1))
+        counts["encode_seconds"] += perf_counter() - began
+        return code, True
+
+    def _send(self, shard: TableShard, pull: Pulling, version: int, t: Tensor, coded: bool) -> None:
+        coalescer = self._context.coalescer
+        own = pull.way == Way.OWN and t.nbytes > 0
+        inline = not own and t.nbytes <= coalescer.inline_bytes
+        way = Way.OWN if own else Way.INLINE if inline else Way.MESSAGE
+        head = pack_data(pull.number, version, way, coded, t.nbytes, 0, shard.key)
+        if own:
+            shard.show(pull, t)
+        else:
+            self._context.counts["served_sent_bytes"] += t.nbytes
+        coalescer.put(pull.client, Kind.DATA, head, as_bytes(t) if inline else b"")
+        if way == Way.MESSAGE:
+            coalescer.send(t.view(torch.uint8), pull.client, pull.number, partial(keep, t))

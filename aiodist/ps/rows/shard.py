@@ -1,0 +1,198 @@
+"""A table among the shards of a server: the orders are those of any tensor, what they change is rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiodist.ps.answers import Answers
+from aiodist.ps.consistency import Machine
+from aiodist.ps.context import Context
+from aiodist.ps.requests import Change, Pulling, Pushing
+from aiodist.ps.rows.hashing import owners
+from aiodist.ps.rows.packing import rows_in, unpack_ids
+from aiodist.ps.rows.spec import TableSpec
+from aiodist.ps.rows.store import RowStore
+from aiodist.ps.rules import RULES
+from aiodist.ps.service import LIGHT_BYTES
+from aiodist.ps.shard import Shard
+from aiodist.ps.wire import TABLE, Stage
+
+COPY, ADD = RULES["copy"], RULES["add"]
+
+
+class RowPiece(NamedTuple):
+    """One push of a step: rows, each there once, that are applied `how`."""
+
+    how: object
+    ids: Tensor
+    values: Tensor
+    """`(len(ids), dim)`, of the table's dtype; they are only read."""
+    factor: float
+
+
+class TableShard(Shard):
+    """What one server has of one table; every method runs with the transport lock held, unless it says otherwise.
+
+    Each server has the rows that `owners` says. A push tells every server, one without rows too, so that all of them go
+    through the same versions, by the orders of the one that leads.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        answers: Answers,
+        serve: Callable[[Any, Pulling, int], None],
+        unseen: Callable[[int], object],
+        call: dict[str, Any],
+        machine: Machine | None,
+    ) -> None:
+        """As a `Shard`; `call` says too what the rows are."""
+        super().__init__(context, answers, serve, unseen, call, torch.empty(0, dtype=torch.uint8), machine)
+        self.spec = TableSpec.from_json(call["table"])
+        self.store = RowStore(self.spec)
+        self._own = list(call["servers"]).index(context.rank)
+        self._count = len(call["servers"])
+
+    def mine(self, ids: Tensor) -> Tensor:
+        """Return which of `ids` are this server's, as bools; from any thread."""
+        return owners(ids, self._count) == self._own
+
+    def check_mine(self, ids: Tensor) -> None:
+        """Raise ValueError unless all of `ids` are this server's; from any thread."""
+        if self._count > 1 and not bool(self.mine(ids).all()):
+            raise ValueError(f"ids that belong to other servers than {self._context.rank}")
+
+    def show(self, pull: Pulling, rows: Tensor) -> None:
+        """Let the client of this very rank look at `rows` until it says `RELEASE`."""
+        self._lookers[(pull.client, pull.number)] = rows
+
+    def shown(self, client: int, number: int) -> Tensor:
+        """Return what that client was let look at."""
+        return self._lookers[(client, number)]
+
+    @property
+    def busy(self) -> bool:
+        """The service thread changes it just now."""
+        return self._busy
+
+    def hold(self, request: Pulling) -> None:
+        """Change no row until `read_over`, in a lock-free read too: growing tensors move."""
+        self._readers.add((request.client, request.number))
+
+    def read_over(self, request: Pulling) -> None:
+        """The rows that it reads are gathered."""
+        self._readers.discard((request.client, request.number))
+        self.advance()
+        self._release()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the rows and of what the optimizer keeps."""
+        return self.store.state_dict()
+
+    def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
+        """Take those rows of a state that are this server's; raises as `RowStore.load_state_dict`."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.store.load_state_dict(given, self.mine)
+
+    # --- applying ----------------------------------------------------------------------------------------------
+
+    def _fill(self, request: Pushing) -> None:
+        """Rows have their first values by themselves: this says that the table is there."""
+        self._answers.recycle(request)
+        self._answers.done(request, Stage.APPLIED, 0)
+
+    def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
+        return False
+
+    def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
+        """Return whether it is done in no time: few bytes, and no growing."""
+        nbytes = sum(push.value.nbytes for push, _ in pushes if push.value is not None)
+        return nbytes <= LIGHT_BYTES and self.store.has_room(nbytes // self.spec.row_bytes + 1)
+
+    def _compute_one(self, push: Pushing) -> None:
+        self._compute([(push, 1.0)])
+
+    def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
+        """Change the rows by all pushes of a step, in any thread."""
+        if not pushes:
+            return
+        pieces = [self._piece(push, weight) for push, weight in pushes]
+        began = perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            for together in _grouped(pieces):
+                self._apply_pieces(together)
+        self._context.counts["step_seconds"] += perf_counter() - began
+
+    def _piece(self, push: Pushing, weight: float) -> RowPiece:
+        """Return what was pushed, checked."""
+        assert push.value is not None
+        ids, rest = unpack_ids(push.value, self.spec)
+        self.check_mine(ids)
+        how: object = self.store.optimizer
+        if push.rule != TABLE:
+            how = self._context.rules[push.rule]
+        if how not in (COPY, ADD, self.store.optimizer) or how is None:
+            raise ValueError(f"rule {push.rule} on the table {self.name!r}: expected add, copy or its optimizer")
+        values = self._decoded(rest, ids.numel()) if push.coded else rows_in(rest, ids.numel(), self.spec)
+        return RowPiece(how, ids, values, push.alpha if how is COPY else weight * push.alpha)
+
+    def _decoded(self, code: Tensor, count: int) -> Tensor:
+        codec = self._context.codec
+        if codec is None:
+            raise ValueError("a code of rows, and no codec: expected rows")
+        began = perf_counter()
+        values = codec.decode(code, self.spec.dtype, count * self.spec.dim)
+        self._context.counts["decode_seconds"] += perf_counter() - began
+        return values.view(count, self.spec.dim)
+
+    def _apply_pieces(self, pieces: Sequence[RowPiece]) -> None:
+        """Apply pieces of one kind: their sum, or of copies the last of each row."""
+        how = pieces[0].how
+        if how is COPY:
+            for piece in pieces:
+                self.store.copy(piece.ids, piece.values * piece.factor if piece.factor != 1 else piece.values)
+            return
+        ids, total = _summed(pieces, self.spec.dim)
+        if how is ADD:
+            self.store.add(ids, total)
+        else:
+            self.store.step(ids, total)
+
+    def _change(self, request: Change) -> None:
+        try:
+            self.spec.check_settings(request.settings, self.name)
+            if self.store.optimizer is not None:
+                self.store.optimizer.configure(request.settings)
+        except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
+            self._answers.refuse(request, error)
+        else:
+            self._answers.answer(request.client, request.number)
+
+
+def _grouped(pieces: Sequence[RowPiece]) -> list[list[RowPiece]]:
+    """Return runs of pieces that are applied in the same way, in order."""
+    runs: list[list[RowPiece]] = []
+    for piece in pieces:
+        if runs and runs[-1][0].how is piece.how:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _summed(pieces: Sequence[RowPiece], dim: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of all pieces, each once, and the sum of their rows, in the order of pieces, in new memory."""
+    if len(pieces) == 1:
+        return pieces[0].ids, pieces[0].values * pieces[0].factor
+    ids, places = torch.cat([piece.ids for piece in pieces]).unique(return_inverse=True)
+    total = pieces[0].values.new_zeros(ids.numel(), dim)
+    for piece, at in zip(pieces, places.split([piece.ids.numel() for piece in pieces]), strict=True):
+        total.index_add_(0, at, piece.values, alpha=piece.factor)
+    return ids, total
