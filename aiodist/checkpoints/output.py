@@ -1,0 +1,85 @@
+"""The file of one rank while it is written: each part is checked and written on the thread for files."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from torch import Tensor
+
+from aiodist.checkpoints.folders import write_all
+from aiodist.checkpoints.manifest import FileFacts
+from aiodist.checkpoints.safetensors_file import Entry, Layout
+
+
+class Output:
+    """Writes `layout`, of which `buffer` has the tensors as bytes; all but `close` runs on the thread for files.
+
+    Both the checksum of a part and its writing leave the GIL alone.
+    """
+
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self._layout = layout
+        self._data = memoryview(buffer.numpy())
+        self._at = 0
+        self._number = 0
+        self._crcs = [0] * len(layout.entries)
+        self._fd: int | None = None
+        self._closed = False
+        self._lock = Lock()
+        """Held while the file is used: it may be given up meanwhile."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self._layout.nbytes - len(self._layout.header)
+
+    def open(self, path: Path) -> None:
+        """Make the file, which must not be there, and write its header."""
+        with self._lock:
+            if not self._closed:
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                write_all(self._fd, memoryview(self._layout.header))
+
+    def write(self, nbytes: int) -> None:
+        """Write the next `nbytes` of the tensors, or what is left of them."""
+        with self._lock:
+            if self._fd is not None:
+                stop = min(self._at + nbytes, self.nbytes)
+                self._check(stop)
+                write_all(self._fd, self._data[self._at : stop])
+                self._at = stop
+
+    def _check(self, stop: int) -> None:
+        """Add the bytes up to `stop` to the checksums of their tensors."""
+        at, header = self._at, len(self._layout.header)
+        while self._number < len(self._crcs):
+            entry = self._layout.entries[self._number]
+            end = min(stop, entry.offset - header + entry.nbytes)
+            self._crcs[self._number] = zlib.crc32(self._data[at:end], self._crcs[self._number])
+            at = end
+            if end < entry.offset - header + entry.nbytes:
+                break
+            self._number += 1
+
+    def sync(self) -> None:
+        """Return when all is on the disk."""
+        with self._lock:
+            if self._fd is not None:
+                os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file, if it was made; it is not used any more."""
+        with self._lock:
+            fd, self._fd, self._closed = self._fd, None, True
+            if fd is not None:
+                os.close(fd)
+
+    def facts(self) -> tuple[FileFacts, list[Entry]]:
+        """Return what the manifest says of the file, which is written."""
+        header = self._layout.header
+        entries = [replace(entry, crc=crc) for entry, crc in zip(self._layout.entries, self._crcs, strict=True)]
+        return FileFacts(self._layout.nbytes, len(header), zlib.crc32(header)), entries

@@ -1,0 +1,149 @@
+"""What writes and reads the checkpoints of one communicator: one after the other, beside the steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aiodist.communicator import Communicator
+from aiodist.errors import CommunicatorAborted
+from aiodist.handles import Handle, Lane, Origin, Progress, Scheduler
+from aiodist.streams import HostStream
+
+T = TypeVar("T")
+
+_PRIORITY = -10
+_LOOK_SECONDS = 0.5
+
+
+class Writer:
+    """The checkpoints of one communicator, on this rank; made at the first, it ends with its communicator.
+
+    It owns a duplicate of the communicator, the thread for files, and the memory into which shares are copied.
+    """
+
+    def __init__(self, coll: Communicator) -> None:
+        self.parent = coll
+        self.lane: Lane = Scheduler.current().lane(f"files {coll.name}", _PRIORITY)
+        self.progress = Progress.current()
+        self.buffers = Buffers(self.progress)
+        self.coll: Communicator
+        self.stream: HostStream
+        registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
+        self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: asyncio.Task[None] | None = None
+        self._seq = 0
+
+    @classmethod
+    def of(cls, coll: Communicator) -> Writer:
+        """Return that of `coll`, made at first use: collective then. On the loop's thread."""
+        known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
+        if coll not in known:
+            known[coll] = cls(coll)
+        return known[coll]
+
+    def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
+        """Return the handle of `job`, which begins when all that was asked before is over."""
+        self.parent.parts.dispatcher.check_usable()
+        account = self.parent.parts.dispatcher.account
+        handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
+        handle.polled = False
+        self._seq += 1
+        task = asyncio.get_running_loop().create_task(
+            self._do(job, handle, self._last), name=f"{self.parent.name}: {op}"
+        )
+        self._last = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    async def _do(self, job: Callable[[], Awaitable[T]], handle: Handle[T], before: asyncio.Task[None] | None) -> None:
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            await self._made
+            result = await job()
+        except asyncio.CancelledError:
+            why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
+            handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            handle.reject(error)
+        else:
+            handle.resolve(result)
+
+    async def _open(self, name: str) -> None:
+        """Make the duplicate; from then on its communicator does not close before this is closed."""
+        everybody = tuple(range(self.parent.size))
+        self.coll = await self.parent.parts.registry.join(self.parent, name, everybody, shared=False)
+        self.stream = HostStream(f"files {self.coll.name}")
+        await self.stream.__aenter__()
+        self.coll.admit(self)
+
+    # --- a guest of its communicator ------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Finish what was asked for."""
+        self._forgotten()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.stream.aclose()
+
+    def abort(self) -> None:
+        """Give up what is under way: nothing of it becomes a checkpoint."""
+        self._forgotten()
+        self.buffers.release()
+        for task in self._tasks:
+            task.cancel()
+        self.stream.abort()
+
+    def _forgotten(self) -> None:
+        self.progress.belongings[Writer].pop(self.parent, None)
+
+    def __repr__(self) -> str:
+        return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
+
+
+class Buffers:
+    """The memory that shares are copied into: one buffer, which a save borrows until it is written."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._free.put(torch.empty(0, dtype=torch.uint8))
+        self._given_up = False
+
+    def borrow(self, nbytes: int) -> Tensor:
+        """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
+        while True:
+            with suppress(Empty):
+                return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
+            if self._progress.loop.is_closed() or self._given_up:
+                raise RuntimeError("the checkpoint before was given up")
+
+    def borrow_nowait(self, nbytes: int) -> Tensor:
+        """Return `nbytes` of memory, new where the save before is not written."""
+        try:
+            return self._sized(self._free.get_nowait(), nbytes)
+        except Empty:
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    @staticmethod
+    def _sized(buffer: Tensor, nbytes: int) -> Tensor:
+        fits = nbytes <= buffer.numel() <= 2 * nbytes
+        return buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """It is written, or never will be."""
+        if self._free.empty():
+            self._free.put(buffer)
+
+    def release(self) -> None:
+        """Nobody writes any more: whoever waits for memory need not."""
+        self._given_up = True
