@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader, an optimizer, a scheduler: what gives and takes its state."""
-
-    def state_dict(self) -> Any:  # noqa: ANN401
-        """Return all of its state."""
-
-    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
-        """Take that state."""
-
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 

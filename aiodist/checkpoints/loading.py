@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import exchange
-from aiodist.checkpoints.parts import Given, Net, Part, Pending
+from aiodist.checkpoints.giving import Given, Targets
+from aiodist.checkpoints.parts import Net, Part, Pending
 from aiodist.checkpoints.pieces import InPieces, Piece
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.saving import ranks_of
@@ -50,24 +51,23 @@ def load(
     """Return the handle of loading the newest sound checkpoint in `path`."""
     coll, _ = ranks_of(net, parts, own, coll)
     writer = Writer.of(coll)
-    return writer.later("load", _Load(Path(path), [net, *parts], own, writer).run)
+    return writer.later("load", _Load(Path(path), Targets([cast(Part, net), *parts], own), writer).run)
 
 
 class _Load:
     """One call of `load`, on one rank."""
 
-    def __init__(self, path: Path, parts: Sequence[Any], own: Sequence[object], writer: Writer) -> None:
+    def __init__(self, path: Path, targets: Targets, writer: Writer) -> None:
         self._path = path
-        self._parts = parts
-        self._own = own
+        self._targets = targets
         self._writer = writer
 
     async def run(self) -> Checkpoint:
         """Read, and then give everything its state."""
-        coll, what = self._writer.coll, f"loading {self._path}"
-        wanted = await self._together(what, partial(self._compute, self._wanted))
-        folder, given, ranks = await self._newest(wanted, what)
-        await self._together(what, partial(self._compute, given.give, self._parts[0], self._parts, wanted, self._own))
+        coll, what, targets = self._writer.coll, f"loading {self._path}", self._targets
+        targets.wanted = await self._together(what, partial(self._compute, self._wanted))
+        folder, given, ranks = await self._newest(what)
+        await self._together(what, partial(self._compute, given.give, targets))
         await self._together(what, partial(self._give_loaders, given))
         if ranks != coll.size and coll.rank == 0:
             _log.info("%s is of %d ranks, loaded by %d: random states stay as they are", folder, ranks, coll.size)
@@ -87,20 +87,20 @@ class _Load:
 
     async def _compute(self, fn: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
         """Return `fn(*args)`, called where the parts are computed."""
-        net = self._parts[0]
+        net = self._targets.parts[0]
         if isinstance(net, Net):
             value: T = await net.run(fn, *args)
             return value
         return fn(*args)
 
     def _wanted(self) -> list[dict[str, Piece]]:
-        for part in self._parts:
+        for part in self._targets.parts:
             if isinstance(part, Pending):
                 part.make_updates()
-        return [part.wanted() if isinstance(part, InPieces) else {} for part in self._parts]
+        return [part.wanted() if isinstance(part, InPieces) else {} for part in self._targets.parts]
 
     async def _candidates(self, what: str) -> list[Path]:
-        """Return the checkpoints that rank 0 sees, the newest first; raise FileNotFoundError on all where it sees none."""
+        """Return the checkpoints that rank 0 sees, the newest first; all raise FileNotFoundError where it sees none."""
         coll, stream = self._writer.coll, self._writer.stream
         found: list[Path] = []
         missing = error = None
@@ -116,7 +116,7 @@ class _Load:
             raise FileNotFoundError(missing)
         return found
 
-    async def _newest(self, wanted: list[dict[str, Piece]], what: str) -> tuple[Path, Given, int]:
+    async def _newest(self, what: str) -> tuple[Path, Given, int]:
         """Return the newest checkpoint that all ranks find sound, and what it has for this one.
 
         The others are told in the log; where none is sound, all ranks raise what they found in the newest.
@@ -126,7 +126,7 @@ class _Load:
         for folder in candidates:
             given, damage, error = None, None, None
             try:
-                given = await self._writer.stream.submit(self._read, folder, wanted)
+                given = await self._writer.stream.submit(self._read, folder)
             except CheckpointDamaged as raised:
                 damage = str(raised)
             except Exception as raised:  # noqa: BLE001  - told to all
@@ -144,10 +144,10 @@ class _Load:
             damaged.add_note(f"and an older one: {other}")
         raise damaged
 
-    def _read(self, folder: Path, wanted: Sequence[dict[str, Piece]]) -> tuple[Given, int]:
+    def _read(self, folder: Path) -> tuple[Given, int]:
         with Reader(folder) as reader:
             coll = self._writer.coll
-            return Given.read(reader, self._parts, wanted, (coll.rank, coll.size)), len(reader.manifest.files)
+            return Given.read(reader, self._targets, coll.rank, coll.size), len(reader.manifest.files)
 
     async def _give_loaders(self, given: Given) -> None:
-        given.give_loaders(self._own, self._writer.coll.rank)
+        given.own.give_loaders(self._targets.own)

@@ -141,7 +141,7 @@ def _check_blocks(name: str, shape: tuple[int, ...], blocks: Sequence[Block | No
         raise ValueError(f"tensor {name!r}: its blocks do not fill it once")
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------------
 
 
 def _described(pieces: Sequence[Stored]) -> Json:
@@ -154,7 +154,7 @@ def _described(pieces: Sequence[Stored]) -> Json:
     return {"dtype": first.dtype, "shape": list(first.shape), "pieces": rows}
 
 
-# --- reading: nothing that a file says is used before it was checked ------------------------------------------------------
+# --- reading: nothing that a file says is used before it was checked --------------------------------------------------
 
 
 def _content(data: bytes) -> dict[str, Any]:

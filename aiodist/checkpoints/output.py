@@ -7,6 +7,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from time import thread_time
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ class Output:
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self._layout = layout
-        self._data = memoryview(buffer.numpy())
+        self._data = buffer.numpy().data
         self._at = 0
         self._number = 0
         self._crcs = [0] * len(layout.entries)
@@ -44,14 +45,16 @@ class Output:
                 self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 write_all(self._fd, memoryview(self._layout.header))
 
-    def write(self, nbytes: int) -> None:
-        """Write the next `nbytes` of the tensors, or what is left of them."""
+    def write(self, nbytes: int) -> float:
+        """Write the next `nbytes` of the tensors, or what is left of them; return the seconds of CPU that it took."""
+        began = thread_time()
         with self._lock:
             if self._fd is not None:
                 stop = min(self._at + nbytes, self.nbytes)
                 self._check(stop)
                 write_all(self._fd, self._data[self._at : stop])
                 self._at = stop
+        return thread_time() - began
 
     def _check(self, stop: int) -> None:
         """Add the bytes up to `stop` to the checksums of their tensors."""

@@ -53,7 +53,7 @@ class Reader:
             raise CheckpointDamaged(f"{path} has {nbytes} bytes: expected {facts.nbytes}")
         header = torch.empty(facts.header, dtype=torch.uint8)
         self._fill(rank, 0, header)
-        if zlib.crc32(memoryview(header.numpy())) != facts.crc:
+        if zlib.crc32(header.numpy().data) != facts.crc:
             raise CheckpointDamaged(f"{path}, bytes 0 to {facts.header}: the header is not as it was written")
 
     # --- tensors ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Reader:
         return flat.view(first.shape)
 
     def part(self, name: str, start: int, numel: int) -> Tensor:
-        """Return elements `start` … `start + numel` of the tensor, made flat; it was written in pieces, not in blocks."""
+        """Return elements `start` … `start + numel` of the tensor, made flat."""
         pieces = self.manifest.tensors[name]
         out = torch.empty(numel, dtype=DTYPES[pieces[0].entry.dtype])
         if any(piece.entry.block is not None for piece in pieces):
@@ -103,7 +103,7 @@ class Reader:
             return
         raw = into.view(torch.uint8)
         self._fill(piece.file, entry.offset, raw)
-        if zlib.crc32(memoryview(raw.numpy())) != entry.crc:
+        if zlib.crc32(raw.numpy().data) != entry.crc:
             raise CheckpointDamaged(
                 f"{self.folder / file_name(piece.file)}, bytes {entry.offset} to {entry.offset + entry.nbytes}: "
                 f"tensor {entry.name!r} is not as it was written (its CRC-32 differs)"
@@ -111,7 +111,7 @@ class Reader:
         self._read.add((piece.file, entry.offset))
 
     def _fill(self, rank: int, offset: int, raw: Tensor) -> None:
-        data = memoryview(raw.numpy())
+        data = raw.numpy().data
         path = self.folder / file_name(rank)
         while data:
             try:

@@ -1,7 +1,7 @@
 """The file of one rank, in the format of safetensors: where its tensors lie, and its header.
 
-Eight bytes, little-endian: the length of the header. The header: JSON, with spaces up to a multiple of eight bytes. Then
-the tensors, one behind the other, little-endian, the largest elements first, so that each is aligned to its elements.
+Eight bytes, little-endian: the length of the header. The header: JSON, with spaces up to a multiple of eight bytes.
+Then the tensors, one behind the other, little-endian, the largest elements first, so that each is aligned to its own.
 Source: huggingface.co/docs/safetensors.
 """
 

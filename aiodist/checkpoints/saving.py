@@ -10,21 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import check_alike, digest, exchange
 from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.manifest import MANIFEST, FileFacts, Manifest, Stored, file_name, pieces_of
 from aiodist.checkpoints.output import Output
-from aiodist.checkpoints.parts import Net, Part, Taken, check_parts, own_loaders, own_name, own_states
+from aiodist.checkpoints.own import check_own, own_loaders, own_states
+from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
 from aiodist.checkpoints.safetensors_file import Entry, Layout, copy_into, lay_out
 from aiodist.checkpoints.values import Json, encode
 from aiodist.checkpoints.writer import Writer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 def save(
@@ -54,7 +55,8 @@ def ranks_of(
 
     Raises `TypeError` for parts that have no state, or no communicator; `ValueError` for one that is too small.
     """
-    check_parts([net, *parts], own)
+    check_parts([net, *parts])
+    check_own(own)
     mine = net.coll if isinstance(net, Net) else None
     coll = mine if coll is None else coll
     if not isinstance(coll, Communicator):
@@ -190,7 +192,8 @@ class _Save:
             await stream.submit(output.open, file)
             for at in range(0, output.nbytes, _CHUNK):
                 with await writer.lane.acquire(min(_CHUNK, output.nbytes - at)):
-                    await stream.submit(output.write, _CHUNK)
+                    seconds = await stream.submit(output.write, _CHUNK)
+                await writer.rest(seconds)
             await stream.submit(output.sync)
         finally:
             output.close()

@@ -42,8 +42,8 @@ def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0)
         return value if math.isfinite(value) else {"float": str(value)}
     if depth > _DEEPEST:
         raise TypeError(f"{path}: nested more than {_DEEPEST} deep")
-    if type(value) in (list, tuple):
-        each = [encode(v, f"{path}/{i}", tensors, depth + 1) for i, v in enumerate(value)]  # type: ignore[arg-type]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        each = [encode(v, f"{path}/{i}", tensors, depth + 1) for i, v in enumerate(value)]
         return each if type(value) is list else {"tuple": each}
     if isinstance(value, dict):
         return _encoded_dict(value, path, tensors, depth)
@@ -104,7 +104,7 @@ def _kept(t: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(said: Json, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
-    """Return the value that `encode` has said so; `tensor` gives tensors by name. Raises `ValueError` for other JSON."""
+    """Return the value that `encode` has said so; `tensor` finds tensors by name. Raises `ValueError` for other JSON."""
     if said is None or isinstance(said, bool | int | float | str):
         return said
     if isinstance(said, list):

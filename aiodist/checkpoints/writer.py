@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from threading import get_ident
 from typing import TypeVar
 
 import torch
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 _PRIORITY = -10
 _LOOK_SECONDS = 0.5
+_REST = 14.0
+"""How long the thread for files rests behind each part, in times that it took."""
 
 
 class Writer:
@@ -35,6 +39,8 @@ class Writer:
         self.buffers = Buffers(self.progress)
         self.coll: Communicator
         self.stream: HostStream
+        self._thread = 0
+        self._crowded = False
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
         self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,6 +91,14 @@ class Writer:
         self.stream = HostStream(f"files {self.coll.name}")
         await self.stream.__aenter__()
         self.coll.admit(self)
+        self._thread = await self.stream.submit(get_ident)
+        self._crowded = len(os.sched_getaffinity(0)) < 2 * self.coll.local_size
+
+    async def rest(self, seconds: float) -> None:
+        """Leave the cores to the steps, after `seconds` of work, if there are too few for both and a step is made."""
+        busy = self.progress.computing - {self._thread}
+        if self._crowded and busy and not self.buffers.wanted:
+            await asyncio.sleep(seconds * _REST)
 
     # --- a guest of its communicator ------------------------------------------------------------------------------
 
@@ -118,14 +132,20 @@ class Buffers:
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         self._free.put(torch.empty(0, dtype=torch.uint8))
         self._given_up = False
+        self.wanted = False
+        """A step waits for memory."""
 
     def borrow(self, nbytes: int) -> Tensor:
         """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
-        while True:
-            with suppress(Empty):
-                return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
-            if self._progress.loop.is_closed() or self._given_up:
-                raise RuntimeError("the checkpoint before was given up")
+        self.wanted = True
+        try:
+            while True:
+                with suppress(Empty):
+                    return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
+                if self._progress.loop.is_closed() or self._given_up:
+                    raise RuntimeError("the checkpoint before was given up")
+        finally:
+            self.wanted = False
 
     def borrow_nowait(self, nbytes: int) -> Tensor:
         """Return `nbytes` of memory, new where the save before is not written."""

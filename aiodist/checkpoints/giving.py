@@ -1,0 +1,113 @@
+"""What was read of a checkpoint, and how a net, optimizers and the like take it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from aiodist.checkpoints.blocks import Cuts
+from aiodist.checkpoints.manifest import MANIFEST
+from aiodist.checkpoints.own import OwnState
+from aiodist.checkpoints.parts import Part, name_of, pieces_name
+from aiodist.checkpoints.pieces import InPieces, Piece
+from aiodist.checkpoints.reading import Reader
+from aiodist.checkpoints.values import Json, decode
+from aiodist.errors import CheckpointDamaged
+
+
+class PartsDiffer(ValueError):
+    """The checkpoint is sound, but of something else."""
+
+
+@dataclass
+class Given:
+    """What was read, for one rank: nothing of it is in use yet."""
+
+    states: list[Any]
+    """Of each part, or the rest of one in pieces."""
+    pieces: list[dict[str, Tensor]]
+    extra: Any
+    own: OwnState
+
+    @classmethod
+    def read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Given:
+        """Read what `rank` of `size` needs, and check what no rank does.
+
+        Raises `CheckpointDamaged`, and `ValueError` where the checkpoint is of other parts.
+        """
+        try:
+            return cls._read(reader, targets, rank, size)
+        except (PartsDiffer, CheckpointDamaged):
+            raise
+        except (ValueError, KeyError, RecursionError) as error:  # a manifest that nobody here wrote
+            raise CheckpointDamaged(f"{reader.folder / MANIFEST}: {error}") from error
+
+    @classmethod
+    def _read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Given:
+        said = reader.manifest.parts
+        _check_number(reader, "parts", len(said), len(targets.parts))
+        own = OwnState.read(reader.manifest.own, reader.tensor, rank, size)
+        _check_number(reader, "objects of a rank's own", own.count(), len(targets.own))
+        cuts = Cuts.of(targets.parts[0])
+        states, pieces = [], []
+        for number, part in enumerate(targets.parts):
+            states.append(_state(number, part, said[number], cuts, reader))
+            wanted = targets.wanted[number].items()
+            pieces.append({key: _piece(reader, pieces_name(number, key), piece) for key, piece in wanted})
+        extra = decode(reader.manifest.extra, reader.tensor)
+        reader.check_rest(rank, size)
+        return cls(states, pieces, extra, own)
+
+    def give(self, targets: Targets) -> None:
+        """Have all but loaders go on from it; where they are computed."""
+        each = zip(targets.parts, targets.wanted, self.states, self.pieces, strict=True)
+        for part, wanted, state, pieces in each:
+            if isinstance(part, InPieces):
+                for key, target in wanted.items():
+                    target.tensor.detach().copy_(pieces[key].view(target.tensor.shape))
+                part.load_rest(state)
+            else:
+                part.load_state_dict(state)
+        self.own.give(targets.parts[0], targets.own)
+
+
+@dataclass
+class Targets:
+    """What takes the state."""
+
+    parts: Sequence[Part]
+    own: Sequence[object]
+    wanted: Sequence[dict[str, Piece]] = ()
+    """Of each part in pieces those that this rank has now; none of others."""
+
+
+def _check_number(reader: Reader, what: str, seen: int, expected: int) -> None:
+    if seen != expected:
+        raise PartsDiffer(f"{reader.folder} has {seen} {what}: expected {expected}, which are to be loaded")
+
+
+def _state(number: int, part: Part, said: Json, cuts: Cuts, reader: Reader) -> Any:  # noqa: ANN401
+    if not isinstance(said, dict) or len(said.keys() & {"state", "rest"}) != 1:
+        raise ValueError(f"{name_of(number)} is {str(said)[:40]}: expected a state, or the rest of one")
+    if isinstance(part, InPieces) is not ("rest" in said):
+        kinds = ("in pieces", "whole") if "rest" in said else ("whole", "in pieces")
+        raise PartsDiffer(f"{reader.folder}: {name_of(number)} was saved {kinds[0]}, and is {kinds[1]} here")
+    if isinstance(part, InPieces):
+        return decode(said["rest"], reader.tensor)
+    state = decode(said["state"], reader.tensor)
+    if "versions" in said:
+        state = OrderedDict(state)
+        state._metadata = decode(said["versions"], reader.tensor)  # type: ignore[attr-defined]
+    return cuts.cut(part, state)
+
+
+def _piece(reader: Reader, name: str, piece: Piece) -> Tensor:
+    pieces = reader.manifest.tensors.get(name)
+    if pieces is None or pieces[0].entry.shape != tuple(piece.shape):
+        seen = "is not there" if pieces is None else f"has shape {list(pieces[0].entry.shape)}"
+        raise PartsDiffer(f"{reader.folder}: {name!r} {seen}: expected shape {list(piece.shape)}")
+    return reader.part(name, piece.start, piece.tensor.numel())
