@@ -60,7 +60,7 @@ def difference(theirs: Json, mine: Json, path: str = "") -> tuple[str, str, str]
     if type(theirs) is type(mine) and isinstance(theirs, dict):
         for key in [*theirs, *(key for key in mine if key not in theirs)]:
             if key not in theirs or key not in mine:
-                return f"{path}/{key}", *("there" if key in each else "missing" for each in (theirs, mine))  # type: ignore[return-value]
+                return (f"{path}/{key}", "there", "missing") if key in theirs else (f"{path}/{key}", "missing", "there")
             if (found := difference(theirs[key], mine[key], f"{path}/{key}")) is not None:
                 return found
         return None

@@ -104,7 +104,7 @@ def _kept(t: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(said: Json, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
-    """Return the value that `encode` has said so; `tensor` finds tensors by name. Raises `ValueError` for other JSON."""
+    """Return the value that `encode` has said so; `tensor` finds tensors. Raises `ValueError` for other JSON."""
     if said is None or isinstance(said, bool | int | float | str):
         return said
     if isinstance(said, list):
