@@ -57,7 +57,10 @@ def number_of(folder: Path) -> int | None:
 
 def begin(path: Path) -> int:
     """Make the folder in which the next checkpoint is written; return its number. Removes what earlier ones left."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     os.makedirs(path, exist_ok=True)
+    for folder in made:
+        sync_folder(folder.parent)
     for suffix in (".part", ".old"):
         for number in _found(path, suffix):
             shutil.rmtree(folder_of(path, number, suffix))

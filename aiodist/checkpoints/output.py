@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -29,9 +31,10 @@ class Output:
         self._number = 0
         self._crcs = [0] * len(layout.entries)
         self._fd: int | None = None
-        self._closed = False
         self._lock = Lock()
-        """Held while the file is used: it may be given up meanwhile."""
+        """Of the two below."""
+        self._used = False
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -40,20 +43,18 @@ class Output:
 
     def open(self, path: Path) -> None:
         """Make the file, which must not be there, and write its header."""
-        with self._lock:
-            if not self._closed:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-                write_all(self._fd, memoryview(self._layout.header))
+        with self._using():
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            write_all(self._fd, memoryview(self._layout.header))
 
     def write(self, nbytes: int) -> float:
         """Write the next `nbytes` of the tensors, or what is left of them; return the seconds of CPU that it took."""
         began = thread_time()
-        with self._lock:
-            if self._fd is not None:
-                stop = min(self._at + nbytes, self.nbytes)
-                self._check(stop)
-                write_all(self._fd, self._data[self._at : stop])
-                self._at = stop
+        with self._using() as fd:
+            stop = min(self._at + nbytes, self.nbytes)
+            self._check(stop)
+            write_all(fd, self._data[self._at : stop])
+            self._at = stop
         return thread_time() - began
 
     def _check(self, stop: int) -> None:
@@ -70,16 +71,35 @@ class Output:
 
     def sync(self) -> None:
         """Return when all is on the disk."""
+        with self._using() as fd:
+            os.fsync(fd)
+
+    @contextmanager
+    def _using(self) -> Iterator[int]:
+        """Use the file, which `close` leaves open meanwhile."""
         with self._lock:
-            if self._fd is not None:
-                os.fsync(self._fd)
+            if self._closed:
+                raise ValueError("the file is closed")
+            self._used = True
+        try:
+            yield -1 if self._fd is None else self._fd
+        finally:
+            with self._lock:
+                self._used = False
+                if self._closed:
+                    self._close()
 
     def close(self) -> None:
-        """Close the file, if it was made; it is not used any more."""
+        """Close the file, once a use that is under way is over; waits for nothing."""
         with self._lock:
-            fd, self._fd, self._closed = self._fd, None, True
-            if fd is not None:
-                os.close(fd)
+            self._closed = True
+            if not self._used:
+                self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     def facts(self) -> tuple[FileFacts, list[Entry]]:
         """Return what the manifest says of the file, which is written."""
