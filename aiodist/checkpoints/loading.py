@@ -48,7 +48,22 @@ def load(
     own: Sequence[object] = (),
     coll: Communicator | None = None,
 ) -> Handle[Checkpoint]:
-    """Return the handle of loading the newest sound checkpoint in `path`."""
+    """Return the handle of giving `net` and `parts` the state of a checkpoint, and what was kept beside it.
+
+    `path` is a checkpoint's own folder, or one with several: then the newest is taken that all ranks find sound, and a
+    warning in the log says of each newer one what is wrong with it. Every rank calls it in the same place; it begins
+    behind the saves and the steps that were asked for. All ranks compare every byte that they use with its checksum
+    before anything is changed; what nobody uses they divide. Nothing is unpickled.
+
+    Give the same `parts` in the same order as to `save`, on any number of ranks. Random states, generators and loaders
+    of `own`, and residuals of compressed gradients belong to a rank: where another number of ranks saved them, they
+    stay as they are here. An object of `own` with `load_state_dicts` is given the list of all ranks' states then.
+
+    Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
+    is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of
+    other parts; what a part raises when it takes its state, elsewhere as `RemoteError`: then some parts have it, and
+    others do not. Cost: each rank reads all that it needs, and holds it in memory until it is taken.
+    """
     coll, _ = ranks_of(net, parts, own, coll)
     writer = Writer.of(coll)
     return writer.later("load", _Load(Path(path), Targets([cast(Part, net), *parts], own), writer).run)

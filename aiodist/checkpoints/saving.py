@@ -37,7 +37,35 @@ def save(
     keep: int | None = None,
     coll: Communicator | None = None,
 ) -> Handle[Path]:
-    """Return the handle of a new checkpoint in the folder `path`; its result is the checkpoint's own folder."""
+    """Return the handle of a new checkpoint in the folder `path`; its result is the checkpoint's own folder.
+
+    ```python
+    saving = aiodist.save("runs/7", net, opt, extra={"step": step}, own=[loader], keep=3)
+    ...                                     # the next steps
+    await saving
+    ```
+    Every rank calls it in the same place, with a `path` that all of them see. The state is that behind the steps which
+    were asked for before: the compute thread of `net` copies what this rank writes before it makes another step. If an
+    earlier save is not written yet, the copy waits for that on the compute thread, and steps with it. A module without
+    a compute thread is copied by the call, and needs `coll`. All else goes on beside the next steps: the ranks compare
+    what they have, each writes a file, and rank 0 renames the folder once all of it is on the disk.
+
+    `net` and `parts` are modules, nets, optimizers, schedulers, scalers: whatever has a `state_dict`, or pieces
+    (`checkpoints.InPieces`). All ranks have the same, which they divide among them; updates that are pending are made
+    first. `extra` is kept for you, the same on all ranks: None, bool, int, float, str, tensors of any shape, arrays of
+    numpy, and lists, tuples and dicts of these. `own` are generators, and loaders and the like, with a state of this
+    rank's own; that of Python, torch and numpy, and what `net` keeps of compressed gradients, need not be named.
+    `keep` is how many checkpoints are left in `path`, None all. `coll` has all ranks; None is that of `net`.
+
+    Raises TypeError at the call for what has no state, and for an `extra` that cannot be written, with its path in it;
+    ValueError for a wrong `keep`. On await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as
+    `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they have to have the same;
+    what the communicator raises. Whatever it raises, the checkpoints before are untouched.
+
+    Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a copy of
+    that share, three small exchanges, and reading it once for its CRC-32. Where a rank has less than two cores the
+    thread for files rests while the compute thread computes, so that writing takes long rather than the steps.
+    """
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
     coll, replicas = ranks_of(net, parts, own, coll)
