@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import exchange
-from aiodist.checkpoints.giving import Given, Targets
 from aiodist.checkpoints.parts import Net, Part, Pending
 from aiodist.checkpoints.pieces import InPieces, Piece
 from aiodist.checkpoints.reading import Reader
+from aiodist.checkpoints.restoring import Loaded, Targets
 from aiodist.checkpoints.saving import ranks_of
 from aiodist.checkpoints.writer import Writer
 from aiodist.communicator import Communicator
@@ -81,12 +81,12 @@ class _Load:
         """Read, and then give everything its state."""
         coll, what, targets = self._writer.coll, f"loading {self._path}", self._targets
         targets.wanted = await self._together(what, partial(self._compute, self._wanted))
-        folder, given, ranks = await self._newest(what)
-        await self._together(what, partial(self._compute, given.give, targets))
-        await self._together(what, partial(self._give_loaders, given))
+        folder, loaded, ranks = await self._newest(what)
+        await self._together(what, partial(self._compute, loaded.restore, targets))
+        await self._together(what, partial(self._restore_loaders, loaded))
         if ranks != coll.size and coll.rank == 0:
             _log.info("%s is of %d ranks, loaded by %d: random states stay as they are", folder, ranks, coll.size)
-        return Checkpoint(folder, folders.number_of(folder), ranks, given.extra)
+        return Checkpoint(folder, folders.number_of(folder), ranks, loaded.extra)
 
     # --- one step after the other, on all ranks ---------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class _Load:
             raise FileNotFoundError(missing)
         return found
 
-    async def _newest(self, what: str) -> tuple[Path, Given, int]:
+    async def _newest(self, what: str) -> tuple[Path, Loaded, int]:
         """Return the newest checkpoint that all ranks find sound, and what it has for this one.
 
         The others are told in the log; where none is sound, all ranks raise what they found in the newest.
@@ -139,9 +139,9 @@ class _Load:
         candidates = await self._candidates(what)
         damages = []
         for folder in candidates:
-            given, damage, error = None, None, None
+            loaded, damage, error = None, None, None
             try:
-                given = await self._writer.stream.submit(self._read, folder)
+                loaded = await self._writer.stream.submit(self._read, folder)
             except CheckpointDamaged as raised:
                 damage = str(raised)
             except Exception as raised:  # noqa: BLE001  - told to all
@@ -149,8 +149,8 @@ class _Load:
             told = await exchange(self._writer.coll, what, damage, error)
             seen = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
             if seen is None:
-                assert given is not None
-                return folder, *given
+                assert loaded is not None
+                return folder, *loaded
             damages.append(f"{seen[1]} (rank {seen[0]} found it)")
             if self._writer.coll.rank == 0:
                 _log.warning("checkpoint %s is not used: %s", folder, damages[-1])
@@ -159,10 +159,10 @@ class _Load:
             damaged.add_note(f"and an older one: {other}")
         raise damaged
 
-    def _read(self, folder: Path) -> tuple[Given, int]:
+    def _read(self, folder: Path) -> tuple[Loaded, int]:
         with Reader(folder) as reader:
             coll = self._writer.coll
-            return Given.read(reader, self._targets, coll.rank, coll.size), len(reader.manifest.files)
+            return Loaded.read(reader, self._targets, coll.rank, coll.size), len(reader.manifest.files)
 
-    async def _give_loaders(self, given: Given) -> None:
-        given.own.give_loaders(self._targets.own)
+    async def _restore_loaders(self, loaded: Loaded) -> None:
+        loaded.own.restore_loaders(self._targets.own)

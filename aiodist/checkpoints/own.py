@@ -87,7 +87,7 @@ class OwnState:
         """Return how many objects were saved as a rank's own."""
         return len(self.loaders[0])
 
-    def give(self, net: object, own: Sequence[object]) -> None:
+    def restore(self, net: object, own: Sequence[object]) -> None:
         """Have everything but loaders go on from it; where it is computed."""
         if self.states is None:
             return
@@ -98,7 +98,7 @@ class OwnState:
                 set_generator_state(each, state)
         set_process_state(self.states["random"])
 
-    def give_loaders(self, own: Sequence[object]) -> None:
+    def restore_loaders(self, own: Sequence[object]) -> None:
         """The same for loaders, on the loop's thread."""
         for number, each in enumerate(own):
             if isinstance(each, Redivided) and (self.states is None or not isinstance(each, Stateful)):

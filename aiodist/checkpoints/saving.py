@@ -171,7 +171,7 @@ class _Save:
             return await self._write(writer, copied, error)
         finally:
             if copied is not None:
-                writer.buffers.give_back(copied.buffer)
+                writer.buffers.release(copied.buffer)
             self.parts, self.copied = [], None
 
     async def _write(self, writer: Writer, copied: _Copied | None, error: Exception | None) -> Path:

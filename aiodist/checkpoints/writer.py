@@ -112,7 +112,7 @@ class Writer:
     def abort(self) -> None:
         """Give up what is under way: nothing of it becomes a checkpoint."""
         self._forgotten()
-        self.buffers.release()
+        self.buffers.abort()
         for task in self._tasks:
             task.cancel()
         self.stream.abort()
@@ -159,11 +159,11 @@ class Buffers:
         fits = nbytes <= buffer.numel() <= 2 * nbytes
         return buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """It is written, or never will be."""
         if self._free.empty():
             self._free.put(buffer)
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """Nobody writes any more: whoever waits for memory need not."""
         self._given_up = True

@@ -53,7 +53,7 @@ class Training:
 
     async def steps(self, first: int, last: int) -> list[float]:
         """Return the losses of these steps."""
-        return [float(await self.net.step(lambda i=i: self._loss(i), self.opt)) for i in range(first, last)]  # type: ignore[misc]
+        return [float(await self.net.step(lambda i=i: self._loss(i), self.opt)) for i in range(first, last)]
 
     def _loss(self, step: int) -> Tensor:
         drawn = torch.randn(4, 113, generator=torch.Generator().manual_seed(step), dtype=torch.float64)

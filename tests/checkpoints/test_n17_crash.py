@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -57,7 +58,7 @@ def load(path: Path, ranks: int) -> float:
 def save_on(disk: CrashingOs, path: Path, ranks: int, value: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "os", disk)
-        patch.setattr(folders.shutil, "rmtree", disk.rmtree)
+        patch.setattr(shutil, "rmtree", disk.rmtree)
         patch.setattr(output, "os", disk)
         try:
             save(path, ranks, value)

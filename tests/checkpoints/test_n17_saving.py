@@ -141,7 +141,7 @@ async def test_n17_every_dtype_and_layout(coll: Communicator, path: Path, dtype:
         assert torch.equal(got.contiguous().flatten().view(torch.uint8), t.contiguous().flatten().view(torch.uint8))
 
 
-# --- what each rank has of its own ----------------------------------------------------------------------------------------
+# --- what each rank has of its own ------------------------------------------------------------------------------------
 
 
 class Loader:
@@ -260,7 +260,7 @@ async def test_n17_pending_updates_are_made_first(coll: Communicator, training: 
     await opt.flush()
 
 
-# --- several ---------------------------------------------------------------------------------------------------------------
+# --- several ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -312,7 +312,7 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     training: Any, path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    write = output.write_all
+    write = folders.write_all
     saves: list[Any] = []
 
     def slow(fd: int, data: memoryview) -> None:
@@ -344,7 +344,7 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------------
+# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 class Raises:
@@ -496,7 +496,7 @@ async def test_n17_mistakes_of_the_caller_are_raised_by_the_call(coll: Communica
     await run.net.aclose()
     with pytest.raises((RuntimeError, CommunicatorClosed), match="closed"):
         aiodist.save(path, run.net, run.opt)
-    assert not path.exists()
+    assert not await asyncio.to_thread(path.exists)
 
 
 @pytest.mark.ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,13 +41,13 @@ def test_n17_shares_are_even_and_have_each_element_once(tensors: list[tuple[int,
     assert max(nbytes) <= sum(nbytes) / size + (64 << 10) + 16
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------------
+# --- pieces -----------------------------------------------------------------------------------------------------------
 
 
 class Sharded:
     """What a sharded optimizer looks like: each rank has a contiguous piece of each tensor, made flat."""
 
-    SHAPES = {"exp_avg": (7, 5), "tiny": (2,), "big/one": (30_011,), "scalar": ()}
+    SHAPES: ClassVar[dict[str, tuple[int, ...]]] = {"exp_avg": (7, 5), "tiny": (2,), "big/one": (30_011,), "scalar": ()}
 
     def __init__(self, rank: int, size: int, value: int) -> None:
         self.step = value
@@ -133,7 +133,7 @@ async def test_n17_what_was_whole_is_not_loaded_in_pieces(coll: Communicator, pa
         await aiodist.load(path, opt, coll=coll)
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------------
+# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -187,7 +187,7 @@ def test_n17_layers_divided_among_ranks_go_to_another_division(path: Path, ranks
 
     run_ranks(ranks, save)
     for ranks_now, share_now in ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 3)):
-        run_ranks(ranks_now, lambda share_now=share_now: load(share_now))  # type: ignore[misc]
+        run_ranks(ranks_now, lambda share_now=share_now: load(share_now))
 
 
 @pytest.mark.ranks(4)

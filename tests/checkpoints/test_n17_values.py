@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from aiodist.checkpoints.values import decode, encode
 
 keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.tuples(st.integers(), st.text()))
-text = st.text(st.characters(exclude_categories=("Cs",)))
+text = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), text),
     lambda inner: st.one_of(
@@ -40,7 +40,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return math.isnan(a) and math.isnan(b) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -60,7 +60,7 @@ def test_n17_values_come_back_as_they_were(value: Any) -> None:
         *(1 << 53, (1 << 53) + 1, -(1 << 200)),
         {"map": {"tuple": [1]}},
         {"float": "nan"},
-        {0: {"exp_avg": (1, None, [True])}, "betas": (0.9, 0.999), (1, "a"): {}, None: 3, False: 4},
+        {0: {"exp_avg": (1, None, [True])}, "betas": (0.9, 0.999), (1, "a"): {}, None: 3, True: 4},
         random.Random(3).getstate(),
     ],
 )
@@ -88,7 +88,7 @@ def test_n17_dicts_of_other_kinds_come_back_as_dicts() -> None:
     assert through(Counter("aab")) == {"a": 2, "b": 1}
 
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = namedtuple("Pair", "a b")
 Level = IntEnum("Level", "LOW HIGH")
 
 
@@ -140,7 +140,7 @@ def test_n17_a_value_that_holds_itself_is_a_type_error() -> None:
 )
 def test_n17_other_json_is_a_value_error(said: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  - each says something else
-        decode(said, {}.__getitem__)
+        decode(said, lambda name: torch.zeros(1))
 
 
 def test_n17_integers_longer_than_python_writes_in_decimal() -> None:

@@ -1,4 +1,4 @@
-"""What was read of a checkpoint, and how a net, optimizers and the like take it."""
+"""What was read of a checkpoint, and how it is restored to a net, optimizers and the like."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PartsDiffer(ValueError):
 
 
 @dataclass
-class Given:
+class Loaded:
     """What was read, for one rank: nothing of it is in use yet."""
 
     states: list[Any]
@@ -34,7 +34,7 @@ class Given:
     own: OwnState
 
     @classmethod
-    def read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Given:
+    def read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Loaded:
         """Read what `rank` of `size` needs, and check what no rank does.
 
         Raises `CheckpointDamaged`, and `ValueError` where the checkpoint is of other parts.
@@ -47,7 +47,7 @@ class Given:
             raise CheckpointDamaged(f"{reader.folder / MANIFEST}: {error}") from error
 
     @classmethod
-    def _read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Given:
+    def _read(cls, reader: Reader, targets: Targets, rank: int, size: int) -> Loaded:
         said = reader.manifest.parts
         _check_number(reader, "parts", len(said), len(targets.parts))
         own = OwnState.read(reader.manifest.own, reader.tensor, rank, size)
@@ -62,7 +62,7 @@ class Given:
         reader.check_rest(rank, size)
         return cls(states, pieces, extra, own)
 
-    def give(self, targets: Targets) -> None:
+    def restore(self, targets: Targets) -> None:
         """Have all but loaders go on from it; where they are computed."""
         each = zip(targets.parts, targets.wanted, self.states, self.pieces, strict=True)
         for part, wanted, state, pieces in each:
@@ -72,7 +72,7 @@ class Given:
                 part.load_rest(state)
             else:
                 part.load_state_dict(state)
-        self.own.give(targets.parts[0], targets.own)
+        self.own.restore(targets.parts[0], targets.own)
 
 
 @dataclass
