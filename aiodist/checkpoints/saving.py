@@ -50,7 +50,7 @@ def save(
     a compute thread is copied by the call, and needs `coll`. All else goes on beside the next steps: the ranks compare
     what they have, each writes a file, and rank 0 renames the folder once all of it is on the disk.
 
-    `net` and `parts` are modules, nets, optimizers, schedulers, scalers: whatever has a `state_dict`, or pieces
+    `net` and `parts` are modules, nets, optimizers, schedulers, scalers: all that has a `state_dict`, or pieces
     (`checkpoints.InPieces`). All ranks have the same, which they divide among them; updates that are pending are made
     first. `extra` is kept for you, the same on all ranks: None, bool, int, float, str, tensors of any shape, arrays of
     numpy, and lists, tuples and dicts of these. `own` are generators, and loaders and the like, with a state of this
@@ -60,7 +60,7 @@ def save(
     Raises TypeError at the call for what has no state, and for an `extra` that cannot be written, with its path in it;
     ValueError for a wrong `keep`. On await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as
     `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they have to have the same;
-    what the communicator raises. Whatever it raises, the checkpoints before are untouched.
+    what the communicator raises. The checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a copy of
     that share, three small exchanges, and reading it once for its CRC-32. Where a rank has less than two cores the

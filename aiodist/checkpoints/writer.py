@@ -165,5 +165,5 @@ class Buffers:
             self._free.put(buffer)
 
     def abort(self) -> None:
-        """Nobody writes any more: whoever waits for memory need not."""
+        """Nothing is written any more: a thread that waits for memory need not."""
         self._given_up = True

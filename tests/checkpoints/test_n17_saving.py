@@ -89,7 +89,7 @@ async def test_n17_each_element_is_written_once(coll: Communicator, training: An
 
 @pytest.mark.ranks(1, 2, backend="local")
 @pytest.mark.ranks(2, backend="shm")
-async def test_n17_plain_modules_and_whatever_has_state(coll: Communicator, tmp_path: Path) -> None:
+async def test_n17_plain_modules_and_what_else_has_state(coll: Communicator, tmp_path: Path) -> None:
     path = Path(await coll.broadcast_object(str(tmp_path / "plain")))
     net, other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), nn.Linear(5, 1)
     await aiodist.nn.synchronize_parameters(nn.ModuleList([net, other]), coll)
