@@ -18,7 +18,7 @@ def process_state() -> dict[str, Any]:
     if "numpy.random" in sys.modules:
         state["numpy"] = np.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = [generator.get_state() for generator in torch.cuda.default_generators]
     return state
 
 
@@ -28,9 +28,10 @@ def set_process_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         np.random.set_state(state["numpy"])
-    if torch.cuda.is_available():
-        for index, of_device in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(of_device, index)
+    if state.get("cuda") and torch.cuda.is_available():
+        torch.cuda.init()
+        for generator, of_device in zip(torch.cuda.default_generators, state["cuda"], strict=False):
+            generator.set_state(of_device)
 
 
 def generator_state(generator: Generator) -> Any:  # noqa: ANN401

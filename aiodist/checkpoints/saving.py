@@ -63,8 +63,8 @@ def save(
     what the communicator raises. The checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a copy of
-    that share, three small exchanges, and reading it once for its CRC-32. Where a rank has less than two cores the
-    thread for files rests while the compute thread computes, so that writing takes long rather than the steps.
+    that share, three small exchanges, and reading it once for its CRC-32. Where torch uses all of a
+    rank's cores, the thread for files rests while the compute thread computes, so writing takes long, and steps do not.
     """
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
@@ -109,6 +109,8 @@ class _Copied:
     structure: Json
     parts: list[Json]
     own: Json
+    on_device: bool
+    """Some of it lay on a device."""
 
 
 @dataclass
@@ -155,7 +157,8 @@ class _Save:
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes - len(layout.header))
         copy_into(buffer, layout, [t for _, t in written])
-        return _Copied(layout, buffer, {**taken.structure(), "extra": self.extra}, taken.parts, own)
+        on_device = not all(t.is_cpu for _, t in written)
+        return _Copied(layout, buffer, {**taken.structure(), "extra": self.extra}, taken.parts, own, on_device)
 
     # --- beside the steps ---------------------------------------------------------------------------------------------
 
@@ -221,7 +224,7 @@ class _Save:
             for at in range(0, output.nbytes, _CHUNK):
                 with await writer.lane.acquire(min(_CHUNK, output.nbytes - at)):
                     seconds = await stream.submit(output.write, _CHUNK)
-                await writer.rest(seconds)
+                await writer.rest(seconds, on_device=copied.on_device)
             await stream.submit(output.sync)
         finally:
             output.close()

@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Json = Any
 
 _EXACT = 1 << 53
 _DEEPEST = 60
 _SPECIAL = ("nan", "inf", "-inf")
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Json:
@@ -83,7 +82,8 @@ def _checked_text(text: str, path: str) -> str:
 
 
 def _checked_tensor(t: Tensor, path: str) -> Tensor:
-    if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_quantized or t.is_meta:
+    of_others = hasattr(t, "__tensor_flatten__") or t.is_nested or t.is_quantized or t.is_meta
+    if of_others or t.layout is not torch.strided:
         raise TypeError(f"{path} is {type(t).__name__}, {t.layout} on {t.device}: expected a dense tensor")
     return t.detach()
 
@@ -134,6 +134,13 @@ def _special(content: str, _: _Find) -> float:
     return float(content)
 
 
+def _array(t: Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return t.numpy()
+    except TypeError as error:
+        raise ValueError(f"an array of {t.dtype}: {error}") from error
+
+
 _DECODERS: dict[str, tuple[type, Callable[[Any, _Find], Any]]] = {
     "map": (dict, lambda content, tensor: {key: decode(v, tensor) for key, v in content.items()}),
     "dict": (list, _pairs),
@@ -141,5 +148,5 @@ _DECODERS: dict[str, tuple[type, Callable[[Any, _Find], Any]]] = {
     "float": (str, _special),
     "int": (str, lambda content, _: int(content, 16)),
     "tensor": (str, lambda content, tensor: tensor(content)),
-    "array": (str, lambda content, tensor: tensor(content).numpy()),
+    "array": (str, lambda content, tensor: _array(tensor(content))),
 }

@@ -40,7 +40,7 @@ class Writer:
         self.coll: Communicator
         self.stream: HostStream
         self._thread = 0
-        self._crowded = False
+        self._cores = 0
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
         self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,12 +92,15 @@ class Writer:
         await self.stream.__aenter__()
         self.coll.admit(self)
         self._thread = await self.stream.submit(get_ident)
-        self._crowded = len(os.sched_getaffinity(0)) < 2 * self.coll.local_size
+        self._cores = _own_cores(self.coll.local_size)
 
-    async def rest(self, seconds: float) -> None:
-        """Leave the cores to the steps, after `seconds` of work, if there are too few for both and a step is made."""
-        busy = self.progress.computing - {self._thread}
-        if self._crowded and busy and not self.buffers.wanted:
+    async def rest(self, seconds: float, *, on_device: bool) -> None:
+        """Leave the cores to the steps, after `seconds` of work, if there are too few for both and a step is made.
+
+        Steps use as many as torch has threads, or one where they compute on a device.
+        """
+        used = 1 if on_device else torch.get_num_threads()
+        if used >= self._cores and self.progress.computing - {self._thread} and not self.buffers.wanted:
             await asyncio.sleep(seconds * _REST)
 
     # --- a guest of its communicator ------------------------------------------------------------------------------
@@ -122,6 +125,12 @@ class Writer:
 
     def __repr__(self) -> str:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
+
+
+def _own_cores(ranks: int) -> int:
+    """Return how many cores this process has of those that it may use, which the `ranks` of this host may share."""
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if allowed <= (os.cpu_count() or 1) // ranks else allowed // ranks
 
 
 class Buffers:

@@ -195,6 +195,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a header's bytes": lambda c: c["files"][1].__setitem__(1, 1 << 60),
     "an unknown tensor": lambda c: c["parts"][0]["state"]["map"].update({"0.bias": {"tensor": "net/5"}}),
     "an unknown value": lambda c: c.update(extra={"pickle": "gASVAAAAAAAA"}),
+    "an array of bfloat16": lambda c: (tensor(c).update(dtype="BF16"), c.update(extra={"array": "net/0.weight"})),
     "a part": lambda c: c.update(parts=[3]),
     "parts": lambda c: c.update(parts={}),
     "own": lambda c: c.update(own=[3, 4]),

@@ -105,6 +105,8 @@ Level = IntEnum("Level", "LOW HIGH")
         (torch.float32, "opt", "torch.dtype"),
         (np.array(["a"], dtype=object), "opt", "object"),
         (torch.ones(3).to_sparse(), "opt", "sparse"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "opt", "dense"),
+        (torch.ones(3, device="meta"), "opt", "meta"),
         ({torch.ones(1): 2}, "opt", "a tensor for a key"),
         ({"a": "\ud800"}, "opt/a", "UTF-8"),
     ],
