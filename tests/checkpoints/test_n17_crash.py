@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -156,3 +157,45 @@ def test_n17_killed_at_any_time_the_one_before_loads(tmp_path: Path) -> None:
             sure = int(found)
         process.stdin.close()
         assert process.wait() == 0
+
+
+DIES = """
+import os, signal, sys
+import aiodist
+from aiodist.checkpoints import output
+from aiodist.errors import AiodistError
+from tests.checkpoints.test_n17_crash import Constant, Path
+
+path = Path(sys.argv[1])
+
+async def main():
+    async with aiodist.init() as coll:
+        await aiodist.save(path, Constant(1.0), coll=coll, extra=1.0)
+        if coll.rank == 1:
+            output.write_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            await aiodist.save(path, Constant(2.0), coll=coll, extra=2.0)
+        except AiodistError as error:
+            print(type(error).__name__, "rank 1" in str(error), flush=True)
+            os._exit(0)
+
+aiodist.run(main())
+"""
+
+
+def test_n17_when_a_rank_dies_the_others_hear_of_it_and_the_one_before_loads(tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    path = tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", "--keep-going"]
+    done = subprocess.run(
+        [*command, str(script), str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "[0] PeerLost True" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert load(path, 2) == 1.0

@@ -294,6 +294,29 @@ async def test_n17_saves_under_way_are_written_in_turn(coll: Communicator, train
         assert_same(run.state(), await states[number])
 
 
+@pytest.mark.ranks(1)
+async def test_n17_writes_share_the_limit_on_bytes_in_flight(
+    coll: Communicator, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler.current()
+    reductions = scheduler.lane("reductions", 10)
+    seen: list[int] = []
+    write = folders.write_all
+
+    def noted(fd: int, data: memoryview) -> None:
+        seen.append(scheduler.in_flight)
+        write(fd, data)
+
+    monkeypatch.setattr(output, "write_all", noted)
+    net = nn.Linear(1000, 700)  # 2.8 MB
+    with await reductions.acquire(scheduler.limit):  # nothing is left, and yet one part at a time goes
+        await aiodist.save(path, net, coll=coll)
+    _, *parts = seen  # behind the header
+    assert parts[:-1] == [scheduler.limit + (1 << 20)] * (len(parts) - 1)
+    assert len(parts) == 3
+    assert scheduler.in_flight == 0
+
+
 @pytest.mark.ranks(2)
 async def test_n17_a_save_without_an_await_is_finished_at_the_end(
     coll: Communicator, training: Any, path: Path
