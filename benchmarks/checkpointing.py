@@ -85,7 +85,7 @@ class _Rounds:
                 held = perf_counter()
                 await self._net.run(lambda: None)
                 copied = perf_counter()
-                beside = []
+                beside = [await self._step()]
                 while not await self._setting.coll.allreduce(int(saving.done()), "min"):
                     beside.append(await self._step())
                 await saving
