@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.manifest import MANIFEST
@@ -72,7 +73,27 @@ class Loaded:
                 part.load_rest(state)
             else:
                 part.load_state_dict(state)
+                for opt, of_opt in _optimizers(part, state):
+                    _keep_dtypes(opt, of_opt)
         self.own.restore(targets.parts[0], targets.own)
+
+
+def _optimizers(part: object, state: Any) -> Iterable[tuple[Optimizer, dict[str, Any]]]:  # noqa: ANN401
+    """Return the optimizers of torch that `part` is, or is made of (`nn.PipelinedOptimizer`), each with its state."""
+    if isinstance(part, Optimizer):
+        return [(part, state)]
+    optimizers = getattr(part, "optimizers", None)
+    return zip(optimizers, state, strict=True) if isinstance(optimizers, list) and isinstance(state, list) else ()
+
+
+def _keep_dtypes(opt: Optimizer, state: dict[str, Any]) -> None:
+    """Have the state in the dtypes in which it was saved: torch has made them those of the parameters."""
+    parameters = [p for group in opt.param_groups for p in group["params"]]
+    for index, of_parameter in state["state"].items():
+        loaded = opt.state[parameters[index]]
+        for key, value in of_parameter.items():
+            if isinstance(value, Tensor) and loaded[key].dtype is not value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 @dataclass

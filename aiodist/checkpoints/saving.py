@@ -63,8 +63,8 @@ def save(
     what the communicator raises. The checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a copy of
-    that share, three small exchanges, and reading it once for its CRC-32. Where torch uses all of a
-    rank's cores, the thread for files rests while the compute thread computes, so writing takes long, and steps do not.
+    that share, three small exchanges, and reading it once for its CRC-32. Where torch uses all cores of a rank, the
+    thread for files rests while the compute thread computes, so writing takes long, and steps do not.
     """
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
@@ -156,7 +156,11 @@ class _Save:
         written = taken.mine_to_write((writer.parent.rank, writer.parent.size), self.replicas)
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes - len(layout.header))
-        copy_into(buffer, layout, [t for _, t in written])
+        try:
+            copy_into(buffer, layout, [t for _, t in written])
+        except BaseException:
+            writer.buffers.release(buffer)
+            raise
         on_device = not all(t.is_cpu for _, t in written)
         return _Copied(layout, buffer, {**taken.structure(), "extra": self.extra}, taken.parts, own, on_device)
 

@@ -49,7 +49,8 @@ class Writer:
 
     @classmethod
     def of(cls, coll: Communicator) -> Writer:
-        """Return that of `coll`, made at first use: collective then. On the loop's thread."""
+        """Return that of `coll`, made at first use: collective then. Raises what a call of `coll` would."""
+        coll.parts.dispatcher.check_usable()
         known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
         if coll not in known:
             known[coll] = cls(coll)
@@ -57,7 +58,6 @@ class Writer:
 
     def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
         """Return the handle of `job`, which begins when all that was asked before is over."""
-        self.parent.parts.dispatcher.check_usable()
         account = self.parent.parts.dispatcher.account
         handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
         handle.polled = False

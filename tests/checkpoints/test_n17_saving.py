@@ -23,6 +23,7 @@ from torch import nn
 import aiodist
 from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders, output
+from aiodist.checkpoints import saving as saving_module
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -437,6 +438,25 @@ async def test_n17_a_full_disk_leaves_the_one_before(
     assert (await aiodist.load(path, run.net, run.opt)).number == 1
     assert Scheduler.current().in_flight == 0
     assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000002"
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
+    coll: Communicator, training: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    await coll.barrier()
+    monkeypatch.setattr(saving_module, "copy_into", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        await aiodist.save(path, run.net, run.opt)
+    await coll.barrier()
+    monkeypatch.undo()
+    assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000001"
 
 
 @pytest.mark.parametrize(
