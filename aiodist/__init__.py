@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiodist import checkpoints, codecs, data, handles, nn, ps, streams, testing
+    from aiodist.checkpoints import load, save
     from aiodist.communicator import Communicator
     from aiodist.errors import (
         AiodistError,
         BackendError,
         BackendUnavailable,
         BufferInFlight,
+        CheckpointDamaged,
         CommunicatorAborted,
         CommunicatorClosed,
         CommunicatorError,
@@ -44,6 +46,7 @@ __all__ = [
     "BackendError",
     "BackendUnavailable",
     "BufferInFlight",
+    "CheckpointDamaged",
     "Communicator",
     "CommunicatorAborted",
     "CommunicatorClosed",
@@ -70,10 +73,12 @@ __all__ = [
     "handles",
     "init",
     "isolate",
+    "load",
     "nn",
     "open",
     "ps",
     "run",
+    "save",
     "streams",
     "testing",
     "timeout",
@@ -85,6 +90,7 @@ _HOMES: Final = {
     "BackendError": "aiodist.errors",
     "BackendUnavailable": "aiodist.errors",
     "BufferInFlight": "aiodist.errors",
+    "CheckpointDamaged": "aiodist.errors",
     "Communicator": "aiodist.communicator",
     "CommunicatorAborted": "aiodist.errors",
     "CommunicatorClosed": "aiodist.errors",
@@ -106,8 +112,10 @@ _HOMES: Final = {
     "gather": "aiodist.handles",
     "init": "aiodist.world.runtime",
     "isolate": "aiodist.world.runtime",
+    "load": "aiodist.checkpoints",
     "open": "aiodist.world.runtime",
     "run": "aiodist.world.runtime",
+    "save": "aiodist.checkpoints",
     "timeout": "aiodist.handles",
 }
 _MODULES: Final = frozenset({"checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing"})

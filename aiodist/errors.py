@@ -14,6 +14,7 @@ AiodistError                         .rank .comm .op
 │  └─ RemoteError                    a rank raised; carries its traceback
 ├─ OperationTimeout (TimeoutError)   .late: the ranks that are late, and where each of them is
 ├─ BackendError                      .code and the native text, raised `from` the native error
+├─ CheckpointDamaged (ValueError)    a file of a checkpoint is not as it was written
 └─ LaunchError
    └─ WorkerFailed                   .rank .exitcode or .signal
 
@@ -28,6 +29,7 @@ __all__ = [
     "BackendError",
     "BackendUnavailable",
     "BufferInFlight",
+    "CheckpointDamaged",
     "CommunicatorAborted",
     "CommunicatorClosed",
     "CommunicatorError",
@@ -156,6 +158,10 @@ class BackendError(AiodistError):
     def __init__(self, message: str, *, code: int | None = None, **where: str | int | None) -> None:
         super().__init__(message, **where)  # type: ignore[arg-type]
         self.code = code
+
+
+class CheckpointDamaged(AiodistError, ValueError):
+    """A file of a checkpoint is missing, or not as it was written; the message names the file and the place in it."""
 
 
 class LaunchError(AiodistError):

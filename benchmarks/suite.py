@@ -114,6 +114,16 @@ BENCHMARKS = {
         check=_check,
         targets=_TARGETS,
     ),
+    "checkpoint": Benchmark(
+        "checkpoint",
+        "benchmarks.checkpointing",
+        impls=("save",),
+        peers=(),
+        default_impls=("save",),
+        sized=False,
+        check=_check,
+        targets=_TARGETS,
+    ),
     "end2end": Benchmark(
         "end2end",
         "benchmarks.endtoend",

@@ -23,6 +23,7 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         *_served(found),
         *_codecs(found),
         *_readings(found),
+        *_checkpoints(found),
     ]
 
 
@@ -163,6 +164,18 @@ def _codecs(records: Sequence[Record]) -> list[Verdict]:
         for name, target in _FEWER_SECONDS.items()
         if name in steps and "datapar" in steps
     ]
+
+
+def _checkpoints(records: Sequence[Record]) -> list[Verdict]:
+    """How long a checkpoint holds the loop and the steps up, and what a step beside its writing takes."""
+    seconds = {r.impl: r.seconds for r in records if r.op == "checkpoint" and r.seconds}
+    lines = [
+        Verdict(f"checkpoint of the mlp, {what}", seconds[name] * 1e3, "ms", 30.0)
+        for name, what in (("aiodist:call", "the loop is held up"), ("aiodist:copy", "steps wait for the copy"))
+        if name in seconds
+    ]
+    beside = [r.value for r in records if r.op == "checkpoint:beside" and r.value is not None]
+    return lines + [Verdict("checkpoint of the mlp, a step beside its writing", value, "x", 1.1) for value in beside]
 
 
 _PUSHES_AND_PULLS = (

@@ -377,6 +377,11 @@ class DataParallel(ModuleLike):
         return synchronize_buffers(self._module, self._side, how=how, root=root)
 
     @property
+    def coll(self) -> Communicator:
+        """A duplicate of the communicator, for what all ranks do between two steps; it ends with the net."""
+        return self._side
+
+    @property
     def compressor(self) -> Compressor | None:
         """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
         return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None

@@ -112,7 +112,7 @@ class PipelinedOptimizer:
 
         Raises what the last reduction or an update of it raised, RuntimeError once the net is closed.
         """
-        await self._net.run(self._flush)
+        await self._net.run(self.make_updates)
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
@@ -249,7 +249,8 @@ class PipelinedOptimizer:
             self._left.clear()
 
     @called("opt.flush")
-    def _flush(self) -> None:
+    def make_updates(self) -> None:
+        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
         self._finish()
         self._tell()
 

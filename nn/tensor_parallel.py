@@ -44,11 +44,27 @@ class SplitLayer(nn.Module):
         """Keep this rank's blocks of the parameters, which are whole."""
         check_threaded(coll)
         self.coll = coll
+        self._wholes: dict[str, torch.Size] = {}
         for name, dim in self.splits:
             if (whole := getattr(self, name)) is not None:
                 if whole.shape[dim] < coll.size:
                     raise ValueError(f"{name} has shape {list(whole.shape)}: expected {coll.size} or more along {dim}")
+                self._wholes[name] = whole.shape
                 setattr(self, name, nn.Parameter(_block(whole.detach(), coll, dim).clone()))
+
+    def blocks(self) -> dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
+        """Return of each divided parameter the shape of the whole one, and where this rank's block begins and ends.
+
+        A checkpoint asks for it: one pair of numbers for each dimension.
+        """
+        found = {}
+        for name, dim in self.splits:
+            if (shape := self._wholes.get(name)) is not None:
+                mine = _block(torch.arange(shape[dim]), self.coll, 0)
+                bounds = [(0, length) for length in shape]
+                bounds[dim] = int(mine[0]), int(mine[-1]) + 1
+                found[name] = tuple(shape), tuple(bounds)
+        return found
 
     def extra_repr(self) -> str:
         """Return what `print` shows of it."""

@@ -1,5 +1,7 @@
 """Checkpoints: what a training has come to, on disk, for as many ranks as there are when it goes on."""
 
+from aiodist.checkpoints.loading import Checkpoint, load
 from aiodist.checkpoints.pieces import InPieces, Piece
+from aiodist.checkpoints.saving import save
 
-__all__ = ["InPieces", "Piece"]
+__all__ = ["Checkpoint", "InPieces", "Piece", "load", "save"]

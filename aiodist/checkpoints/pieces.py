@@ -18,6 +18,17 @@ class Piece:
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """A loader, an optimizer, a scheduler: what gives and takes its state."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401
+        """Return all of its state."""
+
+    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
+        """Take that state."""
+
+
+@runtime_checkable
 class InPieces(Protocol):
     """An object of whose tensors each rank owns pieces, such as a sharded optimizer; others have `state_dict`.
 

@@ -287,6 +287,29 @@ def test_n12_coding_is_held_against_the_hook_and_steps_against_plain_ones() -> N
     ]
 
 
+def test_n17_a_checkpoint_beside_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_WIDTH", 40)
+    monkeypatch.setitem(models._INPUTS, "mlp", (40,))
+    (found,) = [asyncio.run(measure(Plan("checkpoint", 1, ("save",), (), repeat=1)))]
+    names = ("copy", "call", "write", "step", "step-beside")
+    assert [(r.op, r.impl) for r in found] == [
+        *(("checkpoint", f"aiodist:{name}") for name in names),
+        ("checkpoint:beside", "aiodist:step"),
+        ("checkpoint:lag", "aiodist:loop"),
+    ]
+    assert all(record.seconds or record.value is not None for record in found)
+    assert [v.target for v in verdicts(found)] == [30.0, 30.0, 1.1]
+
+
+def test_n17_checkpoints_are_held_against_what_they_may_take() -> None:
+    records = [
+        Record("checkpoint", "aiodist:copy", 2, seconds=0.04),
+        Record("checkpoint", "aiodist:call", 2, seconds=0.001),
+        Record("checkpoint:beside", "aiodist:step", 2, value=1.07),
+    ]
+    assert [(round(v.value, 2), v.reached) for v in verdicts(records)] == [(1.0, True), (40.0, False), (1.07, True)]
+
+
 # --- what the figures are held against ------------------------------------------------------------------------------
 
 

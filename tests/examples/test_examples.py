@@ -232,6 +232,38 @@ def test_t3_any_number_of_ranks(
         assert accuracy_in(seen[-1]) >= 0.9
 
 
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 1)])
+def test_n17_a_stopped_training_ends_as_if_it_had_not_been(
+    before: int,
+    after: int,
+    example: Example,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    expected = shortened(example, monkeypatch, capsys, epochs=3)
+    program = example("resume")
+    run_ranks(before, lambda: program.main(tmp_path / "digits", 20))
+    stopped = capsys.readouterr().out.splitlines()
+    assert stopped != expected
+    run_ranks(after, lambda: program.main(tmp_path / "digits"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{after} ranks go on behind step 20, saved by {before}"
+    same_weights(lines[1:], expected)
+    assert sorted(p.name for p in (tmp_path / "digits").iterdir()) == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
+@pytest.mark.thorough
+def test_t3_resume_goes_on_with_other_ranks(launch: Launch, sequential: list[str]) -> None:
+    done = launch(2, EXAMPLES / "resume.py", "40", mpi="openmpi")
+    assert (done.code, done.errors, done.lines[1]) == (0, "", [])
+    done = launch(1, EXAMPLES / "resume.py", mpi="openmpi")
+    assert (done.code, done.errors) == (0, "")
+    assert done.lines[0][0] == "1 ranks go on behind step 40, saved by 2"
+    same_weights(done.lines[0], sequential)
+
+
 # --- parameter servers ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,121 @@
+"""The folder of a training: its checkpoints by number, what is written beside, and what is removed.
+
+    checkpoint-00000007          a checkpoint, as it is read
+    checkpoint-00000008.part     one that is being written, or was when its program ended
+    checkpoint-00000004.old      one that is being removed
+
+A folder becomes a checkpoint by its renaming, once all that is in it is on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aiodist.checkpoints.manifest import MANIFEST
+
+_log = logging.getLogger("aiodist")
+_NAME = re.compile(r"checkpoint-(\d{8,15})(\.part|\.old)?")
+
+
+def folder_of(path: Path, number: int, suffix: str = "") -> Path:
+    """Return the folder of checkpoint `number` in `path`."""
+    return path / f"checkpoint-{number:08}{suffix}"
+
+
+def _found(path: Path, suffix: str | None) -> list[int]:
+    with os.scandir(path) as entries:
+        names = [match for entry in entries if (match := _NAME.fullmatch(entry.name))]
+    return sorted(int(match[1]) for match in names if match[2] == suffix)
+
+
+def candidates(path: Path) -> list[Path]:
+    """Return `path` itself if it is a checkpoint, else all checkpoints in it, the newest first.
+
+    Raises `FileNotFoundError` where there is none.
+    """
+    if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path}: there is no such checkpoint")
+        return [path]
+    numbers = _found(path, None) if path.is_dir() else []
+    if not numbers:
+        raise FileNotFoundError(f"{path}: expected a checkpoint, or a folder with checkpoints, and there is none")
+    return [folder_of(path, number) for number in reversed(numbers)]
+
+
+def number_of(folder: Path) -> int | None:
+    """Return the number in the name of `folder`, None where it was renamed."""
+    match = _NAME.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
+def begin(path: Path) -> int:
+    """Make the folder in which the next checkpoint is written; return its number. Removes what earlier ones left."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    os.makedirs(path, exist_ok=True)
+    for folder in made:
+        sync_folder(folder.parent)
+    for suffix in (".part", ".old"):
+        for number in _found(path, suffix):
+            shutil.rmtree(folder_of(path, number, suffix))
+    number = max(_found(path, None), default=0) + 1
+    os.mkdir(folder_of(path, number, ".part"))
+    return number
+
+
+def commit(path: Path, number: int, keep: int | None) -> Path:
+    """Have checkpoint `number`, whose files are on the disk, be one; then remove all but the newest `keep`."""
+    part, whole = folder_of(path, number, ".part"), folder_of(path, number)
+    sync_folder(part)
+    os.rename(part, whole)
+    sync_folder(path)
+    if keep is not None:
+        try:
+            for old in _found(path, None)[:-keep]:
+                os.rename(folder_of(path, old), folder_of(path, old, ".old"))
+                shutil.rmtree(folder_of(path, old, ".old"))
+        except OSError as error:  # the new one is there all the same, and the next save tries again
+            _log.warning("%s is written, but one before it could not be removed: %s", whole, error)
+    return whole
+
+
+def discard(path: Path, number: int) -> None:
+    """Remove what was written of checkpoint `number`, which failed; what cannot be removed the next one will."""
+    try:
+        shutil.rmtree(folder_of(path, number, ".part"))
+    except OSError as error:
+        _log.warning("%s is left behind: %s", folder_of(path, number, ".part"), error)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of `data`."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file, and return when it is on the disk."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        write_all(fd, memoryview(data))
+        os.fsync(fd)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

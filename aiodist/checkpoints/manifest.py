@@ -1,0 +1,234 @@
+"""`manifest.json`: what a checkpoint is made of. Its first line has the checksum of the second.
+
+    {"aiodist checkpoint":1,"nbytes":…,"sha256":"…"}
+    {"ranks":…,"files":[…],"tensors":{…},"parts":[…],"extra":…,"own":[…]}
+
+`files` are those of the ranks, in their order: the bytes of each, of its header, and the CRC-32 of its header.
+`tensors` has of each tensor its dtype, its shape and the pieces that files have of it, each as
+`[file, offset, start, numel, crc, block]`. `parts`, `extra` and `own`, that of each rank, are values (`values`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from aiodist.checkpoints.safetensors_file import DTYPES, Block, Entry
+from aiodist.checkpoints.values import Json
+from aiodist.errors import CheckpointDamaged
+
+MANIFEST = "manifest.json"
+_FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
+_VERSION = 1
+_FIELDS = {"ranks": int, "files": list, "tensors": dict, "parts": list, "own": list}
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"rank-{rank:05}.safetensors"
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A rank's file."""
+
+    nbytes: int
+    header: int
+    """Bytes of its header, with the length before it."""
+    crc: int
+    """The CRC-32 of these."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece of a tensor, and the rank that wrote it."""
+
+    file: int
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of."""
+
+    files: list[FileFacts]
+    tensors: dict[str, list[Stored]]
+    """The pieces of each, which fill it once; one at least."""
+    parts: list[Json]
+    extra: Json
+    own: list[Json]
+    """Of each rank."""
+
+    def packed(self) -> bytes:
+        """Return it as a file has it."""
+        content = {
+            "ranks": len(self.files),
+            "files": [[file.nbytes, file.header, file.crc] for file in self.files],
+            "tensors": {name: _described(pieces) for name, pieces in self.tensors.items()},
+            "parts": self.parts,
+            "extra": self.extra,
+            "own": self.own,
+        }
+        second = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        first = f'{{"aiodist checkpoint":{_VERSION},"nbytes":{len(second)},"sha256":"{sha256(second).hexdigest()}"}}'
+        return b"\n".join((first.encode(), second, b""))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return that of the checkpoint in `folder`; raise `CheckpointDamaged` where it is not as it was written."""
+        path = folder / MANIFEST
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            return _parsed(_content(data), folder)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointDamaged(f"{path}: {error}") from error
+
+
+def pieces_of(tensors: Mapping[str, Sequence[Stored]]) -> None:
+    """Raise `ValueError` unless the pieces of each tensor fill it once, and agree about what it is."""
+    for name, pieces in tensors.items():
+        first = pieces[0].entry
+        for piece in pieces:
+            if (piece.entry.dtype, piece.entry.shape) != (first.dtype, first.shape):
+                raise ValueError(
+                    f"tensor {name!r}: rank {pieces[0].file} has {first.dtype} {list(first.shape)}, "
+                    f"rank {piece.file} {piece.entry.dtype} {list(piece.entry.shape)}"
+                )
+        by_block: dict[Block | None, list[Entry]] = {}
+        for piece in pieces:
+            by_block.setdefault(piece.entry.block, []).append(piece.entry)
+        _check_blocks(name, first.shape, list(by_block))
+        for block, entries in by_block.items():
+            _check_filled(name, first.shape, block, sorted(entries, key=lambda entry: (entry.start, entry.numel)))
+
+
+def block_shape(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
+    """Return the shape of `block` of a tensor of `shape`."""
+    return shape if block is None else tuple(stop - start for start, stop in block)
+
+
+def _check_filled(name: str, shape: tuple[int, ...], block: Block | None, entries: Sequence[Entry]) -> None:
+    at = 0
+    for entry in entries:
+        if entry.start != at:
+            raise ValueError(f"tensor {name!r}: a piece begins at element {entry.start}, where {at} was expected")
+        at += entry.numel
+    if at != prod(block_shape(shape, block)):
+        raise ValueError(f"tensor {name!r}: pieces end at element {at} of {prod(block_shape(shape, block))}")
+
+
+def _check_blocks(name: str, shape: tuple[int, ...], blocks: Sequence[Block | None]) -> None:
+    """Blocks fill the tensor along one dimension, and are whole along the others."""
+    if blocks == [None]:
+        return
+    known = [block for block in blocks if block is not None]
+    cut = [dim for dim, length in enumerate(shape) if any(block[dim] != (0, length) for block in known)]
+    if len(known) < len(blocks) or len(cut) > 1:
+        raise ValueError(f"tensor {name!r}: its blocks overlap")
+    bounds = sorted(block[cut[0]] for block in known) if cut else []
+    ends = [0, *(bound for pair in bounds for bound in pair), shape[cut[0]]] if cut else []
+    if any(a != b for a, b in zip(ends[::2], ends[1::2], strict=True)) or (not cut and len(known) > 1):
+        raise ValueError(f"tensor {name!r}: its blocks do not fill it once")
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _described(pieces: Sequence[Stored]) -> Json:
+    first = pieces[0].entry
+    rows = [
+        [piece.file, e.offset, e.start, e.numel, e.crc, e.block and [list(bound) for bound in e.block]]
+        for piece in pieces
+        for e in [piece.entry]
+    ]
+    return {"dtype": first.dtype, "shape": list(first.shape), "pieces": rows}
+
+
+# --- reading: nothing that a file says is used before it was checked --------------------------------------------------
+
+
+def _content(data: bytes) -> dict[str, Any]:
+    first, _, rest = data.partition(b"\n")
+    match = _FIRST_LINE.fullmatch(first)
+    if match is None:
+        raise ValueError(f"it begins with {first[:60]!r}: expected the first line of a checkpoint's manifest")
+    if int(match[1]) != _VERSION:
+        raise ValueError(f"version {int(match[1])}: expected {_VERSION}, the one that this aiodist writes")
+    nbytes = int(match[2])
+    if len(rest) != nbytes + 1 or rest[-1:] != b"\n":
+        raise ValueError(f"{len(rest)} bytes behind its first line: expected {nbytes} and a newline")
+    if sha256(rest[:-1]).hexdigest() != match[3].decode():
+        raise ValueError(f"the SHA-256 of bytes {len(first) + 1} to {len(data) - 1} is not the one in its first line")
+    content = json.loads(rest)
+    if not isinstance(content, dict):
+        raise ValueError("expected an object")
+    for name, kind in _FIELDS.items():
+        if type(content.get(name)) is not kind:
+            raise ValueError(f"{name!r} is {content.get(name)!r:.40}: expected {kind.__name__}")
+    return content
+
+
+def _parsed(content: dict[str, Any], folder: Path) -> Manifest:
+    ranks = content["ranks"]
+    if len(content["files"]) != ranks or len(content["own"]) != ranks or ranks < 1:
+        raise ValueError(f"{ranks} ranks, {len(content['files'])} files and {len(content['own'])} values of ranks")
+    files = [FileFacts(*_naturals(row, 3, "a file")) for row in content["files"]]
+    tensors = {name: _pieces(name, said, files) for name, said in content["tensors"].items()}
+    pieces_of(tensors)
+    _check_covered(files, tensors, folder)
+    return Manifest(files, tensors, content["parts"], content.get("extra"), content["own"])
+
+
+def _pieces(name: str, said: Any, files: Sequence[FileFacts]) -> list[Stored]:  # noqa: ANN401
+    if not isinstance(said, dict) or said.get("dtype") not in DTYPES or not said.get("pieces"):
+        raise ValueError(f"tensor {name!r} is {str(said)[:60]}: expected its dtype, its shape and its pieces")
+    shape = _naturals(said["shape"], None, f"the shape of {name!r}")
+    found = []
+    for row in said["pieces"]:
+        if not isinstance(row, list) or len(row) != 6:
+            raise ValueError(f"tensor {name!r}: a piece is {str(row)[:60]}")
+        file, offset, start, numel, crc = _naturals(row[:5], 5, f"a piece of {name!r}")
+        entry = Entry(name, said["dtype"], shape, start, numel, _block(row[5], shape, name), offset, crc)
+        if file >= len(files) or offset + entry.nbytes > files[file].nbytes:
+            raise ValueError(f"tensor {name!r}: a piece lies outside of the files")
+        found.append(Stored(file, entry))
+    return found
+
+
+def _block(said: Any, shape: tuple[int, ...], name: str) -> Block | None:  # noqa: ANN401
+    if said is None:
+        return None
+    if not isinstance(said, list) or len(said) != len(shape):
+        raise ValueError(f"tensor {name!r}: a block is {str(said)[:60]}")
+    bounds = [_naturals(bound, 2, f"a block of {name!r}") for bound in said]
+    if any(not start <= stop <= length for (start, stop), length in zip(bounds, shape, strict=True)):
+        raise ValueError(f"tensor {name!r}: block {bounds} of shape {list(shape)}")
+    return tuple((start, stop) for start, stop in bounds)
+
+
+def _naturals(said: Any, count: int | None, what: str) -> tuple[int, ...]:  # noqa: ANN401
+    if not isinstance(said, list) or not all(type(number) is int and 0 <= number < 1 << 62 for number in said):
+        raise ValueError(f"{what} is {str(said)[:60]}: expected numbers, at least 0")
+    if count is not None and len(said) != count:
+        raise ValueError(f"{what} has {len(said)} numbers: expected {count}")
+    return tuple(said)
+
+
+def _check_covered(files: Sequence[FileFacts], tensors: Mapping[str, Sequence[Stored]], folder: Path) -> None:
+    """Each byte of a file belongs to its header or to one piece, so that there is a checksum for each."""
+    for rank, file in enumerate(files):
+        mine = sorted((p.entry.offset, p.entry.nbytes) for pieces in tensors.values() for p in pieces if p.file == rank)
+        ends = [file.header, *(offset + nbytes for offset, nbytes in mine)]
+        starts = [*(offset for offset, _ in mine), file.nbytes]
+        if file.header < 10 or ends != starts or any(a > b for a, b in pairwise(ends)):
+            raise ValueError(f"its pieces do not fill {folder / file_name(rank)}")

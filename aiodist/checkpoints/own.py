@@ -1,0 +1,113 @@
+"""What each rank has of its own: random states, residuals of codecs, the places of loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from aiodist.checkpoints.generators import (
+    Generator,
+    generator_state,
+    process_state,
+    set_generator_state,
+    set_process_state,
+)
+from aiodist.checkpoints.parts import Net
+from aiodist.checkpoints.pieces import Stateful
+from aiodist.checkpoints.values import Json, decode, encode
+
+
+@runtime_checkable
+class Redivided(Protocol):
+    """What each rank has of its own, and can be divided among another number of ranks, such as a queue of shards."""
+
+    def load_state_dicts(self, states: list[Any], /) -> object:
+        """Take this rank's part of the `states` of all ranks that saved them."""
+        ...
+
+
+def check_own(own: Sequence[object]) -> None:
+    """Raise `TypeError` for what has no state."""
+    for number, each in enumerate(own):
+        if not isinstance(each, Stateful | Generator):
+            raise TypeError(f"own[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict")
+
+
+def own_name(rank: int) -> str:
+    """Return what the names of tensors of `rank`'s own begin with."""
+    return f"rank{rank}"
+
+
+def own_loaders(own: Sequence[object], rank: int) -> tuple[list[Json], dict[str, Tensor]]:
+    """Return the states of loaders and the like, with copies of their tensors; None for generators. On the loop."""
+    tensors: dict[str, Tensor] = {}
+    said = [
+        encode(each.state_dict(), f"{own_name(rank)}/own/{i}", tensors) if isinstance(each, Stateful) else None
+        for i, each in enumerate(own)
+    ]
+    return said, {name: t.clone() for name, t in tensors.items()}
+
+
+def own_states(net: object, own: Sequence[object], rank: int, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    """Return what changes with the steps: random states, residuals. Where these are computed, after the last step."""
+    name = own_name(rank)
+    said = {"random": encode(process_state(), f"{name}/random", tensors)}
+    if isinstance(net, Net) and net.compressor is not None:
+        said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
+    said["generators"] = [
+        encode(generator_state(each), f"{name}/generators/{i}", tensors) if isinstance(each, Generator) else None
+        for i, each in enumerate(own)
+    ]
+    return said
+
+
+@dataclass
+class OwnState:
+    """What was read of it, for one rank: nothing of it is in use yet."""
+
+    states: dict[str, Any] | None
+    """What this rank had of its own; None where another number of ranks wrote the checkpoint."""
+    loaders: list[list[Any]]
+    """The states of loaders and the like, of each rank that wrote it."""
+    rank: int
+
+    @classmethod
+    def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
+        """Return what `rank` of `size` takes of what each has said; raise ValueError where that is something else."""
+        each = [_checked(of_rank) for of_rank in said]
+        states = None
+        if len(each) == size:
+            states = {key: decode(value, tensor) for key, value in each[rank].items() if key != "loaders"}
+        return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in each], rank)
+
+    def count(self) -> int:
+        """Return how many objects were saved as a rank's own."""
+        return len(self.loaders[0])
+
+    def restore(self, net: object, own: Sequence[object]) -> None:
+        """Have everything but loaders go on from it; where it is computed."""
+        if self.states is None:
+            return
+        if isinstance(net, Net) and net.compressor is not None and "compressor" in self.states:
+            net.compressor.load_state_dict(self.states["compressor"])
+        for each, state in zip(own, self.states["generators"], strict=True):
+            if isinstance(each, Generator):
+                set_generator_state(each, state)
+        set_process_state(self.states["random"])
+
+    def restore_loaders(self, own: Sequence[object]) -> None:
+        """The same for loaders, on the loop's thread."""
+        for number, each in enumerate(own):
+            if isinstance(each, Redivided) and (self.states is None or not isinstance(each, Stateful)):
+                each.load_state_dicts([states[number] for states in self.loaders])
+            elif self.states is not None and isinstance(each, Stateful):
+                each.load_state_dict(self.loaders[self.rank][number])
+
+
+def _checked(said: Json) -> dict[str, Json]:
+    if not isinstance(said, dict) or not all(isinstance(said.get(name), list) for name in ("loaders", "generators")):
+        raise ValueError("what ranks have of their own is not as it is written")
+    return said

@@ -1,0 +1,152 @@
+"""Values as JSON and tensors, and back: nothing is pickled, so nothing that is read can run code.
+
+Strings, booleans, None, lists, and the numbers that JSON can say are themselves. All else is an object of one key:
+
+    {"map": {"lr": 0.1}}                      a dict whose keys are strings
+    {"dict": [[0, …], [1, …]]}                any other dict, by its keys
+    {"tuple": […]}                            a tuple
+    {"float": "nan"}                          nan, inf or -inf; finite floats are decimals that give the same float back
+    {"int": "0x20000000000001"}               an integer beyond 2^53, which some readers of JSON would round
+    {"tensor": "opt/state/0/exp_avg"}         a tensor, by its name in the checkpoint
+    {"array": "…"}                            an array of numpy, kept as a tensor
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Json = Any
+
+_EXACT = 1 << 53
+_DEEPEST = 60
+_SPECIAL = ("nan", "inf", "-inf")
+
+
+def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Json:
+    """Return `value` as JSON; its tensors are put into `tensors` under their paths below `path`, which names are.
+
+    Raises `TypeError` naming the path of what can be said neither in JSON nor as a dense tensor.
+    """
+    if value is None or type(value) in (bool, str):
+        return _checked_text(value, path) if isinstance(value, str) else value
+    if type(value) is int:
+        return value if abs(value) <= _EXACT else {"int": hex(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if depth > _DEEPEST:
+        raise TypeError(f"{path}: nested more than {_DEEPEST} deep")
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        each = [encode(v, f"{path}/{i}", tensors, depth + 1) for i, v in enumerate(value)]
+        return each if type(value) is list else {"tuple": each}
+    if isinstance(value, dict):
+        return _encoded_dict(value, path, tensors, depth)
+    if isinstance(value, Tensor):
+        return {"tensor": _kept(_checked_tensor(value, path), path, tensors)}
+    if type(value) is np.ndarray:
+        return {"array": _kept(_tensor_of(value, path), path, tensors)}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise TypeError(
+        f"{path} is {kind}: expected None, bool, int, float, str, tensors, arrays, and lists, tuples and dicts of them"
+    )
+
+
+def _encoded_dict(value: Mapping[Any, object], path: str, tensors: dict[str, Tensor], depth: int) -> Json:
+    if all(type(key) is str for key in value):
+        return {
+            "map": {
+                _checked_text(key, path): encode(v, f"{path}/{key}", tensors, depth + 1) for key, v in value.items()
+            }
+        }
+    pairs = []
+    for key, v in value.items():
+        found: dict[str, Tensor] = {}
+        pair = [encode(key, f"{path}/key", found, depth + 1), encode(v, f"{path}/{key}", tensors, depth + 1)]
+        if found:
+            raise TypeError(f"{path} has a tensor for a key")
+        pairs.append(pair)
+    return {"dict": pairs}
+
+
+def _checked_text(text: str, path: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TypeError(f"{path}: {text!r} is no text that UTF-8 can say") from error
+    return text
+
+
+def _checked_tensor(t: Tensor, path: str) -> Tensor:
+    of_others = hasattr(t, "__tensor_flatten__") or t.is_nested or t.is_quantized or t.is_meta
+    if of_others or t.layout is not torch.strided:
+        raise TypeError(f"{path} is {type(t).__name__}, {t.layout} on {t.device}: expected a dense tensor")
+    return t.detach()
+
+
+def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except TypeError as error:
+        raise TypeError(f"{path} is an array of {array.dtype}: expected a dtype that torch has") from error
+
+
+def _kept(t: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    name = path
+    while name in tensors:  # {"a/b": …, "a": {"b": …}}
+        name += "'"
+    tensors[name] = t
+    return name
+
+
+def decode(said: Json, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
+    """Return the value that `encode` has said so; `tensor` finds tensors. Raises `ValueError` for other JSON."""
+    if said is None or isinstance(said, bool | int | float | str):
+        return said
+    if isinstance(said, list):
+        return [decode(each, tensor) for each in said]
+    if isinstance(said, dict) and len(said) == 1:
+        ((tag, content),) = said.items()
+        if (made := _DECODERS.get(tag)) is not None and isinstance(content, made[0]):
+            return made[1](content, tensor)
+    raise ValueError(f"{str(said)[:80]}: expected a value as a checkpoint writes them")
+
+
+_Find = Callable[[str], Tensor]
+
+
+def _pairs(content: list[Any], tensor: _Find) -> dict[Any, Any]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise ValueError("a dict of something else than pairs")
+    try:
+        return {decode(key, tensor): decode(v, tensor) for key, v in content}
+    except TypeError as error:
+        raise ValueError(f"a dict with a key that is none: {error}") from error
+
+
+def _special(content: str, _: _Find) -> float:
+    if content not in _SPECIAL:
+        raise ValueError(f"the float {content[:40]!r}: expected one of {', '.join(_SPECIAL)}")
+    return float(content)
+
+
+def _array(t: Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return t.numpy()
+    except TypeError as error:
+        raise ValueError(f"an array of {t.dtype}: {error}") from error
+
+
+_DECODERS: dict[str, tuple[type, Callable[[Any, _Find], Any]]] = {
+    "map": (dict, lambda content, tensor: {key: decode(v, tensor) for key, v in content.items()}),
+    "dict": (list, _pairs),
+    "tuple": (list, lambda content, tensor: tuple(decode(v, tensor) for v in content)),
+    "float": (str, _special),
+    "int": (str, lambda content, _: int(content, 16)),
+    "tensor": (str, lambda content, tensor: tensor(content)),
+    "array": (str, lambda content, tensor: _array(tensor(content))),
+}

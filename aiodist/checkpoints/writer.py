@@ -1,0 +1,178 @@
+"""What writes and reads the checkpoints of one communicator: one after the other, beside the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import get_ident
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aiodist.communicator import Communicator
+from aiodist.errors import CommunicatorAborted
+from aiodist.handles import Handle, Lane, Origin, Progress, Scheduler
+from aiodist.streams import HostStream
+
+T = TypeVar("T")
+
+_PRIORITY = -10
+_LOOK_SECONDS = 0.5
+_REST = 14.0
+"""How long the thread for files rests behind each part, in times that it took."""
+
+
+class Writer:
+    """The checkpoints of one communicator, on this rank; made at the first, it ends with its communicator.
+
+    It owns a duplicate of the communicator, the thread for files, and the memory into which shares are copied.
+    """
+
+    def __init__(self, coll: Communicator) -> None:
+        self.parent = coll
+        self.lane: Lane = Scheduler.current().lane(f"files {coll.name}", _PRIORITY)
+        self.progress = Progress.current()
+        self.buffers = Buffers(self.progress)
+        self.coll: Communicator
+        self.stream: HostStream
+        self._thread = 0
+        self._cores = 0
+        registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
+        self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: asyncio.Task[None] | None = None
+        self._seq = 0
+
+    @classmethod
+    def of(cls, coll: Communicator) -> Writer:
+        """Return that of `coll`, made at first use: collective then. Raises what a call of `coll` would."""
+        coll.parts.dispatcher.check_usable()
+        known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
+        if coll not in known:
+            known[coll] = cls(coll)
+        return known[coll]
+
+    def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
+        """Return the handle of `job`, which begins when all that was asked before is over."""
+        account = self.parent.parts.dispatcher.account
+        handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
+        handle.polled = False
+        self._seq += 1
+        task = asyncio.get_running_loop().create_task(
+            self._do(job, handle, self._last), name=f"{self.parent.name}: {op}"
+        )
+        self._last = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    async def _do(self, job: Callable[[], Awaitable[T]], handle: Handle[T], before: asyncio.Task[None] | None) -> None:
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            await self._made
+            result = await job()
+        except asyncio.CancelledError:
+            why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
+            handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            handle.reject(error)
+        else:
+            handle.resolve(result)
+
+    async def _open(self, name: str) -> None:
+        """Make the duplicate; from then on its communicator does not close before this is closed."""
+        everybody = tuple(range(self.parent.size))
+        self.coll = await self.parent.parts.registry.join(self.parent, name, everybody, shared=False)
+        self.stream = HostStream(f"files {self.coll.name}")
+        await self.stream.__aenter__()
+        self.coll.admit(self)
+        self._thread = await self.stream.submit(get_ident)
+        self._cores = _own_cores(self.coll.local_size)
+
+    async def rest(self, seconds: float, *, on_device: bool) -> None:
+        """Leave the cores to the steps, after `seconds` of work, if there are too few for both and a step is made.
+
+        Steps use as many as torch has threads, or one where they compute on a device.
+        """
+        used = 1 if on_device else torch.get_num_threads()
+        if used >= self._cores and self.progress.computing - {self._thread} and not self.buffers.wanted:
+            await asyncio.sleep(seconds * _REST)
+
+    # --- a guest of its communicator ------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Finish what was asked for."""
+        self._forgotten()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.stream.aclose()
+
+    def abort(self) -> None:
+        """Give up what is under way: nothing of it becomes a checkpoint."""
+        self._forgotten()
+        self.buffers.abort()
+        for task in self._tasks:
+            task.cancel()
+        self.stream.abort()
+
+    def _forgotten(self) -> None:
+        self.progress.belongings[Writer].pop(self.parent, None)
+
+    def __repr__(self) -> str:
+        return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
+
+
+def _own_cores(ranks: int) -> int:
+    """Return how many cores this process has of those that it may use, which the `ranks` of this host may share."""
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if allowed <= (os.cpu_count() or 1) // ranks else allowed // ranks
+
+
+class Buffers:
+    """The memory that shares are copied into: one buffer, which a save borrows until it is written."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._free.put(torch.empty(0, dtype=torch.uint8))
+        self._given_up = False
+        self.wanted = False
+        """A step waits for memory."""
+
+    def borrow(self, nbytes: int) -> Tensor:
+        """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
+        self.wanted = True
+        try:
+            while True:
+                with suppress(Empty):
+                    return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
+                if self._progress.loop.is_closed() or self._given_up:
+                    raise RuntimeError("the checkpoint before was given up")
+        finally:
+            self.wanted = False
+
+    def borrow_nowait(self, nbytes: int) -> Tensor:
+        """Return `nbytes` of memory, new where the save before is not written."""
+        try:
+            return self._sized(self._free.get_nowait(), nbytes)
+        except Empty:
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    @staticmethod
+    def _sized(buffer: Tensor, nbytes: int) -> Tensor:
+        fits = nbytes <= buffer.numel() <= 2 * nbytes
+        return buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self, buffer: Tensor) -> None:
+        """It is written, or never will be."""
+        if self._free.empty():
+            self._free.put(buffer)
+
+    def abort(self) -> None:
+        """Nothing is written any more: a thread that waits for memory need not."""
+        self._given_up = True

@@ -1,0 +1,104 @@
+"""A checkpoint beside training: how long steps and the loop wait for its copy, and what its writing costs steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+import aiodist
+from aiodist.bench.timing import percentile, ticker
+from aiodist.nn import DataParallel
+from benchmarks import models
+from benchmarks.training import Setting, torch_threads
+
+if TYPE_CHECKING:
+    from aiodist.bench.records import Record
+    from aiodist.bench.session import Session
+
+__all__ = ["measure"]
+
+_BATCH = 32
+_ROUNDS = 9
+_BEFORE = 6
+"""Steps between two checkpoints, with which the steps beside the writing are compared."""
+
+
+async def measure(session: Session) -> list[Record]:
+    """Save the mlp again and again while it trains, in a folder of the temporary files of this host."""
+    path = Path(await session.coll.broadcast_object(mkdtemp(prefix="aiodist-") if session.coll.rank == 0 else ""))
+    with torch_threads(session.coll):
+        setting = Setting.make("mlp", _BATCH, session.coll)
+        net = await DataParallel.create(models.build("mlp"), session.coll)
+        try:
+            rounds = _Rounds(setting, net, path)
+            await rounds.run(session.plan.repeat or _ROUNDS)
+        finally:
+            await net.aclose()
+    if session.coll.rank == 0:
+        rmtree(path)
+    nbytes = sum(p.nbytes for p in net.parameters())
+    records = await session.timed(
+        "checkpoint", nbytes, {f"aiodist:{name}": found for name, found in rounds.seconds.items()}
+    )
+    beside = statistics.median(rounds.ratios)
+    return [
+        *records,
+        *await session.valued("checkpoint:beside", "aiodist:step", beside, nbytes),
+        *await session.valued("checkpoint:lag", "aiodist:loop", percentile(rounds.lags, 99), nbytes),
+    ]
+
+
+class _Rounds:
+    """What one rank found: seconds by name, and of each round how much longer a step beside the writing took."""
+
+    def __init__(self, setting: Setting, net: DataParallel, path: Path) -> None:
+        self.seconds: dict[str, list[float]] = {"copy": [], "call": [], "write": [], "step": [], "step-beside": []}
+        self.ratios: list[float] = []
+        self.lags: list[float] = []
+        self._setting = setting
+        self._net = net
+        self._path = path
+        self._optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+
+    async def _steps(self, count: int) -> list[float]:
+        return [await self._step() for _ in range(count)]
+
+    async def _step(self) -> float:
+        began = perf_counter()
+        await self._net.step(lambda: self._setting.loss(self._net), self._optimizer)
+        return perf_counter() - began
+
+    async def run(self, rounds: int) -> None:
+        """Make them, behind one that warms up: memory is touched for the first time."""
+        for turn in range(1 + rounds):
+            before = await self._steps(_BEFORE)
+            async with ticker() as lateness:
+                called = perf_counter()
+                saving = aiodist.save(self._path, self._net, self._optimizer, keep=1)
+                held = perf_counter()
+                await self._net.run(lambda: None)
+                copied = perf_counter()
+                beside = [await self._step()]
+                while not await self._setting.coll.allreduce(int(saving.done()), "min"):
+                    beside.append(await self._step())
+                await saving
+            written = perf_counter()
+            after = await self._steps(_BEFORE)
+            if turn:
+                self._note([copied - called], "copy")
+                self._note([held - called], "call")
+                self._note([written - called], "write")
+                self._note(before[1:] + after[1:], "step")
+                self._note(beside, "step-beside")
+                self.ratios.append(statistics.mean(beside) / statistics.mean(before[1:] + after[1:]))
+                self.lags += lateness
+
+    def _note(self, seconds: Sequence[float], name: str) -> None:
+        self.seconds[name] += seconds

@@ -1,0 +1,576 @@
+"""N17: what was saved is loaded bit by bit, on as many ranks as there are; steps go on while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import json
+import logging
+import os
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import aiodist
+from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
+from aiodist.checkpoints import folders, output
+from aiodist.checkpoints import saving as saving_module
+from aiodist.codecs import TopK
+from aiodist.errors import CommunicatorAborted, CommunicatorClosed
+from aiodist.handles import Scheduler
+from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.testing import run_ranks
+from tests.checkpoints.conftest import assert_same
+
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, path: Path, saved_by: int) -> None:
+    expected: dict[str, Any] = {}
+
+    async def save() -> None:
+        async with aiodist.init() as coll:
+            run = await training.make(coll)
+            await run.steps(0, 3)
+            saving = aiodist.save(path, run.net, run.opt, extra={"step": 3})
+            saved = run.net.run(run.state)  # behind the copy
+            after = await run.steps(3, 6)  # beside the writing, which must not see them
+            assert await saving == path / "checkpoint-00000001"
+            expected.update(state=await saved, losses=after, end=run.state())
+
+    async def load() -> None:
+        async with aiodist.init() as coll:
+            run = await training.make(coll, seed=7)
+            await run.steps(50, 51)
+            found = await aiodist.load(path, run.net, run.opt)
+            assert (found.extra, found.ranks, found.number) == ({"step": 3}, saved_by, 1)
+            assert found.path == path / "checkpoint-00000001"
+            assert_same(run.state(), expected["state"])
+            losses = await run.steps(found.extra["step"], 6)
+            if coll.size in (1, 2, 4) and saved_by in (1, 2, 4):  # where the mean of gradients rounds nothing
+                assert losses == expected["losses"]
+                assert_same(run.state(), expected["end"])
+
+    run_ranks(saved_by, save)
+    for loaded_by in (1, 2, 3, 5) if saved_by == 4 else (saved_by,):
+        run_ranks(loaded_by, load)
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n17_each_element_is_written_once(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    await run.steps(0, 1)
+    folder = await aiodist.save(path, run.net, run.opt)
+    state = run.state()
+    files = [safetensors.torch.load_file(folder / f"rank-{rank:05}.safetensors") for rank in range(coll.size)]
+    shared = [{name: t for name, t in file.items() if not name.startswith("rank")} for file in files]
+    assert sum(t.nbytes for file in shared for t in file.values()) == sum(t.nbytes for t in state.values())
+    largest = max(sum(t.nbytes for t in file.values()) for file in shared)
+    assert largest <= sum(t.nbytes for t in state.values()) / coll.size + (64 << 10)
+    pieces = torch.cat([file["net/0.weight"].flatten() for file in shared if "net/0.weight" in file])
+    assert torch.equal(pieces.view(301, 110), state["net 0.weight"])
+    assert sorted(p.name for p in path.iterdir()) == ["checkpoint-00000001"]
+
+
+@pytest.mark.ranks(1, 2, backend="local")
+@pytest.mark.ranks(2, backend="shm")
+async def test_n17_plain_modules_and_what_else_has_state(coll: Communicator, tmp_path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(tmp_path / "plain")))
+    net, other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), nn.Linear(5, 1)
+    await aiodist.nn.synchronize_parameters(nn.ModuleList([net, other]), coll)
+    opt = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    parts = (net, other, opt, schedule, scaler)
+    if await coll.allreduce(0, "max") == 0:  # a step that all ranks make alike
+        other(net(torch.ones(2, 3) * torch.arange(6).view(2, 3))).sum().backward()
+        opt.step()
+        schedule.step()
+    before = [{k: v.clone() for k, v in part.state_dict().items()} for part in (net, other)]
+    saving = aiodist.save(path, *parts, coll=coll, extra=(1, torch.arange(3)))
+    with torch.no_grad():  # the copy was taken at the call
+        for p in [*net.parameters(), *other.parameters()]:
+            p.zero_()
+    opt.param_groups[0]["lr"] = 7.0
+    await saving
+    found = await aiodist.load(path, *parts, coll=coll)
+    assert found.extra[0] == 1
+    assert found.extra[1].tolist() == [0, 1, 2]
+    for part, state in zip((net, other), before, strict=True):
+        assert_same(part.state_dict(), state)
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert opt.param_groups[0]["initial_lr"] == 0.5
+    assert schedule.last_epoch == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.uint16, torch.float16, torch.bfloat16,
+                                   torch.float8_e5m2, torch.complex64, torch.complex128])  # fmt: skip
+@pytest.mark.ranks(2)
+async def test_n17_every_dtype_and_layout(coll: Communicator, path: Path, dtype: torch.dtype) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+
+    class Holder(nn.Module):
+        def __init__(self, fill: int) -> None:
+            super().__init__()
+            drawn = torch.randint(0, 2 + fill, (3, 40_001), generator=torch.Generator().manual_seed(fill))
+            self.register_buffer("wide", drawn.to(dtype).t())
+            self.register_buffer("one", drawn[0, 0].to(dtype))
+            self.register_buffer("none", drawn[:0].to(dtype))
+
+    holder, other = Holder(40), Holder(0)
+    await aiodist.save(path, holder, coll=coll)
+    await aiodist.load(path, other, coll=coll)
+    for name, t in holder.named_buffers():
+        got = other.get_buffer(name)
+        assert (got.dtype, got.shape) == (dtype, t.shape)
+        assert torch.equal(got.contiguous().flatten().view(torch.uint8), t.contiguous().flatten().view(torch.uint8))
+
+
+# --- what each rank has of its own ------------------------------------------------------------------------------------
+
+
+class Loader:
+    """A place in the data."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": torch.arange(self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seen"].tolist() == list(range(state["at"]))
+        self.at = state["at"]
+
+
+class Queue(Loader):
+    """One that can be divided anew."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.at = sum(state["at"] for state in states)
+
+
+def test_n17_each_rank_has_its_random_states_and_loaders_back(path: Path) -> None:
+    drawn: dict[int, list[Any]] = {}
+
+    def draw(generators: list[Any]) -> list[Any]:
+        plain, numpy, old, torches = generators
+        return [
+            plain.random(),
+            numpy.random(3).tolist(),
+            old.rand(2).tolist(),
+            torch.rand(3, generator=torches).tolist(),
+        ]
+
+    def own(rank: int) -> list[Any]:
+        return [random.Random(rank), np.random.default_rng(rank), np.random.RandomState(rank),
+                torch.Generator().manual_seed(rank), Loader(3 + rank), Queue(10 + rank)]  # fmt: skip
+
+    async def save(rank: int) -> None:
+        async with aiodist.init() as coll:
+            mine = own(rank)
+            draw(mine[:4])
+            saving = aiodist.save(path, nn.Linear(1, 1), coll=coll, own=mine)
+            drawn[rank] = draw(mine[:4])
+            mine[4].at = 99
+            await saving
+
+    async def load(rank: int) -> None:
+        async with aiodist.init() as coll:
+            mine = own(rank + 20)
+            await aiodist.load(path, nn.Linear(1, 1), coll=coll, own=mine)
+            if coll.size == 3:
+                assert draw(mine[:4]) == drawn[rank]
+                assert (mine[4].at, mine[5].at) == (3 + rank, 10 + rank)
+            else:  # what belongs to a rank has no meaning for others, but what can be divided
+                assert draw(mine[:4]) == draw(own(rank + 20)[:4])
+                assert (mine[4].at, mine[5].at) == (23 + rank, 33)
+
+    run_ranks(3, save)
+    run_ranks(3, load)
+    run_ranks(2, load)
+
+
+@pytest.mark.ranks(1)
+async def test_n17_the_generators_of_the_process_go_on(coll: Communicator, training: Any, path: Path) -> None:
+    run = await training.make(coll)
+    saving = aiodist.save(path, run.net, run.opt)
+    await run.net.run(lambda: None)
+
+    def draw() -> list[Any]:
+        return [random.random(), np.random.rand(3).tolist(), torch.rand(5).tolist()]
+
+    expected = draw()
+    draw()
+    await saving
+    await aiodist.load(path, run.net, run.opt)
+    assert draw() == expected
+
+
+@pytest.mark.ranks(2)
+async def test_n17_residuals_of_compressed_gradients(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    nets = []
+    for seed in (0, 1):
+        net = await DataParallel.create(training.module(seed).float(), coll, compress=TopK(0.1))
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        x = torch.randn(3, 110, generator=torch.Generator().manual_seed(coll.rank))
+        nets.append((net, opt, lambda net=net, x=x: net(x).square().mean()))
+    net, opt, loss = nets[0]
+    for _ in range(3):
+        await net.step(loss, opt)
+    await aiodist.save(path, net, opt)
+    expected = [float(await net.step(loss, opt)) for _ in range(3)]
+    net, opt, loss = nets[1]
+    await net.step(loss, opt)
+    await aiodist.load(path, net, opt)
+    assert [float(await net.step(loss, opt)) for _ in range(3)] == expected
+
+
+@pytest.mark.ranks(2)
+async def test_n17_pending_updates_are_made_first(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    net = await DataParallel.create(training.module(), coll)
+    opt = PipelinedOptimizer(net, lambda params: torch.optim.Adam(params, lr=0.01))
+    run = training(net, opt)
+    await run.steps(0, 3)
+    assert opt.pending
+    saving = aiodist.save(path, net, opt)
+    await run.steps(3, 4)
+    await saving
+    expected = await run.steps(4, 5)
+    await aiodist.load(path, net, opt)
+    await run.steps(3, 4)
+    assert await run.steps(4, 5) == expected
+    await opt.flush()
+
+
+# --- several ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_n17_the_last_k_are_kept_and_the_newest_is_loaded(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    for number in range(1, 6):
+        await run.steps(number, number + 1)
+        await aiodist.save(path, run.net, run.opt, extra=number, keep=3)
+    assert sorted(p.name for p in path.iterdir()) == [f"checkpoint-0000000{number}" for number in (3, 4, 5)]
+    assert (await aiodist.load(path, run.net, run.opt)).extra == 5
+    assert (await aiodist.load(path / "checkpoint-00000004", run.net, run.opt)).extra == 4
+
+
+@pytest.mark.ranks(2)
+async def test_n17_saves_under_way_are_written_in_turn(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    saving = []
+    states = []
+    for number in range(4):
+        saving.append(aiodist.save(path, run.net, run.opt, extra=number))
+        states.append(run.net.run(run.state))
+        await run.steps(number, number + 1)
+    found = aiodist.load(path, run.net, run.opt)  # it waits for them
+    assert (await found).extra == 3
+    assert_same(run.state(), await states[3])
+    assert [(await handle).name for handle in saving] == [f"checkpoint-{number:08}" for number in (1, 2, 3, 4)]
+    for number in range(4):
+        await aiodist.load(await saving[number], run.net, run.opt)
+        assert_same(run.state(), await states[number])
+
+
+@pytest.mark.ranks(1)
+async def test_n17_writes_share_the_limit_on_bytes_in_flight(
+    coll: Communicator, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler.current()
+    reductions = scheduler.lane("reductions", 10)
+    seen: list[int] = []
+    write = folders.write_all
+
+    def noted(fd: int, data: memoryview) -> None:
+        seen.append(scheduler.in_flight)
+        write(fd, data)
+
+    monkeypatch.setattr(output, "write_all", noted)
+    net = nn.Linear(1000, 700)  # 2.8 MB
+    with await reductions.acquire(scheduler.limit):  # nothing is left, and yet one part at a time goes
+        await aiodist.save(path, net, coll=coll)
+    _, *parts = seen  # behind the header
+    assert parts[:-1] == [scheduler.limit + (1 << 20)] * (len(parts) - 1)
+    assert len(parts) == 3
+    assert scheduler.in_flight == 0
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_save_without_an_await_is_finished_at_the_end(
+    coll: Communicator, training: Any, path: Path
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    saving = aiodist.save(path, run.net, run.opt)
+    await run.net.aclose()
+    assert saving.done()
+    assert (path / "checkpoint-00000001" / "manifest.json").exists()
+    await saving
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
+    training: Any, path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = folders.write_all
+    saves: list[Any] = []
+
+    def slow(fd: int, data: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        write(fd, data)
+
+    async def fail() -> None:
+        async with aiodist.init() as coll:
+            run = await training.make(coll)
+            saves.append(aiodist.save(path, run.net, run.opt))
+            while not begun.is_set():  # noqa: ASYNC110  - a thread sets it
+                await asyncio.sleep(0)
+            raise ValueError("enough")
+
+    async def check() -> None:
+        async with aiodist.init() as coll:
+            run = await training.make(coll)
+            assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000001"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "write_all", slow)
+        with pytest.raises(ValueError, match="enough"):
+            run_ranks(ranks, fail)
+        assert all(isinstance(saving.exception(), CommunicatorAborted) for saving in saves)
+        go_on.set()
+    assert not (path / "checkpoint-00000001").exists()
+    run_ranks(ranks, check)
+    assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Raises:
+    """Something whose state one rank cannot tell."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def state_dict(self) -> dict[str, int]:
+        if self.raises:
+            raise KeyError("where is it?")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.raises:
+            raise KeyError("what is it?")
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n17_an_error_of_one_rank_is_raised_on_all_and_the_one_before_is_kept(
+    coll: Communicator, training: Any, path: Path
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    await aiodist.save(path, run.net, Raises(False), extra="first")
+    mine = coll.rank == coll.size - 1
+    with pytest.raises(KeyError if mine else RemoteError, match="where is it") as raised:
+        await aiodist.save(path, run.net, Raises(mine))
+    if not mine:
+        assert isinstance(raised.value, RemoteError)
+        assert raised.value.raised_by == coll.size - 1
+        assert "state_dict" in raised.value.traceback
+    with pytest.raises(KeyError if mine else RemoteError, match="what is it"):
+        await aiodist.load(path, run.net, Raises(mine))
+    assert (await aiodist.load(path, run.net, Raises(False))).extra == "first"
+    assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
+    assert (await aiodist.save(path, run.net, Raises(False))).name == "checkpoint-00000002"
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n17_a_full_disk_leaves_the_one_before(
+    coll: Communicator, training: Any, path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    await aiodist.save(path, run.net, run.opt)
+    written = itertools.count()
+
+    def full(fd: int, data: Any) -> int:
+        if next(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(fd, data[: len(data) // 2 + 1])
+
+    class Full:
+        write = staticmethod(full)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+    await coll.barrier()
+    monkeypatch.setattr(folders, "os", Full())
+    with pytest.raises((OSError, RemoteError), match="No space left"):
+        await aiodist.save(path, run.net, run.opt)
+    await coll.barrier()
+    monkeypatch.undo()
+    await until(lambda: not (path / "checkpoint-00000002.part").exists())
+    assert (await aiodist.load(path, run.net, run.opt)).number == 1
+    assert Scheduler.current().in_flight == 0
+    assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000002"
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
+    coll: Communicator, training: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    await coll.barrier()
+    monkeypatch.setattr(saving_module, "copy_into", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        await aiodist.save(path, run.net, run.opt)
+    await coll.barrier()
+    monkeypatch.undo()
+    assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000001"
+
+
+@pytest.mark.parametrize(
+    ("differs", "where"),
+    [
+        ("extra", "/extra/map/loss"),
+        ("lr", "/parts/1/state/map/param_groups/0/map/lr"),
+        ("shape", "/tensors/net/weight"),
+    ],
+)
+@pytest.mark.ranks(2)
+async def test_n17_ranks_that_differ_where_they_must_not_are_told(
+    coll: Communicator, path: Path, differs: str, where: str
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    mine = coll.rank == 1
+    net = nn.Linear(3 + (mine and differs == "shape"), 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.5 if mine and differs == "lr" else 0.1)
+    extra = {"loss": 2.5 if mine and differs == "extra" else 1.5}
+    with pytest.raises(MismatchError, match=where) as raised:
+        await aiodist.save(path, net, opt, coll=coll, extra=extra)
+    assert "on rank 0" in str(raised.value)
+    assert "on rank 1" in str(raised.value)
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_folder_that_ranks_do_not_share_is_an_error(
+    coll: Communicator, training: Any, tmp_path: Path
+) -> None:
+    run = await training.make(coll)
+    mine = Path(await coll.broadcast_object(str(tmp_path))) / str(coll.rank)
+    (mine / "checkpoint-00000001.part").mkdir(parents=True)
+    with pytest.raises((FileNotFoundError, RemoteError), match="do all ranks share the folder"):
+        await aiodist.save(mine, run.net, run.opt)
+
+
+@pytest.mark.ranks(2)
+async def test_n17_where_there_is_none_all_ranks_hear_of_it(coll: Communicator, training: Any, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    with pytest.raises(FileNotFoundError, match="there is none"):
+        await aiodist.load(path, run.net, run.opt)
+    with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+        await aiodist.load(path / "checkpoint-00000001", run.net, run.opt)
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_checkpoint_of_something_else_changes_nothing(
+    coll: Communicator, training: Any, path: Path
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    await run.steps(0, 1)
+    await aiodist.save(path, run.net, run.opt, own=[Loader(1)])
+    before = run.state()
+    for parts, own, seen in (
+        ((run.net,), [Loader(1)], "2 parts: expected 1"),
+        ((run.net, run.opt), [], "1 objects of a rank's own: expected 0"),
+    ):
+        with pytest.raises(ValueError, match=seen) as raised:
+            await aiodist.load(path, *parts, own=own)
+        assert not isinstance(raised.value, CheckpointDamaged)
+    assert_same(run.state(), before)
+
+
+@pytest.mark.ranks(1)
+async def test_n17_mistakes_of_the_caller_are_raised_by_the_call(coll: Communicator, training: Any, path: Path) -> None:
+    run = await training.make(coll)
+    for keep in (0, True, 1.5):
+        with pytest.raises(ValueError, match="keep="):
+            aiodist.save(path, run.net, run.opt, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="coll is NoneType"):
+        aiodist.save(path, run.net.module)
+    with pytest.raises(TypeError, match="part1 is int"):
+        aiodist.load(path, run.net, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"own\[1\] is float"):
+        aiodist.save(path, run.net, own=[Loader(1), 0.5])
+    with pytest.raises(TypeError, match="extra/0 is set"):
+        aiodist.save(path, run.net, extra=[{1}])
+    await run.net.aclose()
+    with pytest.raises((RuntimeError, CommunicatorClosed), match="closed"):
+        aiodist.save(path, run.net, run.opt)
+    assert not await asyncio.to_thread(path.exists)
+
+
+@pytest.mark.ranks(2)
+async def test_n17_the_other_rank_count_is_said_in_the_log(
+    coll: Communicator, training: Any, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    run = await training.make(coll)
+    half = await coll.split(coll.rank)
+    if coll.rank == 0:
+        await aiodist.save(path, run.net.module, coll=half)
+    await coll.barrier()
+    caplog.set_level(logging.INFO, logger="aiodist")
+    await aiodist.load(path, run.net)
+    assert "is of 1 ranks, loaded by 2" in caplog.text
+
+
+@pytest.mark.ranks(1)
+async def test_n17_the_manifest_is_json_that_others_read(coll: Communicator, training: Any, path: Path) -> None:
+    run = await training.make(coll)
+    await run.steps(0, 1)
+    folder = await aiodist.save(path, run.net, run.opt, extra={"best": float("inf")})
+    first, second = (folder / "manifest.json").read_text().splitlines()
+    assert json.loads(first)["nbytes"] == len(second)
+    content = json.loads(second)
+    assert content["extra"] == {"map": {"best": {"float": "inf"}}}
+    described = content["tensors"]["net/0.weight"]
+    assert (described["dtype"], described["shape"]) == ("F64", [301, 110])
+    ((file, offset, start, numel, _, block),) = described["pieces"]
+    raw = (folder / f"rank-{file:05}.safetensors").read_bytes()[offset : offset + 8 * numel]
+    assert (start, block) == (0, None)
+    assert torch.equal(
+        torch.frombuffer(bytearray(raw), dtype=torch.float64).view(301, 110), run.net.state_dict()["0.weight"]
+    )
