@@ -97,7 +97,13 @@ class Compressor:
     """
 
     def __init__(
-        self, compression: Compression, data: Communicator, links: Links, op: Literal["mean", "sum"], stream: HostStream
+        self,
+        compression: Compression,
+        data: Communicator,
+        links: Links,
+        op: Literal["mean", "sum"],
+        stream: HostStream,
+        parameters: Mapping[str, Tensor],
     ) -> None:
         codec = compression.codec
         self._codec = codec if isinstance(codec, GradientCodec) else Gathered(codec)
@@ -107,6 +113,7 @@ class Compressor:
         self._links = links
         self._factor = 1 / data.size if op == "mean" else 1.0
         self._stream = stream
+        self._parameters = parameters
         self.progress = Progress.current()
         self.nbytes = 0
         """What this rank has given to collectives, in bytes."""
@@ -117,12 +124,18 @@ class Compressor:
         """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
 
     @classmethod
-    async def open(cls, compression: Compression, data: Communicator, op: Literal["mean", "sum"]) -> Compressor:
-        """Return one whose thread runs, on communicators that `data` closes. Collective."""
+    async def open(
+        cls,
+        compression: Compression,
+        data: Communicator,
+        op: Literal["mean", "sum"],
+        named: Iterable[tuple[str, Tensor]],
+    ) -> Compressor:
+        """Return one whose thread runs, for parameters with names, on communicators that `data` closes. Collective."""
         links = await Links.of(data, compression)
         stream = HostStream(f"codecs {data.name}")
         await stream.__aenter__()
-        return cls(compression, data, links, op, stream)
+        return cls(compression, data, links, op, stream, dict(named))
 
     async def aclose(self) -> None:
         """See `CommHook`."""
@@ -145,10 +158,20 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put copies of what `state_dict` returned in the place of what is kept; on all ranks, each its own.
 
-        Raises KeyError for what is no such state.
+        Raises KeyError for what is no such state, and ValueError for one of other parameters; nothing has changed then.
         """
         copied = [{name: t.detach().clone() for name, t in state[key].items()} for key in ("residuals", "kept")]
+        for name, residual in copied[0].items():
+            self._check_residual(name, residual)
         self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
+
+    def _check_residual(self, name: str, residual: Tensor) -> None:
+        if (parameter := self._parameters.get(name)) is None:
+            raise ValueError(f"residual of {name!r}: expected those of {', '.join(self._parameters)}")
+        dtype, shape = wide(parameter.dtype), (parameter.numel(),)
+        if residual.dtype is not dtype or residual.shape != shape:
+            seen = f"{dtype_name(residual.dtype)} of shape {tuple(residual.shape)}"
+            raise ValueError(f"residual of {name!r} is {seen}: expected {dtype_name(dtype)} of shape {shape}")
 
     # --- buckets --------------------------------------------------------------------------------------------------
 

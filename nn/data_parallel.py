@@ -153,7 +153,11 @@ class DataParallel(ModuleLike):
             also = placement(named), given, f"frozen: {frozen or 'nothing'}", f"sparse gradients: {sparse or 'none'}"
             await check_same_structure(named, own, *also)
             await synchronize_parameters(module, own)
-            hook: CommHook = Allreduce(own, op) if compression is None else await Compressor.open(compression, own, op)
+            hook: CommHook = (
+                Allreduce(own, op)
+                if compression is None
+                else await Compressor.open(compression, own, op, module.named_parameters())
+            )
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
             await own.aclose()

@@ -264,24 +264,28 @@ def test_n12_what_makes_no_sense_is_refused() -> None:
 
 @every
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int, dtype: torch.dtype) -> None:
     """The sums that came out, and what all ranks still keep, are all that went in."""
     shapes, steps = [(24, 20), (17,), (4, 5, 3, 3)], 12
     numel = sum(math.prod(shape) for shape in shapes)
     went_in = torch.zeros(numel, dtype=torch.float64)
     came_out = torch.zeros(numel, dtype=torch.float64)
-    residuals = [torch.zeros(numel, dtype=torch.float64) for _ in range(ranks)]
+    residuals = [torch.zeros(numel, dtype=dtype) for _ in range(ranks)]
     kept: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
     for step in range(steps):
-        grads = [normal(numel, seed=100 * step + rank).double() + 0.1 for rank in range(ranks)]
+        grads = [normal(numel, seed=100 * step + rank).to(dtype) + 0.1 for rank in range(ranks)]
         every_one = gradients(grads, residuals, number=step, shapes=shapes, factor=0.25)
         outs, _ = exchanged(codec, every_one, kept)
         assert all(torch.equal(out, outs[0]) for out in outs)  # bit for bit on all ranks
-        went_in += torch.stack(grads).sum(0)
-        came_out += 4 * outs[0]
+        went_in += torch.stack(grads).double().sum(0)
+        came_out += 4 * outs[0].double()
         residuals = [each.total for each in every_one]
-    difference = (came_out + torch.stack(residuals).sum(0) - went_in).abs().max()
-    assert float(difference) <= 1e-6 * float(went_in.abs().max())
+    left = torch.stack(residuals).double()
+    difference = (came_out + left.sum(0) - went_in).abs().max()
+    # With a residual RandomK(scaled=True) overshoots: what it keeps comes to be larger than what went in.
+    largest = max(float(went_in.abs().max()), float(left.abs().max()))
+    assert float(difference) <= 1e-6 * largest
 
 
 @every
