@@ -70,7 +70,10 @@ class Half(GradientCodec):
         if gradients.feedback:
             _give_back(lost, total, -exponent)
         for values in gradients.out.split(STRETCH):
-            values.copy_(_times_power(values, -exponent)).mul_(gradients.factor)
+            if abs(exponent) <= _SAFE:
+                values.mul_(2.0**-exponent * gradients.factor)
+            else:
+                values.copy_(_times_power(values, -exponent)).mul_(gradients.factor)
 
 
 @dataclass(frozen=True)
