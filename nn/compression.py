@@ -338,13 +338,15 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
     Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
     rounded, and none waits for the second half.
     """
-    t, out = request
+    t, out, factor = request
     if ranks <= 2:
         codes = (yield Gather(t)) if ranks == 2 else [t]
         for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
             to.copy_(first)
             for other in others:
                 to.add_(other)
+            if factor != 1.0:
+                to.mul_(factor)
         return Lost(0, out[:0])
     part = -(-t.numel() // ranks)
     padded = torch.zeros(ranks * part, dtype=t.dtype)
@@ -352,7 +354,8 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
     theirs = yield Swap(padded)
     summed = theirs.view(ranks, part).sum(0, dtype=torch.float32)
     narrow = summed.to(t.dtype)
-    out.copy_(torch.cat((yield Gather(narrow)))[: t.numel()])
+    for to, values in zip(out.split(part), (yield Gather(narrow)), strict=False):
+        to.copy_(values[: to.numel()]).mul_(factor)
     start = min(rank * part, t.numel())
     return Lost(start, summed.sub_(narrow)[: t.numel() - start])
 

@@ -24,11 +24,12 @@ class Sum(NamedTuple):
 
 
 class NarrowSum(NamedTuple):
-    """Add up 16-bit floats over all ranks in float32, and write the sum to `out`; the answer is a `Lost`."""
+    """Add up 16-bit floats over all ranks in float32, and write `factor` times the sum to `out`; the answer is a `Lost`."""
 
     tensor: Tensor
     out: Tensor
     """Flat, of a dtype in which sums of `tensor` fit."""
+    factor: float = 1.0
 
 
 class Lost(NamedTuple):

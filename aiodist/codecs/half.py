@@ -66,14 +66,12 @@ class Half(GradientCodec):
             to.copy_(_times_power(values, exponent))
             if gradients.feedback:
                 values.sub_(_times_power(to, -exponent, to=total.dtype))
-        lost = yield NarrowSum(narrow, gradients.out)
+        usual = abs(exponent) <= _SAFE
+        lost = yield NarrowSum(narrow, gradients.out, 2.0**-exponent * gradients.factor if usual else 1.0)
         if gradients.feedback:
             _give_back(lost, total, -exponent)
-        for values in gradients.out.split(STRETCH):
-            if abs(exponent) <= _SAFE:
-                values.mul_(2.0**-exponent * gradients.factor)
-            else:
-                values.copy_(_times_power(values, -exponent)).mul_(gradients.factor)
+        if not usual:
+            gradients.out.copy_(_times_power(gradients.out, -exponent)).mul_(gradients.factor)
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,9 @@ class BFloat16(GradientCodec):
             to.copy_(values)
             if gradients.feedback:
                 values.sub_(to)
-        lost = yield NarrowSum(narrow, gradients.out)
+        lost = yield NarrowSum(narrow, gradients.out, gradients.factor)
         if gradients.feedback:
             _give_back(lost, gradients.total, 0)
-        gradients.out.mul_(gradients.factor)
 
 
 def _give_back(lost: Lost, total: Tensor, exponent: int) -> None:
