@@ -63,7 +63,6 @@ class Int8(GradientCodec):
         for levels, step, to in _chunks(code, out):
             to.add_(levels.to(wide(out.dtype)), alpha=alpha * step)
 
-
     def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
         """See `GradientCodec`: in one pass over `out`, a chunk of all codes at a time."""
         dtype = wide(out.dtype)

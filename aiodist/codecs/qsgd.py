@@ -117,7 +117,9 @@ class QSGD(GradientCodec):
         if not bool(largest.sum().isfinite()):
             y.nan_to_num_(0.0, 0.0, 0.0)  # the scale makes NaN of it
         below = y.floor()
-        up = torch.rand(y.numel(), dtype=y.dtype, device="cpu", generator=self._generator(largest, number)) < y.sub_(below)
+        up = torch.rand(y.numel(), dtype=y.dtype, device="cpu", generator=self._generator(largest, number)) < y.sub_(
+            below
+        )
         return below.add_(up).add_(self.levels).to(torch.uint8)
 
     def _generator(self, largest: Tensor, number: int) -> torch.Generator:
