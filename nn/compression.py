@@ -85,7 +85,7 @@ class Swap(NamedTuple):
 
 _NAMES = 256
 """Buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
-_Request = Sum | NarrowSum | Gather | _Within | Swap
+_Request = Sum | Gather | _Within | Swap
 _Program = Generator[_Request, Any, None]
 
 

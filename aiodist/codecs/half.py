@@ -28,8 +28,8 @@ class Half(GradientCodec):
     error of at most 2**-11 down to 2**-28 of the largest one, and below that an absolute one of 2**-39 of it. (A
     float16 tensor travels as it is.) NaN stays NaN, infinities stay infinities, the sign of zero is kept.
 
-    In collectives the ranks agree on one exponent, with which their sum is in the range, too; they add up in float32, and
-    from three ranks on the sum is rounded once more. What all that loses is in a residual.
+    In collectives the ranks agree on one exponent, with which their sum is in the range, too. They add up in float32,
+    and from three ranks on the sum is rounded once more. What all that loses is in a residual.
 
     `decode` raises `ValueError` for a code of other dtype, numel or length. Cost: three passes to encode, two to
     decode. The scaling is that of mixed-precision training, applied to each message: Micikevicius et al. 2018,

@@ -30,8 +30,8 @@ class QSGD(GradientCodec):
 
     Randomness: each call draws anew; the same `seed` and the same calls in the same order give the same codes, also in
     a copy, which begins at the first call. Exchanges of gradients draw by their number, so training that goes on from
-    a checkpoint draws what it would have drawn. The scales are part of the seed, so that ranks with one `seed` and different
-    tensors round independently, and their errors average out.
+    a checkpoint draws what it would have drawn. The scales are part of the seed, so that ranks with one `seed` and
+    different tensors round independently, and their errors average out.
 
     A bucket that holds NaN or an infinity decodes to NaN throughout; other buckets are not touched by it.
 
