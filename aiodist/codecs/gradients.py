@@ -24,7 +24,7 @@ class Sum(NamedTuple):
 
 
 class NarrowSum(NamedTuple):
-    """Add up 16-bit floats over all ranks in float32, and write `factor` times that to `out`; the answer is a `Lost`."""
+    """Add up 16-bit floats of all ranks in float32, and write `factor` times it to `out`; the answer is a `Lost`."""
 
     tensor: Tensor
     out: Tensor
