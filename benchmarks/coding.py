@@ -1,4 +1,4 @@
-"""Codecs on one core: 64 MiB encoded and the code added to a tensor, beside the arithmetic of torch's DDP comm hook."""
+"""Codecs on one core: 64 MiB encoded and decoded, beside the arithmetic of torch's DDP comm hook."""
 
 from __future__ import annotations
 

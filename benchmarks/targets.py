@@ -152,7 +152,7 @@ def _codecs(records: Sequence[Record]) -> list[Verdict]:
     """Coding on one core, and steps that compress."""
     coded = {r.impl.removeprefix("aiodist:"): r for r in records if r.op == "codecs" and r.seconds}
     lines = [
-        Verdict(f"{name}, encoded and added", (r.nbytes or 0) / (r.seconds or 1.0) / 1e9, "GB/s", 1.5, at_least=True)
+        Verdict(f"{name}, encoded and decoded", (r.nbytes or 0) / (r.seconds or 1.0) / 1e9, "GB/s", 1.5, at_least=True)
         for name, r in coded.items()
         if name in ("int8", "sign")
     ]

@@ -201,9 +201,9 @@ async def measure(session: Session) -> list[Record]:
 
 @contextmanager
 def torch_threads(coll: Communicator) -> Iterator[int]:
-    """Give each rank of this host its share of the cores while the block runs, one at least."""
+    """Give each rank of this host its share of the cores that it may use while the block runs, one at least."""
     before = torch.get_num_threads()
-    count = max(1, (os.cpu_count() or 1) // coll.local_size)
+    count = max(1, min((os.cpu_count() or 1) // coll.local_size, len(os.sched_getaffinity(0))))
     torch.set_num_threads(count)
     try:
         yield count

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, Sum
+from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, Lost, NarrowSum, Sum
 from aiodist.codecs.base import FLOATS, STRETCH, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
@@ -77,7 +77,7 @@ class _Within(NamedTuple):
     tensor: Tensor
 
 
-class _Swap(NamedTuple):
+class Swap(NamedTuple):
     """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
 
     tensor: Tensor
@@ -85,7 +85,7 @@ class _Swap(NamedTuple):
 
 _NAMES = 256
 """Buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
-_Request = Sum | Gather | _Within | _Swap
+_Request = Sum | Gather | _Within | Swap
 _Program = Generator[_Request, Any, None]
 
 
@@ -97,7 +97,13 @@ class Compressor:
     """
 
     def __init__(
-        self, compression: Compression, data: Communicator, links: Links, op: Literal["mean", "sum"], stream: HostStream
+        self,
+        compression: Compression,
+        data: Communicator,
+        links: Links,
+        op: Literal["mean", "sum"],
+        stream: HostStream,
+        parameters: Mapping[str, Tensor],
     ) -> None:
         codec = compression.codec
         self._codec = codec if isinstance(codec, GradientCodec) else Gathered(codec)
@@ -107,6 +113,7 @@ class Compressor:
         self._links = links
         self._factor = 1 / data.size if op == "mean" else 1.0
         self._stream = stream
+        self._parameters = parameters
         self.progress = Progress.current()
         self.nbytes = 0
         """What this rank has given to collectives, in bytes."""
@@ -117,12 +124,18 @@ class Compressor:
         """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
 
     @classmethod
-    async def open(cls, compression: Compression, data: Communicator, op: Literal["mean", "sum"]) -> Compressor:
-        """Return one whose thread runs, on communicators that `data` closes. Collective."""
+    async def open(
+        cls,
+        compression: Compression,
+        data: Communicator,
+        op: Literal["mean", "sum"],
+        named: Iterable[tuple[str, Tensor]],
+    ) -> Compressor:
+        """Return one whose thread runs, for parameters with names, on communicators that `data` closes. Collective."""
         links = await Links.of(data, compression)
         stream = HostStream(f"codecs {data.name}")
         await stream.__aenter__()
-        return cls(compression, data, links, op, stream)
+        return cls(compression, data, links, op, stream, dict(named))
 
     async def aclose(self) -> None:
         """See `CommHook`."""
@@ -145,10 +158,20 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put copies of what `state_dict` returned in the place of what is kept; on all ranks, each its own.
 
-        Raises KeyError for what is no such state.
+        Raises KeyError for what is no such state, and ValueError for one of other parameters; nothing has changed then.
         """
         copied = [{name: t.detach().clone() for name, t in state[key].items()} for key in ("residuals", "kept")]
+        for name, residual in copied[0].items():
+            self._check_residual(name, residual)
         self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
+
+    def _check_residual(self, name: str, residual: Tensor) -> None:
+        if (parameter := self._parameters.get(name)) is None:
+            raise ValueError(f"residual of {name!r}: expected those of {', '.join(self._parameters)}")
+        dtype, shape = wide(parameter.dtype), (parameter.numel(),)
+        if residual.dtype is not dtype or residual.shape != shape:
+            seen = f"{dtype_name(residual.dtype)} of shape {tuple(residual.shape)}"
+            raise ValueError(f"residual of {name!r} is {seen}: expected {dtype_name(dtype)} of shape {shape}")
 
     # --- buckets --------------------------------------------------------------------------------------------------
 
@@ -182,7 +205,7 @@ class Compressor:
             out = data if total.dtype is data.dtype else torch.empty_like(total)
             shapes, names = [_shape(slot) for slot in bucket.slots], [slot.name for slot in bucket.slots]
             gradients = Gradients(total, out, shapes, names, between.size, self._factor, number, self._feedback)
-            yield from self._exchanged(self._codec.exchange(gradients, self._kept), between.size)
+            yield from self._exchanged(self._codec.exchange(gradients, self._kept), between)
             if out is not data:
                 data.copy_(out)
             if self._feedback and not bool(total.sum().isfinite()):  # one bad gradient is sent, and forgotten
@@ -190,16 +213,15 @@ class Compressor:
         if within is not None:
             yield _Within("broadcast", data)
 
-    def _exchanged(self, exchange: Exchange, ranks: int) -> _Program:
+    def _exchanged(self, exchange: Exchange, between: Communicator) -> _Program:
         """Count what a codec sends, and add up 16-bit floats without widening them."""
         answer = None
         with suppress(StopIteration):
             while True:
                 request = exchange.send(answer)
                 self.nbytes += request[0].nbytes
-                if isinstance(request, Sum) and request.tensor.dtype in (torch.float16, torch.bfloat16):
-                    yield from _narrow_sum(request.tensor, ranks)
-                    answer = None
+                if isinstance(request, NarrowSum):
+                    answer = yield from narrow_sum(request, between.rank, between.size)
                 else:
                     answer = yield request
 
@@ -231,7 +253,7 @@ class Compressor:
         assert self._links.between is not None
         if isinstance(request, Gather):
             return self._links.between.allgather(request.code, name=name)
-        if isinstance(request, _Swap):
+        if isinstance(request, Swap):
             return self._links.between.alltoall_single(request.tensor, name=name)
         return self._links.between.allreduce(request.tensor, request.op, name=name)
 
@@ -310,22 +332,32 @@ def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN40
             return None
 
 
-def _narrow_sum(t: Tensor, ranks: int) -> _Program:
-    """Add up `t` over all ranks, in float32, and round once. (An allreduce sends 16-bit floats as float32.)
+def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request, Any, Lost]:
+    """Add up 16-bit floats as `NarrowSum` says, in two collectives. (An allreduce sends them as float32.)
 
-    Each rank sums a part. Two send each other all, which is as many bytes, and need not wait for the second half.
+    Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
+    rounded, and none waits for the second half.
     """
-    if ranks == 2:
-        first, second = yield Gather(t)
-        for to, a, b in zip(t.split(STRETCH), first.split(STRETCH), second.split(STRETCH), strict=True):
-            to.copy_(a.float().add_(b))
-        return
+    t, out, factor = request
+    if ranks <= 2:
+        codes = (yield Gather(t)) if ranks == 2 else [t]
+        for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
+            to.copy_(first)
+            for other in others:
+                to.add_(other)
+            if factor != 1.0:
+                to.mul_(factor)
+        return Lost(0, out[:0])
     part = -(-t.numel() // ranks)
     padded = torch.zeros(ranks * part, dtype=t.dtype)
     padded[: t.numel()].copy_(t)
-    theirs = yield _Swap(padded)
-    summed = theirs.view(ranks, part).sum(0, dtype=torch.float32).to(t.dtype)
-    t.copy_(torch.cat((yield Gather(summed)))[: t.numel()])
+    theirs = yield Swap(padded)
+    summed = theirs.view(ranks, part).sum(0, dtype=torch.float32)
+    narrow = summed.to(t.dtype)
+    for to, values in zip(out.split(part), (yield Gather(narrow)), strict=False):
+        to.copy_(values[: to.numel()]).mul_(factor)
+    start = min(rank * part, t.numel())
+    return Lost(start, summed.sub_(narrow)[: t.numel() - start])
 
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:

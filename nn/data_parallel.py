@@ -31,6 +31,7 @@ from aiodist.nn.reduction import Reduction
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.settings import Changes, StepSettings
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
+from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
 
 __all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass"]
@@ -131,7 +132,7 @@ class DataParallel(ModuleLike):
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
-        known = StepSettings().changed(module, settings)
+        known = StepSettings(divided=divided_parameters(module)).changed(module, settings)
         usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
         sizes = Sizes(
             usual.bucket if bucket_bytes is None else bucket_bytes,
@@ -153,7 +154,11 @@ class DataParallel(ModuleLike):
             also = placement(named), given, f"frozen: {frozen or 'nothing'}", f"sparse gradients: {sparse or 'none'}"
             await check_same_structure(named, own, *also)
             await synchronize_parameters(module, own)
-            hook: CommHook = Allreduce(own, op) if compression is None else await Compressor.open(compression, own, op)
+            hook: CommHook = (
+                Allreduce(own, op)
+                if compression is None
+                else await Compressor.open(compression, own, op, module.named_parameters())
+            )
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
             await own.aclose()

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Protocol, TypedDict, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from aiodist.communicator import Communicator
 from aiodist.nn.rows import with_values
+from aiodist.nn.tensor_parallel import total_over
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups, as an optimizer of torch has them."""
 
 
 class RateSchedule(Protocol):
@@ -45,6 +50,8 @@ class StepSettings:
     """They step after each step that was made."""
     autocast: torch.autocast | None = None
     """Forward runs under it, on the compute thread."""
+    divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
+    """The parameters of which this rank has a block, with the ranks that have the others."""
 
     def changed(self, module: nn.Module, changes: Changes) -> StepSettings:
         """Return these settings with `changes`, of which a dtype of autocast is for the device of `module`.
@@ -76,28 +83,56 @@ class StepSettings:
         """Return the block in which forward runs."""
         return nullcontext() if self.autocast is None else copy(self.autocast)  # it remembers the thread's mode
 
-    def update(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> bool:
+    def update(
+        self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor] | None = None
+    ) -> bool:
         """Call `step` once the gradients in the parameter `groups` are unscaled and clipped; return whether it ran.
 
-        The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite.
+        The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite. Where ranks have different
+        gradients, shards, `total` returns the sum over all ranks of a tensor; it is called as often on each. Ranks that
+        share divided layers clip by the norm of the whole model, and leave out the same steps.
         """
         if self.scaler is None:
-            self._clip(groups)
+            self._clip(groups, total)
             step()
             return True
         target = _Update(groups, step)
-        optimizer = cast(Optimizer, target)  # as far as a scaler uses one
-        self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(cast(Optimizer, target))  # as far as a scaler uses one
         try:
-            self._clip(groups)
-            self.scaler.step(optimizer)
+            if total is not None or self.divided:
+                target = self._agreed(groups, step, total or self._total)
+            self._clip(groups, total)
+            self.scaler.step(cast(Optimizer, target))
         finally:
             self.scaler.update()
         return target.made
 
-    def _clip(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_([with_values(p) for group in groups for p in group["params"]], self.clip_norm)
+    def _agreed(self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor]) -> _Update:
+        """Return an update that a scaler leaves out where a gradient of some rank is not finite."""
+        assert self.scaler is not None
+        bad = sum(not held.grad.isfinite().all() for _, held in _reduced(groups))
+        flag = nn.Parameter(torch.zeros(1, device="cpu"))
+        found = total(torch.full((1,), float(bad), device="cpu"))
+        flag.grad = torch.full_like(flag, torch.inf) if found > 0 else torch.zeros_like(flag)
+        agreed = _Update([{"params": [flag]}], step)
+        self.scaler.unscale_(cast(Optimizer, agreed))
+        return agreed
+
+    def _clip(self, groups: Groups, total: Callable[[Tensor], Tensor] | None) -> None:
+        if self.clip_norm is None:
+            return
+        clipped = [(held, self.divided.get(p)) for p, held in _reduced(groups)]
+        norm = nn.utils.get_total_norm(held.grad for held, coll in clipped if coll is None)
+        for coll in dict.fromkeys(self.divided.values()):
+            of_blocks = nn.utils.get_total_norm(held.grad for held, shared in clipped if shared is coll)
+            norm = (norm.square() + total_over([coll], of_blocks.square().reshape(1))[0]).sqrt()
+        if total is not None:
+            norm = total(norm.double().square().reshape(1)).sqrt()[0].to(norm.dtype)
+        nn.utils.clip_grads_with_norm_([held for held, _ in clipped], self.clip_norm, norm)
+
+    def _total(self, t: Tensor) -> Tensor:
+        """Return the sum of `t` over all ranks that share divided layers with this one."""
+        return total_over(dict.fromkeys(self.divided.values()), t)
 
     def advance(self) -> None:
         """A step was made."""
@@ -105,10 +140,15 @@ class StepSettings:
             scheduler.step()
 
 
+def _reduced(groups: Groups) -> list[tuple[Any, Any]]:
+    """Return the parameters that have a gradient, each with what has the values of that as its own."""
+    return [(p, with_values(p)) for group in groups for p in group["params"] if p.grad is not None]
+
+
 class _Update:
     """An update as a GradScaler sees it."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> None:
+    def __init__(self, groups: Groups, step: Callable[[], object]) -> None:
         self.param_groups = groups
         self.made = False
         self._step = step

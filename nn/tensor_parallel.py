@@ -7,7 +7,7 @@ al. 2019, Megatron-LM, arXiv 1909.08053.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -228,6 +228,20 @@ def split_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
     """Return this rank's blocks of a whole `state`, as `load_state_dict` of `module` or its net takes it; local."""
     blocks = {key: _block(state[key], layer.coll, dim) for key, layer, dim in _divided(module) if key in state}
     return {**state, **blocks}
+
+
+def divided_parameters(module: nn.Module) -> dict[nn.Parameter, Communicator]:
+    """Return the parameters of which each rank keeps a block, with the ranks that have the others."""
+    layers = [layer for layer in module.modules() if isinstance(layer, SplitLayer)]
+    blocks = ((getattr(layer, name), layer.coll) for layer in layers for name, _ in layer.splits)
+    return {parameter: coll for parameter, coll in blocks if parameter is not None}
+
+
+def total_over(colls: Iterable[Communicator], t: Tensor) -> Tensor:
+    """Return the sum of `t` over the ranks of each of `colls`, one after the other; blocks this thread."""
+    for coll in colls:
+        t = completed(coll, partial(coll.allreduce, t.clone()))
+    return t
 
 
 def _divided(module: nn.Module) -> Iterator[tuple[str, SplitLayer, int]]:

@@ -23,13 +23,31 @@ class Sum(NamedTuple):
     op: Literal["sum", "max"] = "sum"
 
 
+class NarrowSum(NamedTuple):
+    """Add up 16-bit floats of all ranks in float32, and write `factor` times it to `out`; the answer is a `Lost`."""
+
+    tensor: Tensor
+    out: Tensor
+    """Flat, of a dtype in which sums of `tensor` fit."""
+    factor: float = 1.0
+
+
+class Lost(NamedTuple):
+    """What sums lost where they were rounded once more on their way: each element of it is told to one rank alone."""
+
+    start: int
+    """Where in the sum `rest` lies."""
+    rest: Tensor
+    """The sum less what it was rounded to."""
+
+
 class Gather(NamedTuple):
     """Give all ranks the codes of all; the answer is their list, by rank."""
 
     code: Tensor
 
 
-Exchange = Generator[Sum | Gather, Any, None]
+Exchange = Generator[Sum | NarrowSum | Gather, Any, None]
 
 
 @dataclass
@@ -66,6 +84,8 @@ class GradientCodec:
 
     unbiased: ClassVar[bool] = False
     """The mean of many codes is what was encoded, so that no residual is needed."""
+    sums: bool = True
+    """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 
     def encode(self, t: Tensor) -> Tensor:
         """See `Codec`."""
@@ -74,6 +94,10 @@ class GradientCodec:
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
         """See `Codec`."""
         raise NotImplementedError
+
+    def encode_next(self, t: Tensor, number: int) -> Tensor:
+        """Return the code of `t` in the exchange of this `number`, by which a codec draws that draws at random."""
+        return self.encode(t)
 
     def add(self, code: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add `alpha` times what `code` says to `out`, flat; raises as `decode`."""
@@ -87,11 +111,15 @@ class GradientCodec:
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """Bring the sum of all ranks to `gradients.out`; `kept` is what this codec remembers, by parameter."""
-        code = self.encode(gradients.total)
+        code = self.encode_next(gradients.total, gradients.number)
         if gradients.feedback:
             self.add(code, gradients.total, -1.0)
         codes = yield Gather(code)
         self.combine(codes, gradients.out, gradients.factor)
+        if gradients.feedback and not self.sums:
+            for each in codes:
+                self.add(each, gradients.total, 1 / gradients.size)
+            gradients.total.sub_(gradients.out, alpha=1 / (gradients.size * gradients.factor))
 
 
 class Gathered(GradientCodec):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.codecs.base import FLOATS, STRETCH, Head, Kind, check_input, create, parse, part, wide
-from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, Sum
+from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, Lost, NarrowSum, Sum
 
 _BIAS = 1 << 16  # exponents travel as unsigned numbers
 _LARGEST = 1200  # float64's are between -1074 and 1023
@@ -27,6 +27,9 @@ class Half(GradientCodec):
     power of two that brings its largest finite element below 2**15, so nothing overflows: elements have a relative
     error of at most 2**-11 down to 2**-28 of the largest one, and below that an absolute one of 2**-39 of it. (A
     float16 tensor travels as it is.) NaN stays NaN, infinities stay infinities, the sign of zero is kept.
+
+    In collectives the ranks agree on one exponent, with which their sum is in the range, too. They add up in float32,
+    and from three ranks on the sum is rounded once more. What all that loses is in a residual.
 
     `decode` raises `ValueError` for a code of other dtype, numel or length. Cost: three passes to encode, two to
     decode. The scaling is that of mixed-precision training, applied to each message: Micikevicius et al. 2018,
@@ -58,11 +61,17 @@ class Half(GradientCodec):
         scale = torch.tensor([-_exponent(total) if bool(total.any()) else -_LARGEST], dtype=torch.int32)
         yield Sum(scale, "max")
         exponent = -int(scale) - room
-        narrow = _times_power(total, exponent).to(torch.float16)
+        narrow = torch.empty(total.numel(), dtype=torch.float16, device="cpu")
+        for values, to in zip(total.split(STRETCH), narrow.split(STRETCH), strict=True):
+            to.copy_(_times_power(values, exponent))
+            if gradients.feedback:
+                values.sub_(_times_power(to, -exponent, to=total.dtype))
+        usual = abs(exponent) <= _SAFE
+        lost = yield NarrowSum(narrow, gradients.out, 2.0**-exponent * gradients.factor if usual else 1.0)
         if gradients.feedback:
-            total.sub_(_times_power(narrow, -exponent, to=total.dtype))
-        yield Sum(narrow)
-        torch.mul(_times_power(narrow, -exponent, to=total.dtype), gradients.factor, out=gradients.out)
+            _give_back(lost, total, -exponent)
+        if not usual:
+            gradients.out.copy_(_times_power(gradients.out, -exponent)).mul_(gradients.factor)
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class BFloat16(GradientCodec):
 
     Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. The relative error of an element is
     at most 2**-8; NaN stays NaN, infinities stay infinities, and float64 beyond float32 becomes one. In collectives the
-    ranks add up in float32, and the sum is rounded once more.
+    ranks add up in float32; from three ranks on the sum is rounded once more, and what that loses is in a residual too.
 
     `decode` raises `ValueError` for a code of other dtype, numel or length. Cost: one pass each way. Source:
     Kalamkar et al. 2019, arXiv:1905.12322.
@@ -96,9 +105,14 @@ class BFloat16(GradientCodec):
             to.copy_(values)
             if gradients.feedback:
                 values.sub_(to)
-        yield Sum(narrow)
-        for values, to in zip(narrow.split(STRETCH), gradients.out.split(STRETCH), strict=True):
-            to.copy_(values).mul_(gradients.factor)
+        lost = yield NarrowSum(narrow, gradients.out, gradients.factor)
+        if gradients.feedback:
+            _give_back(lost, gradients.total, 0)
+
+
+def _give_back(lost: Lost, total: Tensor, exponent: int) -> None:
+    """Keep what the sum of all ranks lost in its part of this rank, times 2**exponent."""
+    total[lost.start :][: lost.rest.numel()].add_(_times_power(lost.rest, exponent, to=total.dtype))
 
 
 def _exponent(t: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,17 @@ class Int8(GradientCodec):
         """See `GradientCodec`."""
         for levels, step, to in _chunks(code, out):
             to.add_(levels.to(wide(out.dtype)), alpha=alpha * step)
+
+    def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
+        """See `GradientCodec`: in one pass over `out`, a chunk of all codes at a time."""
+        dtype = wide(out.dtype)
+        for (first, step, to), *others in zip(*(_chunks(code, out) for code in codes), strict=True):
+            total = to if to.dtype is dtype else torch.empty(to.numel(), dtype=dtype, device="cpu")
+            total.copy_(first).mul_(factor * step)
+            for levels, step_of, _ in others:
+                total.add_(levels.to(dtype), alpha=factor * step_of)
+            if total is not to:
+                to.copy_(total)
 
 
 def _chunks(code: Tensor, like: Tensor) -> Iterator[tuple[Tensor, float, Tensor]]:

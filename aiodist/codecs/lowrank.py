@@ -123,7 +123,7 @@ class SVD(_LowRank):
     In collectives each rank gathers the factors of all, one code a parameter. Alone it is biased: use it with a
     residual. Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. A tensor of one dimension
     counts as the matrix nearest to a square. The code has 16 + rank * (rows + columns) * itemsize bytes (4 for 16-bit
-    floats). Raises `ValueError` for NaN and infinities, of which there is no decomposition.
+    floats). A matrix with NaN or infinities has no decomposition, and decodes to NaN throughout.
     Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for gradients Wang et al. 2018, "ATOMO",
     arXiv:1806.04090.
     """
@@ -144,7 +144,8 @@ class SVD(_LowRank):
 
     def _factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(matrix.isfinite().all()):
-            raise ValueError("SVD of a matrix with NaN or infinities: expected finite elements")
+            rank = min(self.rank, *matrix.shape)
+            return matrix.new_full((len(matrix), rank), torch.nan), matrix.new_zeros(matrix.shape[1], rank)
         a, b = _iterated(matrix, 2 * self.rank + 4, self.seed, self._rounds)
         u, s, v = torch.linalg.svd(b.T, full_matrices=False)
         rank = min(self.rank, *matrix.shape)

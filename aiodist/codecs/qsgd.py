@@ -29,8 +29,9 @@ class QSGD(GradientCodec):
     an eighth of float32. Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`.
 
     Randomness: each call draws anew; the same `seed` and the same calls in the same order give the same codes, also in
-    a copy, which begins at the first call. The scales are part of the seed, so that ranks with one `seed` and different
-    tensors round independently, and their errors average out.
+    a copy, which begins at the first call. Exchanges of gradients draw by their number, so training that goes on from
+    a checkpoint draws what it would have drawn. The scales are part of the seed, so that ranks with one `seed` and
+    different tensors round independently, and their errors average out.
 
     A bucket that holds NaN or an infinity decodes to NaN throughout; other buckets are not touched by it.
 
@@ -66,6 +67,10 @@ class QSGD(GradientCodec):
 
     def encode(self, t: Tensor) -> Tensor:
         """Return the code of `t`, flat; raises `TypeError` unless it holds floats."""
+        return self.encode_next(t, next(self._calls))  # atomic: `itertools.count` is C
+
+    def encode_next(self, t: Tensor, number: int) -> Tensor:
+        """See `GradientCodec`."""
         t = check_input(t, "QSGD", FLOATS)
         numel, scale = t.numel(), wide(t.dtype)
         buckets, width = self._cut(numel)
@@ -78,7 +83,7 @@ class QSGD(GradientCodec):
         rows = rows.view(buckets, width)
         largest = rows.abs().amax(1)
         payload[: buckets * scale.itemsize].copy_(largest.view(torch.uint8))
-        levels = self._rounded(rows, largest)[:numel]
+        levels = self._rounded(rows, largest, number)[:numel]
         _pack(levels, self.bits, payload[buckets * scale.itemsize :])
         return code
 
@@ -106,17 +111,18 @@ class QSGD(GradientCodec):
     def _packed(self, numel: int) -> int:
         return -(-numel * self.bits // 8)
 
-    def _rounded(self, rows: Tensor, largest: Tensor) -> Tensor:
+    def _rounded(self, rows: Tensor, largest: Tensor, number: int) -> Tensor:
         """Return the levels, flat: from 0, which stands for -s, to 2s."""
         y = rows.div_(torch.where(largest == 0, 1.0, largest).unsqueeze(1)).mul_(self.levels).view(-1)
         if not bool(largest.sum().isfinite()):
             y.nan_to_num_(0.0, 0.0, 0.0)  # the scale makes NaN of it
         below = y.floor()
-        up = torch.rand(y.numel(), dtype=y.dtype, device="cpu", generator=self._generator(largest)) < y.sub_(below)
+        up = torch.rand(y.numel(), dtype=y.dtype, device="cpu", generator=self._generator(largest, number)) < y.sub_(
+            below
+        )
         return below.add_(up).add_(self.levels).to(torch.uint8)
 
-    def _generator(self, largest: Tensor) -> torch.Generator:
-        number = next(self._calls)  # atomic: `itertools.count` is C
+    def _generator(self, largest: Tensor, number: int) -> torch.Generator:
         mixed = np.random.SeedSequence((self.seed, number, zlib.crc32(largest.numpy().data)))
         return torch.Generator(device="cpu").manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part, share_of
+from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part, share_of, wide
 from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, Sum
 
 _DRAWS = 1 << 32
@@ -23,10 +23,11 @@ class RandomK(GradientCodec):
     `ratio`, in (0, 1], is the part that is kept: k = round(ratio * numel), at least one element. `seed` and a number
     say which ones, so no index travels: the code has 16 + k * itemsize bytes, and codes of one number add up, so
     collectives reduce k elements and nothing else. What is kept is exact; with `scaled` it is multiplied by the length
-    of its stretch, which makes the code unbiased. Use it without `scaled` where a residual is kept.
+    of its stretch, which makes the code unbiased. Use it without `scaled` where a residual is kept. Where NaN or an
+    infinity is about, all that is kept is NaN, so that it is not hidden.
 
     Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. `decode` raises `ValueError` for a
-    code of other dtype, numel, ratio or length. Cost: one pass over k elements to encode, one over all to decode.
+    code of other dtype, numel, ratio or length. Cost: one pass to encode, one to decode.
     Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with memory", arXiv:1809.07599.
     """
 
@@ -54,7 +55,7 @@ class RandomK(GradientCodec):
         number = next(self._calls) % _DRAWS
         kept, _ = self._draw(number, t.numel())
         code, payload = create(Head(Kind.RANDOM_K, t.dtype, t.numel(), param=number), kept.numel() * t.dtype.itemsize)
-        payload.copy_(t[kept].view(torch.uint8))
+        payload.copy_(_taken(t, kept).view(torch.uint8))
         return code
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
@@ -70,7 +71,7 @@ class RandomK(GradientCodec):
         """See `GradientCodec`: the ranks add up what they have at the same places."""
         total, out = gradients.total, gradients.out
         places, lengths = self._draw(gradients.number % _DRAWS, total.numel())
-        values = total[places]
+        values = _taken(total, places)
         if gradients.feedback:
             total.index_add_(0, places, values * lengths if self.scaled else values, alpha=-1)
         yield Sum(values)
@@ -85,3 +86,8 @@ class RandomK(GradientCodec):
         random = np.random.default_rng((self.seed, number))
         lengths = np.diff(starts)
         return torch.from_numpy(starts[:-1] + random.integers(lengths)), torch.from_numpy(lengths)
+
+
+def _taken(t: Tensor, places: Tensor) -> Tensor:
+    taken = t[places]
+    return taken if bool(t.sum(dtype=wide(t.dtype)).isfinite()) or bool(t.isfinite().all()) else taken.fill_(torch.nan)

@@ -20,7 +20,8 @@ class Sign(GradientCodec):
 
     The code has 16 + numel/8 bytes and 4 for each chunk (8 for float64): a thirty-second of float32. With `vote`
     the ranks of a collective take the sign that most of them have, zero where they are even, times the mean of their
-    scales; else they add up what their codes say. Alone it is biased, and SGD may stand still: use a residual
+    scales; else they add up what their codes say. (What a vote leaves out of the sum is in their residuals, in equal
+    parts.) Alone it is biased, and SGD may stand still: use a residual
     (`ErrorFeedback`, or `DataParallel`, which keeps one). Takes float16, bfloat16, float32 and float64, any other dtype
     is a `TypeError`. A chunk that holds NaN or an infinity decodes to NaN throughout.
 
@@ -30,6 +31,11 @@ class Sign(GradientCodec):
     """
 
     vote: bool = False
+
+    @property
+    def sums(self) -> bool:  # type: ignore[override]
+        """See `GradientCodec`."""
+        return not self.vote
 
     def encode(self, t: Tensor) -> Tensor:
         """Return the code of `t`, flat; raises `TypeError` unless it holds floats."""
@@ -62,14 +68,19 @@ class Sign(GradientCodec):
             to.add_(_signs(bits, alpha * size, wide(out.dtype))[: to.numel()])
 
     def combine(self, codes: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
-        """See `GradientCodec`; with `vote` the sign of the majority, times the sum of the scales."""
-        if not self.vote:
-            super().combine(codes, out, factor)
-            return
+        """See `GradientCodec`; with `vote` the sign of the majority, times the sum of the scales.
+
+        In one pass over `out`, a chunk of all codes at a time.
+        """
+        dtype = wide(out.dtype)
         for chunk in zip(*(_chunks(code, out) for code in codes), strict=True):
-            to = chunk[0][2]
-            votes = torch.stack([_signs(bits, 1.0, wide(out.dtype)) for bits, _, _ in chunk]).sum(0).sign_()
-            to.copy_(votes[: to.numel()]).mul_(factor * sum(size for _, size, _ in chunk))
+            (bits, size, to), *others = chunk
+            total = _signs(bits, 1.0 if self.vote else factor * size, dtype)
+            for theirs, of, _ in others:
+                total.add_(_signs(theirs, 1.0 if self.vote else factor * of, dtype))
+            if self.vote:
+                total.sign_().mul_(factor * sum(size for _, size, _ in chunk))
+            to.copy_(total[: to.numel()])
 
 
 def _chunks(code: Tensor, like: Tensor) -> Iterator[tuple[Tensor, float, Tensor]]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, STRETCH, Head, Kind, check_input, create, parse, part, share_of, wide
+from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part, share_of, wide
 from aiodist.codecs.gradients import GradientCodec
 
 
@@ -68,6 +68,7 @@ class TopK(GradientCodec):
 
 _STRIDE = 61  # of the sample: no power of two, as the lengths of rows are
 _FEWEST = 64  # of the sample, that exceed the threshold
+_PART = 1 << 18  # elements at a time, in the cache
 
 
 def _index_dtype(numel: int) -> torch.dtype:
@@ -102,11 +103,16 @@ def _candidates(t: Tensor, kept: int) -> Tensor | None:
         return None
     sample = t[::_STRIDE].abs().to(wide(t.dtype)).nan_to_num_(torch.inf, torch.inf).numpy()
     threshold = float(np.partition(sample, sample.size - rank)[sample.size - rank])
-    chunks = (
-        np.flatnonzero((values.abs() < threshold).logical_not_().numpy()) for values in t.split(STRETCH)
-    )  # NaN too
-    found = np.concatenate([chunk + i * STRETCH for i, chunk in enumerate(chunks)])
+    found = np.concatenate([_not_within(part, threshold) + i * _PART for i, part in enumerate(t.split(_PART))])
     return torch.from_numpy(found) if kept <= found.size < numel // 2 else None
+
+
+def _not_within(t: Tensor, threshold: float) -> np.ndarray:
+    """Return the indices of elements that are not between -threshold and threshold, of NaN too; ascending."""
+    values = t.to(wide(t.dtype)).numpy()
+    within = values < threshold
+    within &= values > -threshold
+    return np.flatnonzero(np.logical_not(within, out=within))
 
 
 def _check_indices(indices: Tensor, numel: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
+from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently, meet
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.types import ReduceOp
@@ -27,7 +27,8 @@ class Hierarchical(Implementation):
     """See the module, and `Implementation`.
 
     Hosts that differ on an operation stop what goes between them. The ranks within a host, which agree, all go on to
-    the end: none may wait for one that has stopped.
+    the end: none may wait for one that has stopped. With several tensors they meet before they go on: those that take
+    no part between the hosts are there first, and others have the small tensors before the large ones.
     """
 
     compares = True
@@ -85,6 +86,7 @@ class Hierarchical(Implementation):
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
         yield from self._between(across, t, Operation("allreduce", mine, op=op))
         if here.size > 1:
+            yield [meet]
             yield from self._within.run(here, Operation("allgather", mine, t, counts=counts))
 
     def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
@@ -95,6 +97,7 @@ class Hierarchical(Implementation):
             leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
             yield from self._between(leaders, t, Operation("allreduce", t, op=op))
         if here.size > 1:
+            yield [meet]
             yield from self._within.run(here, Operation("broadcast", t))
 
     def _reduce(self, ep: Endpoint, o: Operation) -> Program[None]:
@@ -118,6 +121,7 @@ class Hierarchical(Implementation):
             across = SubEndpoint(ep, representatives)
             yield from self._between(across, o.t, Operation("broadcast", o.t, root=home))
         if here.size > 1:
+            yield [meet]
             yield from self._within.run(here, Operation("broadcast", o.t, root=mine))
 
     def _representatives(self, root: int) -> tuple[list[int], int]:

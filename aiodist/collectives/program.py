@@ -292,18 +292,34 @@ def _joined(calls: Sequence[Call]) -> list[Call]:
     return joined
 
 
+def meet(done: Done) -> None:
+    """Do nothing: a step with this call alone is where programs in lockstep wait for one another.
+
+    Some ranks take more steps than others to get there, and behind it all ranks make the same calls in one order.
+    """
+    done(None)
+
+
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
     """Run several programs side by side, their steps joined; the result is the list of their results."""
     results: list[Any] = [None] * len(programs)
     active = dict(enumerate(programs))
+    there: set[int] = set()
     while active:
+        if there.issuperset(active):
+            there.clear()
         calls: list[Call] = []
         for i, program in list(active.items()):
+            if i in there:
+                continue
             try:
-                calls.extend(program.send(None))
+                step = program.send(None)
             except StopIteration as stop:
                 results[i] = stop.value
                 del active[i]
+            else:
+                there.update([i] if meet in step else [])
+                calls.extend(step)
         if active:
             yield _joined(calls)
     return results

@@ -23,6 +23,7 @@ from aiodist.codecs import (
     Gradients,
     Half,
     Int8,
+    NarrowSum,
     PowerSGD,
     RandomK,
     Sign,
@@ -142,6 +143,19 @@ def test_n12_damaged_codes_are_refused(codec: GradientCodec) -> None:
         codec.encode(torch.ones(8, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every
+def test_n12_what_is_not_finite_is_never_hidden(codec: GradientCodec, bad: float) -> None:
+    t = normal(900)
+    t[417] = bad
+    assert not bool(codec.decode(codec.encode(t), t.dtype, t.numel()).isfinite().all())
+    for ranks in (1, 2, 3):
+        grads = [t.clone() if rank == ranks - 1 else normal(900, seed=rank) for rank in range(ranks)]
+        every_one = gradients(grads, [torch.zeros(900)] * ranks, shapes=[(30, 30)])
+        outs, _ = exchanged(codec, every_one, [{} for _ in range(ranks)])
+        assert not any(bool(out.isfinite().all()) for out in outs)
+
+
 @pytest.mark.parametrize("codec", [Int8(), Sign()], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_n12_one_bad_element_spoils_its_chunk_alone(codec: GradientCodec, bad: float) -> None:
@@ -192,25 +206,18 @@ def test_n12_topk_by_a_sample_is_the_same() -> None:
 def test_n12_the_mean_of_many_codes_is_right(codec: GradientCodec) -> None:
     assert codec.unbiased
     draws, t = 100_000, torch.tensor([0.9, -0.35, 0.02, 1.0, -1.0, 0.5, 0.0, 0.11])
-    if isinstance(codec, RandomK):  # one number a call: fewer elements, more calls would be slow
-        total, squares = torch.zeros(8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
-        for _ in range(draws // 10):
-            back = codec.decode(codec.encode(t), t.dtype, 8).double()
-            total += back
-            squares += back.square()
-        draws //= 10
-        mean, spread = total / draws, (squares / draws - (total / draws).square()).clamp(min=0).sqrt()
-    else:
-        back = codec.decode(codec.encode(t.repeat(draws)), t.dtype, 8 * draws).view(draws, 8).double()
-        mean, spread = back.mean(0), back.std(0)
+    back = codec.decode(codec.encode(t.repeat(draws)), t.dtype, 8 * draws).view(draws, 8).double()
+    mean, spread = back.mean(0), back.std(0)  # buckets, and the stretches of RandomK, have 8 or 4 elements
     assert bool(((mean - t).abs() <= 4 * spread / math.sqrt(draws) + 1e-6).all())
 
 
-@pytest.mark.thorough
-def test_n12_the_mean_of_many_random_choices_is_right() -> None:
-    codec, t, draws = RandomK(0.3, scaled=True, seed=9), normal(10), 100_000
-    back = torch.stack([codec.decode(codec.encode(t), t.dtype, 10) for _ in range(draws)]).double()
-    assert bool(((back.mean(0) - t).abs() <= 4 * back.std(0) / math.sqrt(draws) + 1e-6).all())
+def test_n12_the_mean_over_many_calls_is_right() -> None:
+    """Of stretches that differ in length: three, three and four elements, again and again."""
+    codec, t, at_once, calls = RandomK(0.3, scaled=True, seed=9), normal(10), 100, 1000
+    many = t.repeat(at_once)
+    back = torch.stack([codec.decode(codec.encode(many), t.dtype, many.numel()) for _ in range(calls)])
+    back = back.view(-1, 10).double()
+    assert bool(((back.mean(0) - t).abs() <= 4 * back.std(0) / math.sqrt(len(back)) + 1e-6).all())
 
 
 @pytest.mark.parametrize("make", [lambda seed: TernGrad(seed=seed), lambda seed: RandomK(0.1, seed=seed)])
@@ -227,6 +234,22 @@ def test_n12_a_seed_says_what_is_drawn(make: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("codec", [QSGD(4), TernGrad(seed=5), RandomK(0.1, seed=5)], ids=str)
+def test_n12_exchanges_draw_by_their_number(codec: GradientCodec) -> None:
+    """So a net that goes on from a checkpoint, with a new codec, draws what it would have drawn."""
+    t = normal(3000)
+
+    def drawn(by: GradientCodec, number: int) -> list[float]:
+        ranks = gradients([t], [torch.zeros(3000)], number=number)
+        found: list[float] = exchanged(by, ranks, [{}])[0][0].tolist()
+        return found
+
+    expected = drawn(copy.deepcopy(codec), 7)
+    codec.encode(t)
+    assert drawn(codec, 6) != expected
+    assert drawn(codec, 7) == expected
+
+
 def test_n12_what_makes_no_sense_is_refused() -> None:
     for make in (lambda: PowerSGD(0), lambda: SVD(-1)):
         with pytest.raises(ValueError, match="rank="):
@@ -236,8 +259,6 @@ def test_n12_what_makes_no_sense_is_refused() -> None:
     for make_seeded in (lambda: PowerSGD(seed=-1), lambda: RandomK(0.5, seed=1 << 63)):
         with pytest.raises(ValueError, match="seed="):
             make_seeded()
-    with pytest.raises(ValueError, match="SVD of a matrix with NaN"):
-        SVD().encode(torch.full((9,), math.nan))
 
 
 # --- many ranks -------------------------------------------------------------------------------------------------------
@@ -245,29 +266,28 @@ def test_n12_what_makes_no_sense_is_refused() -> None:
 
 @every
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int, dtype: torch.dtype) -> None:
     """The sums that came out, and what all ranks still keep, are all that went in."""
     shapes, steps = [(24, 20), (17,), (4, 5, 3, 3)], 12
     numel = sum(math.prod(shape) for shape in shapes)
     went_in = torch.zeros(numel, dtype=torch.float64)
     came_out = torch.zeros(numel, dtype=torch.float64)
-    residuals = [torch.zeros(numel, dtype=torch.float64) for _ in range(ranks)]
+    residuals = [torch.zeros(numel, dtype=dtype) for _ in range(ranks)]
     kept: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
     for step in range(steps):
-        grads = [normal(numel, seed=100 * step + rank).double() + 0.1 for rank in range(ranks)]
+        grads = [normal(numel, seed=100 * step + rank).to(dtype) + 0.1 for rank in range(ranks)]
         every_one = gradients(grads, residuals, number=step, shapes=shapes, factor=0.25)
         outs, _ = exchanged(codec, every_one, kept)
         assert all(torch.equal(out, outs[0]) for out in outs)  # bit for bit on all ranks
-        went_in += torch.stack(grads).sum(0)
-        came_out += 4 * outs[0]
+        went_in += torch.stack(grads).double().sum(0)
+        came_out += 4 * outs[0].double()
         residuals = [each.total for each in every_one]
-    if isinstance(codec, Sign) and codec.vote and ranks > 1:
-        return  # no sum
-    rounded = (
-        steps * 2**-9 if isinstance(codec, (BFloat16, Half)) and ranks > 1 else 1e-6
-    )  # their sum is rounded once more
-    difference = (came_out + torch.stack(residuals).sum(0) - went_in).abs().max()
-    assert float(difference) <= rounded * float(went_in.abs().max())
+    left = torch.stack(residuals).double()
+    difference = (came_out + left.sum(0) - went_in).abs().max()
+    # With a residual RandomK(scaled=True) overshoots: what it keeps comes to be larger than what went in.
+    largest = max(float(went_in.abs().max()), float(left.abs().max()))
+    assert float(difference) <= 1e-6 * largest
 
 
 @every
@@ -294,6 +314,17 @@ def test_n12_the_majority_votes() -> None:
     assert nbytes == 16 + 4 + 1
     tied = gradients([torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])], [torch.zeros(2)] * 2)
     assert exchanged(Sign(vote=True), tied, [{}, {}])[0][0].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_n12_what_a_vote_leaves_out_is_kept_in_equal_parts(dtype: torch.dtype) -> None:
+    grads = [torch.tensor([4.0, -1.0, 1.0]), torch.tensor([-2.0, -3.0, 1.0]), torch.tensor([-3.0, 1.0, 2.0])]
+    ranks = gradients([g.to(dtype) for g in grads], [torch.zeros(3, dtype=dtype)] * 3, factor=1 / 3)
+    outs, _ = exchanged(Sign(vote=True), ranks, [{}, {}, {}])
+    assert outs[0].tolist() == [-2.0, -2.0, 2.0]  # each says 2
+    own = torch.tensor([[2.0, 1.0, -1.0], [0.0, -1.0, -1.0], [-1.0, -1.0, 0.0]], dtype=dtype)
+    left = torch.tensor([-2.0 + 6, -2.0 + 6, 6.0 - 6], dtype=dtype)  # of the sum of the codes
+    torch.testing.assert_close(torch.stack([each.total for each in ranks]), own + left / 3)
 
 
 def test_n12_half_of_ranks_that_differ_in_size() -> None:
@@ -388,4 +419,4 @@ def test_n12_sums_and_gathers_are_what_can_be_asked() -> None:
     flat = torch.ones(4)
     assert (Sum(flat).op, Sum(flat, "max").op) == ("sum", "max")
     kinds = {type(next(codec.exchange(g, {}))) for codec in ALL for g in gradients([flat], [flat])}
-    assert kinds == {Sum, Gather}
+    assert kinds == {Sum, NarrowSum, Gather}

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
 from aiodist.backends.base import Operation, Wanted
-from aiodist.collectives.choice.table import LIMITS
+from aiodist.collectives.choice.table import COMPARED_BYTES, LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.program import Endpoint, Implementation, Program
+from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep
+from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.fingerprint import Fingerprint
 
 HOSTS = {
@@ -26,10 +27,12 @@ every = pytest.mark.ranks(2, 3, 4, 6, backend="local")
 SMALL_PIECES = {name: limit.usual for name, limit in LIMITS.items()} | {"hierarchical.piece_bytes": 64}
 
 
-def forms(coll: Communicator) -> list[tuple[list[list[int]], Implementation]]:
-    return [
-        (hosts, form) for hosts in HOSTS[coll.size] for form in Hierarchical.forms(hosts, coll.rank, None, SMALL_PIECES)
-    ]
+TOGETHER = SMALL_PIECES | {"hierarchical.pieces": 1}
+"""As tensors of a list are reduced."""
+
+
+def forms(coll: Communicator, limits: dict[str, int] = SMALL_PIECES) -> list[tuple[list[list[int]], Implementation]]:
+    return [(hosts, form) for hosts in HOSTS[coll.size] for form in Hierarchical.forms(hosts, coll.rank, None, limits)]
 
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
@@ -64,6 +67,25 @@ async def test_a4_broadcast_and_reduce_from_and_to_every_root(coll: Communicator
         t = parts[coll.rank].clone()
         await perform(coll, lambda ep: form.run(ep, Operation("broadcast", t, root=root)))  # noqa: B023
         assert torch.equal(t, parts[root]), (form.name, root)
+
+
+@every
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "reduce"])
+async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str) -> None:
+    """The large ones wait until all agree, on those ranks alone that send them to other hosts."""
+    sizes = (COMPARED_BYTES // 8 + 1, 5, COMPARED_BYTES // 8, 17)
+    for (hosts, form), root in product(forms(coll, TOGETHER), range(coll.size)):
+        if kind == "allreduce" and len(hosts) == 3:
+            continue  # small and large tensors go by schedules that do not mix there
+        parts = [brought(coll.size, n) for n in sizes]
+        ts = [each[coll.rank].clone() for each in parts]
+        ep = Endpoint(coll._transport, (1 << 21) + coll.seq, traffic=Traffic())
+        program = lockstep([form.run(ep, Operation(kind, t, root=root)) for t in ts])
+        await coll._dispatcher.collective(Fingerprint("hierarchical"), program)
+        for t, each in zip(ts, parts, strict=True):
+            total = torch.stack(each).sum(0)
+            expected = {"allreduce": total, "broadcast": each[root]}.get(kind, total if coll.rank == root else None)
+            assert expected is None or torch.equal(t, expected), (form.name, root)
 
 
 @every

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from aiodist import Communicator
 from aiodist.codecs import (
+    QSGD,
     SVD,
     BFloat16,
     Codec,
@@ -152,7 +153,7 @@ def flat_state(net: DataParallel) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(2)
 async def test_n12_what_is_kept_makes_a_checkpoint(coll: Communicator, trial: type[Trial]) -> None:
-    for codec in (PowerSGD(1), TopK(0.1), RandomK(0.3)):
+    for codec in (PowerSGD(1), TopK(0.1), RandomK(0.3), QSGD(4), TernGrad(), Sign(vote=True), BFloat16()):
         net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **trial.FEW)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):
@@ -177,8 +178,28 @@ async def test_n12_what_is_kept_makes_a_checkpoint(coll: Communicator, trial: ty
     assert (await DataParallel.create(trial.Mlp(), coll)).compressor is None
 
 
+@pytest.mark.ranks(2)
+async def test_n12_a_checkpoint_of_another_net_is_refused(coll: Communicator) -> None:
+    net = await DataParallel.create(nn.Linear(3, 2), coll, compress=TopK(0.5))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    await net.step(lambda: net(torch.ones(1, 3)).sum(), opt)
+    assert net.compressor is not None
+    before = net.compressor.state_dict()
+    for residuals, text in [
+        ({"w": torch.ones(6)}, "residual of 'w': expected those of weight, bias"),
+        ({"weight": torch.ones(7)}, r"'weight' is float32 of shape \(7,\): expected float32 of shape \(6,\)"),
+        ({"bias": torch.ones(2).double()}, r"'bias' is float64 of shape \(2,\): expected float32"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            net.compressor.load_state_dict({**before, "residuals": residuals})
+    with pytest.raises(KeyError, match="kept"):
+        net.compressor.load_state_dict({"number": 1, "residuals": {}})
+    after = net.compressor.state_dict()
+    assert all(torch.equal(after["residuals"][name], t) for name, t in before["residuals"].items())
+
+
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("codec", [TopK(0.2), Sign(), PowerSGD(1)], ids=str)
+@pytest.mark.parametrize("codec", [TopK(0.2), Sign(vote=True), PowerSGD(1), RandomK(0.3), BFloat16()], ids=str)
 async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, trial: type[Trial], codec: Codec) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **trial.FEW)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -201,7 +222,8 @@ async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, tri
 
 @pytest.mark.ranks(2)
 async def test_n12_one_bad_gradient_is_sent_and_forgotten(coll: Communicator) -> None:
-    for codec in (TopK(0.1), Int8(), PowerSGD(1), BFloat16()):
+    biased = TopK(0.1), Int8(), PowerSGD(1), BFloat16(), Half(), SVD(1), Sign(), Sign(vote=True), RandomK(0.1)
+    for codec in (*biased, QSGD(4), TernGrad(), RandomK(0.1, scaled=True)):
         net = await DataParallel.create(nn.Linear(30, 20), coll, compress=codec)
         opt = torch.optim.SGD(net.parameters(), lr=0.0)
         x = torch.ones(2, 30)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from aiodist import Communicator
 from aiodist.nn import (
     ColumnLinear,
     DataParallel,
+    PipelinedOptimizer,
     RowLinear,
     VocabEmbedding,
     assert_synchronized,
@@ -183,6 +185,41 @@ async def test_n13_a_grid_trains_a_transformer_block_as_one_process(
     coll: Communicator, dtype: torch.dtype, within: float
 ) -> None:
     await train_on_a_grid(coll, dtype, within)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(
+    coll: Communicator, pipelined: bool
+) -> None:
+    """The norm is that of the whole model, and an infinity in the block of one rank is one of all."""
+    grid = await coll.hierarchy(str(coll.rank // 2), form="cartesian")
+    own = await grid[1].intra.dup(thread=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net = await DataParallel.create(made(lambda: Block(own)), grid[1].inter, clip_norm=0.1, scaler=scaler)
+    alone = made(Block)
+    make = partial(torch.optim.SGD, lr=0.5)
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    theirs = make(alone.parameters())
+
+    def broken(step: int) -> Tensor:
+        loss = loss_of(net, coll.rank // 2, step)
+        return loss + (net.get_parameter("up.weight") * torch.inf).sum() if step == 2 and coll.rank == 1 else loss
+
+    for step in range(4):
+        await net.step(broken, opt, step)
+        if step == 2:
+            continue
+        theirs.zero_grad()
+        torch.stack([loss_of(alone, part, step) for part in range(coll.size // 2)]).mean().backward()
+        assert nn.utils.clip_grad_norm_(alone.parameters(), 0.1) > 0.1
+        theirs.step()
+    if pipelined:
+        await opt.flush()
+    assert scaler.get_scale() == 512
+    full = await full_state_dict(net.module)
+    for key, whole in alone.state_dict().items():
+        torch.testing.assert_close(full[key], whole)
 
 
 @pytest.mark.thorough

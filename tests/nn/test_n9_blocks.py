@@ -176,6 +176,31 @@ async def test_n9_ranks_train_as_one_process(coll: Communicator, trial: type[Tri
     assert net.statistics().buckets == 4 * len(dealt)
 
 
+@pytest.mark.ranks(1, 2, 3)
+async def test_n9_31_layers_in_7_blocks_on_many_ranks(coll: Communicator) -> None:
+    torch.manual_seed(31)
+    plain = nn.Sequential(*(nn.Linear(10, 10) for _ in range(31)))
+    xs = torch.randn(coll.size, 5, 10)
+    net = await DataParallel.create(BlockSequential(copy.deepcopy(plain), blocks=7), coll)
+    y = plain(xs)
+    (y.square().sum() / coll.size).backward()
+    for _ in range(2):  # the first backward teaches the order
+        net.zero_grad()
+        outputs = await net.run(net, xs[coll.rank])
+        await net.backward(outputs.square().sum())
+    torch.testing.assert_close(outputs, y[coll.rank], rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None  # they are of 1e-7 in the first layer, and of 1 in the last one
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5 * float(theirs.grad.abs().max()))
+    assert [len(bucket.slots) for bucket in net.reducer.buckets] == [2 * len(b) for b in reversed(blocks_of(net))]
+
+
+def blocks_of(net: DataParallel) -> list[list[nn.Module]]:
+    module = net.module
+    assert isinstance(module, BlockSequential)
+    return module.blocks
+
+
 class Told(torch.autograd.Function):
     """The identity, whose backward calls something."""
 

@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aiodist.codecs import Gather, GradientCodec, Gradients, Sum
+from aiodist.codecs import Exchange, Gather, GradientCodec, Gradients, NarrowSum, Sum
+from aiodist.nn.compression import Swap, narrow_sum
 
 
 def exchanged(
     codec: GradientCodec, ranks: Sequence[Gradients], kept: Sequence[dict[str, Tensor]]
 ) -> tuple[list[Tensor], int]:
     """Let the ranks exchange; return what each has in the end, and how many bytes rank 0 has sent."""
-    programs = [codec.exchange(gradients, mine) for gradients, mine in zip(ranks, kept, strict=True)]
-    codes: list[Tensor] | None = None
-    nbytes = 0
+    sent: list[list[int]] = [[] for _ in ranks]
+    programs = [
+        _program(codec.exchange(gradients, mine), rank, len(ranks), sent[rank])
+        for rank, (gradients, mine) in enumerate(zip(ranks, kept, strict=True))
+    ]
+    answers: list[Any] = [None] * len(ranks)
     while True:
-        asked: list[Sum | Gather] = []
-        for program in programs:
-            try:
-                asked.append(program.send(codes))
-            except StopIteration:
-                continue
+        asked: list[Any] = []
+        for program, answer in zip(programs, answers, strict=True):
+            with suppress(StopIteration):
+                asked.append(program.send(answer))
         if not asked:
-            return [gradients.out for gradients in ranks], nbytes
+            return [gradients.out for gradients in ranks], sum(sent[0])
         assert len(asked) == len(ranks)
+        assert len({type(request) for request in asked}) == 1
         if isinstance(asked[0], Gather):
-            codes = [cast(Gather, request).code for request in asked]
-            nbytes += codes[0].nbytes
+            answers = [[request.code for request in asked]] * len(ranks)
+        elif isinstance(asked[0], Swap):
+            parts = [request.tensor.chunk(len(ranks)) for request in asked]
+            answers = [torch.cat([mine[rank] for mine in parts]) for rank in range(len(ranks))]
         else:
-            codes = None
-            nbytes += asked[0].tensor.nbytes
             _reduce([cast(Sum, request) for request in asked])
+            answers = [None] * len(ranks)
+
+
+def _program(exchange: Exchange, rank: int, ranks: int, sent: list[int]) -> Generator[Any, Any, None]:
+    answer = None
+    with suppress(StopIteration):
+        while True:
+            request = exchange.send(answer)
+            sent.append(request[0].nbytes)
+            if isinstance(request, NarrowSum):
+                answer = yield from narrow_sum(request, rank, ranks)
+            else:
+                answer = yield request
 
 
 def _reduce(sums: Sequence[Sum]) -> None:
-    """Reduce them as collectives do: 16-bit floats are summed in float32."""
     assert {each.op for each in sums} == {sums[0].op}
     stacked = torch.stack([each.tensor for each in sums])
-    wide = stacked.float() if stacked.dtype in (torch.float16, torch.bfloat16) else stacked
-    total = wide.sum(0) if sums[0].op == "sum" else wide.amax(0)
+    total = stacked.sum(0) if sums[0].op == "sum" else stacked.amax(0)
     for each in sums:
         each.tensor.copy_(total)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
-from aiodist.collectives.program import Call, DeviceMessages, Nested, Program
+from aiodist.collectives.program import Call, DeviceMessages, Nested, Program, meet
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import idle
@@ -199,6 +199,8 @@ def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
 
 
 def _call_with_stream(call: Call, work: DeviceWork) -> Call:
+    if call is meet:
+        return call
     if isinstance(call, Nested):
         return Nested(_with_stream(call.program, work))
     return partial(_call, work, call)
