@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import checkpoints, codecs, data, handles, nn, ps, streams, testing
+    from aiodist import checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
     from aiodist.communicator import Communicator
+    from aiodist.engine import Engine
     from aiodist.errors import (
         AiodistError,
         BackendError,
@@ -49,6 +50,7 @@ __all__ = [
     "CommunicatorClosed",
     "CommunicatorError",
     "ConfigError",
+    "Engine",
     "Handle",
     "LaunchError",
     "MismatchAborted",
@@ -66,6 +68,7 @@ __all__ = [
     "checkpoints",
     "codecs",
     "data",
+    "engine",
     "gather",
     "handles",
     "init",
@@ -90,6 +93,7 @@ _HOMES: Final = {
     "CommunicatorClosed": "aiodist.errors",
     "CommunicatorError": "aiodist.errors",
     "ConfigError": "aiodist.errors",
+    "Engine": "aiodist.engine",
     "Handle": "aiodist.handles",
     "LaunchError": "aiodist.errors",
     "MismatchAborted": "aiodist.errors",
@@ -110,7 +114,7 @@ _HOMES: Final = {
     "run": "aiodist.world.runtime",
     "timeout": "aiodist.handles",
 }
-_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing"})
+_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"})
 
 
 def _version() -> str:

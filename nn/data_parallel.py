@@ -381,6 +381,11 @@ class DataParallel(ModuleLike):
         """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
         return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
 
+    @property
+    def side(self) -> Communicator:
+        """The ranks of the net, for small collectives between its steps, which all ranks make in the same order."""
+        return self._side
+
     def statistics(self) -> DataParallelStatistics:
         """Return what the reductions of gradients have cost so far on this rank; local, at once."""
         return self.reducer.statistics

@@ -49,6 +49,8 @@ class Observer(Protocol):
 
     steps: Steps
     """Those that the optimizer has made."""
+    asks_stop: Callable[[], bool]
+    """Tells whether this rank asks all ranks to stop behind the pass."""
 
     def account(self, failure: str | None, *, active: bool) -> PassAccount:
         """Return what this rank tells the others where a pass cannot count."""
@@ -324,7 +326,10 @@ class Reduction:
                 used[slot.index] = 0.0
         data = self.paths.data
         steps = self._observer.steps.made if self.terms.active else None
-        return PassStatus.pack(used, data.size, data.rank, failed=told.failed, steps=steps, issued=told.issued)
+        stop = self._observer.asks_stop()
+        return PassStatus.pack(
+            used, data.size, data.rank, failed=told.failed, steps=steps, issued=told.issued, stop=stop
+        )
 
     def _explain(self, failure: str | None) -> Handle[list[PassAccount]]:
         return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))
