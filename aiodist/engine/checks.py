@@ -77,8 +77,8 @@ def fingerprints(module: nn.Module) -> Tensor:
 
 
 def _fingerprint(t: Tensor) -> int:
-    data = t.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(memoryview(data), digest_size=_HASH_BYTES).digest(), "little", signed=True)
+    data = t.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=_HASH_BYTES).digest(), "little", signed=True)
 
 
 async def check_alike(module: nn.Module, mine: Tensor, comm: Communicator, state: State) -> None:

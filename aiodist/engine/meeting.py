@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aiodist.communicator import Communicator
 from aiodist.engine.meters import Figures
 from aiodist.errors import RemoteError
-from aiodist.world.tracebacks import folded
+from aiodist.world.tracebacks import cause_in, folded
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,8 @@ class Assembly:
     def _check(self, words: Sequence[Word]) -> None:
         for rank, word in enumerate(words):
             if word.failure is not None:
-                cause = word.failure.strip().rpartition("\n")[2]
                 raise RemoteError(
-                    f"rank {rank} failed in this training: {cause}",
+                    f"rank {rank} failed in this training: {cause_in(word.failure)}",
                     raised_by=rank,
                     traceback=word.failure,
                     rank=self.rank,

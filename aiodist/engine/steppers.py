@@ -38,6 +38,8 @@ class Stepper(ABC):
     """All ranks have the same parameters after each step."""
     midway = True
     """It tells when gradients are reduced, before the update."""
+    lag = 0
+    """How many more steps the other ranks begin before they hear that one has failed."""
     behind = False
     """The last step raised when gradients were reduced already, so the other ranks have made it."""
 
@@ -130,6 +132,7 @@ class PassStepper(Stepper):
         self.joins = self.alike = known
         self.asks = not known
         self.midway = self._plain is not None
+        self.lag = int(self._plain is None)
         self._old: Reduction | None = None
         """The last pass before this training."""
         self._before: Reduction | None = None
@@ -219,7 +222,7 @@ class _GroupStepper(PassStepper):
         assert isinstance(self._driver, _Plain)
         self._plain = self._driver
         self.asks = self.joins = self.alike = False
-        self.midway = True
+        self.midway, self.lag = True, 0
 
 
 class _AloneStepper(Stepper):
@@ -262,7 +265,7 @@ class ClientStepper(Stepper):
             self._inner = _GroupStepper(net, reduced)
         else:
             self._inner = _AloneStepper(net, reduced)
-        self.base, self.waits = self._inner.base, self._inner.waits
+        self.base, self.waits, self.lag = self._inner.base, self._inner.waits, self._inner.lag
 
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:  # noqa: ANN401
         """Return a handle of `fn(*args)` where gradients are computed."""

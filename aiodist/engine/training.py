@@ -16,6 +16,7 @@ from aiodist.engine.position import Position
 from aiodist.engine.profiling import Profiling
 from aiodist.engine.state import Event, State
 from aiodist.engine.steppers import Stepper
+from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.nn import DataParallel
 
@@ -53,7 +54,7 @@ class Training:
         self._due = False
         """The other ranks make another step, as far as this one knows."""
         self._told = False
-        """They know of what went wrong."""
+        """The last step failed on all ranks."""
         self._asked = False
         """They have been asked for the last time in this epoch."""
         self._add_ours()
@@ -260,13 +261,21 @@ class Training:
             if not self._asked:
                 with suppress(Exception):  # where the communicator is lost too, `error` says why
                     await self._assembly.any(True)
-        elif self._tells and await self._others_go_on(batches):
+            return
+        for _ in range(self._untold(error)):
+            if not await self._others_go_on(batches):
+                break
+            self._passes, self._due = (self._passes or 0) + 1, False
             await self._stepper.tell(error)
+        if self._stepper.lag:
+            with suppress(Exception):  # what the passes that failed have left: `error` says why
+                await self._stepper.flush()
 
-    @property
-    def _tells(self) -> bool:
-        """They do not know yet, and nobody else tells them, such as the block of `join`."""
-        return self._stepper.waits and not self._uneven and not self._told
+    def _untold(self, error: BaseException) -> int:
+        """Return how many more steps the other ranks begin, as far as data go, before they hear of `error`."""
+        if not self._stepper.waits or self._uneven or (self._told and isinstance(error, AiodistError)):
+            return 0  # the block of `join` tells them
+        return self._stepper.lag + (not self._told)
 
     async def _others_go_on(self, batches: AsyncIterator[Any]) -> bool:
         assert self._passes is not None
@@ -284,9 +293,10 @@ class Training:
 
     def _leave(self, error: BaseException) -> None:
         """This rank was cancelled: let the others hear of it, and wait for none."""
-        more = self._passes is not None and (self._length is None or self._passes < self._length)
-        if more and self._tells and not self._stepper.asks:
-            self._stepper.tell_later(error)
+        if self._passes is not None and not self._stepper.asks:
+            left = self._untold(error)
+            for _ in range(left if self._length is None else min(left, self._length - self._passes)):
+                self._stepper.tell_later(error)
         self._assembly.abort(f"rank {self._assembly.rank} was cancelled in this training: {error!r}")
 
     def reduced(self) -> None:
