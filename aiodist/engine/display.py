@@ -24,7 +24,9 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._length: int | None = None
-        self._began = self._drawn = perf_counter()
+        self._began = perf_counter()
+        self.drawn = self._began
+        """When the bar was drawn last, in seconds."""
 
     def start(self, length: int | None) -> None:
         """An epoch of so many batches begins, where that is known."""
@@ -38,9 +40,9 @@ class Display:
     def update(self, state: State) -> None:
         """A step was made."""
         now = perf_counter()
-        if self._bar is None or now - self._drawn < _EVERY_SECONDS:
+        if self._bar is None or now - self.drawn < _EVERY_SECONDS:
             return
-        self._drawn = now
+        self.drawn = now
         if self._task is None:
             self._task = self._bar.add_task("", total=None)
         loss = "" if state.loss is None else f" loss {float(state.loss):.4g}"

@@ -51,6 +51,8 @@ class Training:
         """This epoch ended before its data."""
         self._passes: int | None = None
         """How many steps of this epoch this rank has begun; None between epochs."""
+        self._batches: AsyncIterator[Any] | None = None
+        """Those of this epoch, once they are read."""
         self._due = False
         """The other ranks make another step, as far as this one knows."""
         self._told = False
@@ -154,15 +156,19 @@ class Training:
         self._state.epoch = position.epochs + 1
         self._meter_epoch()
         try:
-            if isinstance(self._state.net, DataParallel):
-                checks.check_reduced(self._state.net)
             async with AsyncExitStack() as stack:
                 if self._uneven:
                     await stack.enter_async_context(self._stepper.join())
-                set_epoch(self._loader, position.epochs)
-                position.begin_epoch()
-                batches = await stack.enter_async_context(prefetched(self._loader))
-                await self._steps(batches)
+                try:
+                    if isinstance(self._state.net, DataParallel):
+                        checks.check_reduced(self._state.net)
+                    set_epoch(self._loader, position.epochs)
+                    position.begin_epoch()
+                    self._batches = await stack.enter_async_context(prefetched(self._loader))
+                    await self._steps(self._batches)
+                except Exception as error:
+                    await self._tell(error)
+                    raise
             await self._stepper.flush()
             if self._plan.debug and self._uneven:
                 await self._compare()
@@ -174,7 +180,8 @@ class Training:
         self.meter = Meter(self._plan.metrics, self._position.figures)
         self._position.figures = None
         self._interrupted = self._told = self._asked = False
-        self._passes = self._position.batches
+        self._passes, self._due = self._position.batches, True
+        self._batches = None
         if self._display is not None:
             self._display.start(self._length)
 
@@ -198,23 +205,18 @@ class Training:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _steps(self, batches: AsyncIterator[Any]) -> None:
-        try:
-            for _ in range(self._position.batches):
-                await anext(batches)
-            self._position.go_on()
-            self._due = True
-            async for sample in batches:
-                if await self._stopped_before():
-                    break
-                await self._step(sample)
-                if self._stepper.stopping() or (self._state.stop and not self._stepper.waits):
-                    self._interrupted = True
-                    break
-            else:
-                self._check_length()
-        except Exception as error:
-            await self._tell(error, batches)
-            raise
+        for _ in range(self._position.batches):
+            await anext(batches)
+        self._position.go_on()
+        async for sample in batches:
+            if await self._stopped_before():
+                break
+            await self._step(sample)
+            if self._stepper.stopping() or (self._state.stop and not self._stepper.waits):
+                self._interrupted = True
+                break
+        else:
+            self._check_length()
         if self._stepper.asks and not self._asked:
             await self._assembly.any(True)
 
@@ -255,7 +257,7 @@ class Training:
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    async def _tell(self, error: Exception, batches: AsyncIterator[Any]) -> None:
+    async def _tell(self, error: Exception) -> None:
         """Have the ranks hear of `error` that are about to make another step; the others hear of it when they meet."""
         if self._stepper.asks:
             if not self._asked:
@@ -263,7 +265,7 @@ class Training:
                     await self._assembly.any(True)
             return
         for _ in range(self._untold(error)):
-            if not await self._others_go_on(batches):
+            if not await self._others_go_on():
                 break
             self._passes, self._due = (self._passes or 0) + 1, False
             await self._stepper.tell(error)
@@ -277,14 +279,14 @@ class Training:
             return 0  # the block of `join` tells them
         return self._stepper.lag + (not self._told)
 
-    async def _others_go_on(self, batches: AsyncIterator[Any]) -> bool:
+    async def _others_go_on(self) -> bool:
         assert self._passes is not None
         if self._length is not None:
             return self._passes < self._length
-        if self._due:
+        if self._due or self._batches is None:
             return True
         try:
-            await anext(batches)
+            await anext(self._batches)
         except StopAsyncIteration:
             return False
         except Exception:  # noqa: BLE001  - it is in the place of a batch
