@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from aiodist.engine.plan import Loader, Plan
 from aiodist.engine.position import Position
 from aiodist.engine.profiling import checked_steps
 from aiodist.engine.samples import Split, WithCriterion, pair, whole
+from aiodist.engine.saving import Saving
 from aiodist.engine.state import Event, State
 from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
 from aiodist.engine.training import Training
@@ -38,6 +39,9 @@ class Options(TypedDict, total=False):
     dynamic: bool
     profile: tuple[int, int] | None
     traces: str | PathLike[str]
+    checkpoint: str | PathLike[str]
+    every: int | None
+    keep: int | None
 
 
 class Engine:
@@ -80,6 +84,9 @@ class Engine:
     costs some passes over all parameters a step. With `dynamic=False` a step raises RuntimeError unless its graph, of
     operations and parameters, is that of the first one; with True each step may have another, as a `DataParallel`
     allows. `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, by torch's profiler.
+    `checkpoint` is a folder that all ranks see: `aiodist.save` writes net, optimizer and engine there every `every`
+    steps, None behind each epoch, beside the next steps; the last `keep` are kept, None all. In epochs with uneven data
+    it is taken behind the epoch.
 
     Raises TypeError or ValueError for arguments that are none of this.
     """
@@ -99,7 +106,7 @@ class Engine:
         self._net = net
         self._optimizer = optimizer
         self._stepper = self._made_stepper()
-        self._plan = _plan(net, criterion, checked_metrics(metrics), split, options)
+        self._plan = _plan(net, criterion, checked_metrics(metrics), split, options, self._made_saving(options))
         if self._plan.uneven and not self._stepper.joins:
             raise ValueError(
                 f"uneven=True with {type(optimizer).__name__}: expected one of torch.optim's, or pipelined"
@@ -120,6 +127,18 @@ class Engine:
             "a module, or DataParallel, and a client of a parameter server"
         )
 
+    def _made_saving(self, options: Options) -> Saving | None:
+        path, every, keep = (options.get(name) for name in ("checkpoint", "every", "keep"))
+        if path is None:
+            if every is not None or keep is not None:
+                raise ValueError("every= or keep= without checkpoint=, which says where")
+            return None
+        if not isinstance(self._stepper, PassStepper):
+            raise ValueError("checkpoint= with a client: expected checkpoints of the parameter server")
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}: expected a number of steps, or None: behind each epoch")
+        return Saving(Path(cast("str", path)), every, cast("int | None", keep), [self._net, self._optimizer], [self])
+
     def _new_state(self, *, training: bool) -> State:
         return State(
             net=self._net,
@@ -137,7 +156,13 @@ class Engine:
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
-    def on(self, event: Event, hook: H | None = None) -> Any:  # noqa: ANN401
+    @overload
+    def on(self, event: Event) -> Callable[[H], H]: ...
+
+    @overload
+    def on(self, event: Event, hook: H) -> H: ...
+
+    def on(self, event: Event, hook: Any = None) -> Any:
         """Have `hook(state)` called at `event`, behind those of before; return it. Without it return a decorator.
 
         Raises ValueError for an event that there is not, TypeError for what cannot be called.
@@ -216,6 +241,20 @@ class Engine:
             raise RuntimeError("engine.load_state_dict in a training: expected it before")
         self._position = Position.of(state)
 
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end."""
+        self._position = Position.of_others(states)
+
+    async def resume(self) -> bool:
+        """Load the newest checkpoint of `checkpoint=`; return False, with nothing changed, where there is none.
+
+        Collective, before `train`. On another number of ranks training goes on with the epoch that was interrupted,
+        from its beginning. Raises ValueError without `checkpoint=`, and what `aiodist.load` raises.
+        """
+        if self._plan.saving is None:
+            raise ValueError("engine.resume without checkpoint=, which says where the checkpoints are")
+        return await self._plan.saving.load()
+
 
 def _network(net: DataParallel | nn.Module) -> nn.Module:
     module = net.module if isinstance(net, DataParallel) else net
@@ -228,6 +267,7 @@ def _plan(
     metrics: Mapping[str, Metric],
     split: Split | None,
     options: Options,
+    saving: Saving | None,
 ) -> Plan:
     """Return the arguments of an engine, checked."""
     if unknown := options.keys() - Options.__annotations__:
@@ -262,4 +302,5 @@ def _plan(
         dynamic=options.get("dynamic", True),
         profile=None if profile is None else checked_steps(profile),
         traces=Path(options.get("traces", "traces")),
+        saving=saving,
     )

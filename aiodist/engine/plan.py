@@ -13,6 +13,7 @@ from aiodist.data import Prefetch, prefetch
 from aiodist.engine.hooks import Hooks
 from aiodist.engine.meters import Meter, Metric
 from aiodist.engine.samples import Split, applied, weight_of
+from aiodist.engine.saving import Saving
 from aiodist.engine.state import State
 from aiodist.handles import Progress
 
@@ -36,6 +37,7 @@ class Plan:
     dynamic: bool = True
     profile: tuple[int, int] | None = None
     traces: Path = Path("traces")
+    saving: Saving | None = None
 
 
 @dataclass(frozen=True)

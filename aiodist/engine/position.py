@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,12 @@ class Position:
             "random": self.random or _random_states(),
             "figures": {"weight": measured.weight, "sums": dict(measured.sums), "states": dict(measured.states)},
         }
+
+    @classmethod
+    def of_others(cls, states: Sequence[Mapping[str, Any]]) -> Position:
+        """Return the beginning of the epoch that another number of ranks, with these states, did not end."""
+        epochs = min(state["epoch"] for state in states)
+        return cls(epochs=epochs, steps=max(state["step"] for state in states))
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:

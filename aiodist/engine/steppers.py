@@ -116,10 +116,10 @@ class _Plain:
 class PassStepper(Stepper):
     """Synchronous steps: one pass of the net for each, on all of its ranks."""
 
-    waits = True
+    waits = joins = True
 
     def __init__(self, net: DataParallel, optimizer: Optimizer | Driver, reduced: Callable[[], None]) -> None:
-        self.base = net.side
+        self.base = net.coll
         self._net = net
         self._driver: Driver
         self._plain: _Plain | None = None
@@ -129,7 +129,7 @@ class PassStepper(Stepper):
             check_one_pass(optimizer)
             self._driver = self._plain = _Plain(net, optimizer, reduced)
         known = self._plain is not None or isinstance(optimizer, PipelinedOptimizer)
-        self.joins = self.alike = known
+        self.alike = known
         self.asks = not known
         self.midway = self._plain is not None
         self.lag = int(self._plain is None)
@@ -156,6 +156,8 @@ class PassStepper(Stepper):
         """Return what the ranks have said in a pass that is over on all of them."""
         # With a pipelined optimizer the last one may be under way: then all ranks look at the one before.
         seen = self._before if self._plain is None else self._net.reducer.last
+        if self.asks:  # not every step of such a driver is a pass
+            return False
         return seen is not None and seen is not self._old and seen.status is not None and seen.status.stops > 0
 
     async def tell(self, error: Exception) -> None:

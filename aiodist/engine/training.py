@@ -57,6 +57,8 @@ class Training:
         """The other ranks make another step, as far as this one knows."""
         self._told = False
         """The last step failed on all ranks."""
+        self._agreed = False
+        """They have been asked, and make this step."""
         self._asked = False
         """They have been asked for the last time in this epoch."""
         self._add_ours()
@@ -74,6 +76,10 @@ class Training:
             self._hooks.add("criterion", checks.GraphCheck(plan.module))
         if self._profiling is not None:
             self._hooks.add("update", self._end_profile)
+        if plan.saving is not None:
+            self._hooks.add("update", self._save_step)
+            self._hooks.add("epoch", self._save_epoch)
+            self._hooks.add("end", self._save_all)
         if self._display is not None:
             self._hooks.add("update", self._display.update)
             self._hooks.add("epoch", self._display.epoch)
@@ -179,7 +185,7 @@ class Training:
     def _meter_epoch(self) -> None:
         self.meter = Meter(self._plan.metrics, self._position.figures)
         self._position.figures = None
-        self._interrupted = self._told = self._asked = False
+        self._interrupted = self._told = self._agreed = self._asked = False
         self._passes, self._due = self._position.batches, True
         self._batches = None
         if self._display is not None:
@@ -213,18 +219,24 @@ class Training:
                 break
             await self._step(sample)
             if self._stepper.stopping() or (self._state.stop and not self._stepper.waits):
-                self._interrupted = True
+                self._interrupted = self._state.stop = True
                 break
         else:
             self._check_length()
-        if self._stepper.asks and not self._asked:
+        if self._asks and not self._asked:
             await self._assembly.any(True)
 
     async def _stopped_before(self) -> bool:
         """Return whether no rank makes the next step: where steps do not tell, one of them has said so."""
-        if self._stepper.asks and await self._assembly.any(self._state.stop):
-            self._asked = self._interrupted = True
+        if self._asks and await self._assembly.any(self._state.stop):
+            self._asked = self._interrupted = self._state.stop = True
+        self._agreed = self._asks and not self._asked
         return self._interrupted
+
+    @property
+    def _asks(self) -> bool:
+        """Ranks ask each other before each step; in `join` they cannot, and stop behind the epoch."""
+        return self._stepper.asks and not self._uneven
 
     async def _step(self, sample: Any) -> None:  # noqa: ANN401
         state, position = self._state, self._position
@@ -232,7 +244,7 @@ class Training:
             raise ValueError(f"the loader gives more batches than the {self._length} that it has by len()")
         state.step, state.batch = position.steps + 1, position.batches + 1
         await take(sample, self._plan, state, self._hooks)
-        self._passes, self._due = state.batch, False
+        self._passes, self._due, self._agreed = state.batch, False, False
         try:
             state.loss = await self._stepper.step(Batch(self._plan, state, self._hooks, self.meter, self._progress))
         except Exception:
@@ -259,10 +271,8 @@ class Training:
 
     async def _tell(self, error: Exception) -> None:
         """Have the ranks hear of `error` that are about to make another step; the others hear of it when they meet."""
-        if self._stepper.asks:
-            if not self._asked:
-                with suppress(Exception):  # where the communicator is lost too, `error` says why
-                    await self._assembly.any(True)
+        if self._asks:
+            await self._tell_asking(error)
             return
         for _ in range(self._untold(error)):
             if not await self._others_go_on():
@@ -272,6 +282,13 @@ class Training:
         if self._stepper.lag:
             with suppress(Exception):  # what the passes that failed have left: `error` says why
                 await self._stepper.flush()
+
+    async def _tell_asking(self, error: Exception) -> None:
+        if self._agreed:  # the others make this step
+            await self._stepper.tell(error)
+        if not self._asked:
+            with suppress(Exception):  # where the communicator is lost too, `error` says why
+                await self._assembly.any(True)
 
     def _untold(self, error: BaseException) -> int:
         """Return how many more steps the other ranks begin, as far as data go, before they hear of `error`."""
@@ -295,7 +312,7 @@ class Training:
 
     def _leave(self, error: BaseException) -> None:
         """This rank was cancelled: let the others hear of it, and wait for none."""
-        if self._passes is not None and not self._stepper.asks:
+        if self._passes is not None and not self._asks:
             left = self._untold(error)
             for _ in range(left if self._length is None else min(left, self._length - self._passes)):
                 self._stepper.tell_later(error)
@@ -317,9 +334,23 @@ class Training:
         if state.step == self._profiling.last and self._profiling.under_way:
             await self._stepper.run(self._profiling.end)
 
+    async def _save_step(self, state: State) -> None:
+        assert self._plan.saving is not None
+        if not self._uneven:
+            await self._plan.saving.update(state)
+
+    async def _save_epoch(self, state: State) -> None:
+        assert self._plan.saving is not None
+        await self._plan.saving.epoch(uneven=self._uneven)
+
+    async def _save_all(self, state: State) -> None:
+        assert self._plan.saving is not None
+        await self._plan.saving.finish()
+
     async def _check_parameters(self, state: State) -> None:
         """After each step: all parameters are finite, and the same on all ranks where they ought to be."""
-        await self._stepper.flush()
+        if self._stepper.alike:
+            await self._stepper.flush()
         if self._uneven:  # in `join` nothing else communicates: they are compared behind it
             await self._stepper.run(checks.check_parameters, self._plan.module, state)
         else:

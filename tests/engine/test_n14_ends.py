@@ -286,7 +286,7 @@ async def cancelled(train: Any, begun: asyncio.Event, ticks: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("ticks", range(0, 40, 3))
+@pytest.mark.parametrize("ticks", range(0, 40, 7))
 @pytest.mark.parametrize("uneven", [False, True])
 async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"], ticks: int, uneven: bool) -> None:
     engine = await made(coll, job, uneven=uneven)
@@ -385,9 +385,44 @@ async def test_n14_drivers_that_tell_nothing(coll: Communicator, job: type["Job"
         await train
         assert steps == [*range(1, 3 if way == "stop" else 9)]
         assert driver.flushed == (1 if way == "stop" else 2)
-    with pytest.raises(ValueError, match="uneven=True with Apart"):
-        Engine(net, driver, mse_loss, uneven=True)
-    if coll.size > 1 and way == "to the end":
-        engine = Engine(net, driver, mse_loss, **job.QUIET)
-        with pytest.raises(ValueError, match="expected as many on every rank"):
-            await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=1)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n14_such_drivers_with_uneven_data(coll: Communicator, job: type["Job"]) -> None:
+    """They stop behind the epoch, since ranks in `join` ask nobody."""
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, Apart(net), mse_loss, **job.QUIET)
+    steps = []
+
+    @engine.on("update")
+    def stop(state: State) -> None:
+        steps.append(state.step)
+        state.stop = coll.rank == 1
+
+    await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=3)
+    assert steps == [*range(1, 3 + coll.rank)]
+
+
+@pytest.mark.ranks(2)
+async def test_n14_a_hook_fails_in_a_step_that_the_others_make(coll: Communicator, job: type["Job"]) -> None:
+    """A driver whose second step is a pass: the rank that failed takes part in it."""
+
+    class Second(Apart):
+        steps = 0
+
+        def train(self, forward: Any) -> None:
+            self.steps += 1
+            if self.steps % 2:
+                super().train(forward)
+            else:
+                self.net.compute.reduce_all(forward)
+
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, Second(net), mse_loss, **job.QUIET)
+
+    @engine.on("sample")
+    def fail(state: State) -> None:
+        if state.step == 2 and coll.rank == 0:
+            raise Broken("here")
+
+    await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 4), epochs=2))
