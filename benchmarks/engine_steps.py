@@ -14,7 +14,7 @@ from aiodist import Engine
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
 from benchmarks import models, suite
-from benchmarks.training import RATE, Setting, torch_threads
+from benchmarks.training import Setting, torch_threads
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
+_RATE = 1e-6  # so small that the gradients stay as they are
 _EPOCH_SECONDS = 0.4
 _ROUNDS = 40
 
@@ -39,7 +40,7 @@ async def measure(session: Session) -> list[Record]:
 async def _measure(session: Session, model: str, samples: int) -> list[Record]:
     setting = Setting.make(model, samples, session.coll)
     async with await DataParallel.create(models.build(model), session.coll) as net:
-        opt = torch.optim.SGD(net.parameters(), lr=RATE)
+        opt = torch.optim.SGD(net.parameters(), lr=_RATE)
         engine = Engine(net, opt, F.mse_loss, progress=False)
 
         async def ours(steps: int) -> None:

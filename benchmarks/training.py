@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-__all__ = ["RATE", "TRAINERS", "Setting", "Trainer", "measure", "torch_threads"]
+__all__ = ["TRAINERS", "Setting", "Trainer", "measure", "torch_threads"]
 
-RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
+_RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
 _SECONDS = 20.0
 """How long one model with one batch is measured, all contenders together."""
 _WARMUPS = 2
@@ -94,7 +94,7 @@ _LEAST_CPU = 1e-5  # a step: threads that had less are not told of
 
 
 def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=RATE)
+    return torch.optim.SGD(parameters, lr=_RATE)
 
 
 @asynccontextmanager
