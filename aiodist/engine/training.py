@@ -175,7 +175,8 @@ class Training:
                 except Exception as error:
                     await self._tell(error)
                     raise
-            await self._stepper.flush()
+            if not self._stepper.asks:  # else it may need all ranks, and one may have failed
+                await self._stepper.flush()
             if self._plan.debug and self._uneven:
                 await self._compare()
         except Exception as error:  # noqa: BLE001  - raised after the others have been told
@@ -201,6 +202,8 @@ class Training:
         word = Word(Word.told(failure), self._state.stop, figures=figures, interrupted=self._interrupted)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
+        if self._stepper.asks:
+            await self._stepper.flush()
         if any(one.interrupted for one in words):
             self._position.interrupt(self.meter.figures())
             return None

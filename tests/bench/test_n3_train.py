@@ -23,7 +23,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import coding, endtoend, jobs, models, prefetching, threads, training
+from benchmarks import coding, endtoend, engine_steps, jobs, models, prefetching, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -248,7 +248,11 @@ def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_n14_the_engine_is_measured_beside_the_bare_loop(few: None, ranks: int) -> None:
+def test_n14_the_engine_is_measured_beside_the_bare_loop(
+    few: None, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(engine_steps, "_EPOCH_SECONDS", 0.0)
+    monkeypatch.setattr(engine_steps, "_EPOCH_STEPS", 2)
     plan = Plan("engine", ranks, ("engine",), ("bare",), repeat=2, own={"model": "tiny1000"})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert [(r.op, r.impl, r.batch) for r in found] == [
