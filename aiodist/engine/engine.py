@@ -60,7 +60,7 @@ class Engine:
     ```
     It is the loop that `net.step` over `data.prefetch` would be, modelled on TorchMPI's `AllReduceSGDEngine`, which is
     one of torchnet's (Collobert, van der Maaten and Joulin (2016), "Torchnet: An Open-Source Platform for (Deep)
-    Learning Research"). All ranks of the net make the same calls. A step costs 20 to 40 us more than the bare loop.
+    Learning Research"). All ranks of the net make the same calls. A step takes some 60 us more than in the bare loop.
 
     `net` is a `DataParallel` with an `optimizer` of torch or a driver such as `nn.PipelinedOptimizer`: synchronous SGD.
     With a client of a parameter server (`ps.Downpour`, `ps.EASGD`, `ps.AsySGInCon`) in the place of the optimizer it is
