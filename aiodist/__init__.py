@@ -11,9 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import checkpoints, codecs, data, handles, nn, ps, streams, testing
+    from aiodist import checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
     from aiodist.checkpoints import load, save
     from aiodist.communicator import Communicator
+    from aiodist.engine import Engine
     from aiodist.errors import (
         AiodistError,
         BackendError,
@@ -52,6 +53,7 @@ __all__ = [
     "CommunicatorClosed",
     "CommunicatorError",
     "ConfigError",
+    "Engine",
     "Handle",
     "LaunchError",
     "MismatchAborted",
@@ -69,6 +71,7 @@ __all__ = [
     "checkpoints",
     "codecs",
     "data",
+    "engine",
     "gather",
     "handles",
     "init",
@@ -96,6 +99,7 @@ _HOMES: Final = {
     "CommunicatorClosed": "aiodist.errors",
     "CommunicatorError": "aiodist.errors",
     "ConfigError": "aiodist.errors",
+    "Engine": "aiodist.engine",
     "Handle": "aiodist.handles",
     "LaunchError": "aiodist.errors",
     "MismatchAborted": "aiodist.errors",
@@ -118,7 +122,7 @@ _HOMES: Final = {
     "save": "aiodist.checkpoints",
     "timeout": "aiodist.handles",
 }
-_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing"})
+_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"})
 
 
 def _version() -> str:

@@ -22,7 +22,7 @@ _OF_AWAITS = "benchmarks.await_targets"
 
 def models(plan: Plan) -> tuple[str, ...]:
     """Return what is to be trained."""
-    known = {"train": tuple(MODELS), "end2end": JOBS}.get(plan.op, ())
+    known = {"train": tuple(MODELS), "engine": tuple(MODELS), "end2end": JOBS}.get(plan.op, ())
     given = plan.own.get("model")
     if given is None:
         return known
@@ -49,7 +49,7 @@ def servers(plan: Plan) -> int:
 
 def _check(plan: Plan) -> None:
     models(plan)
-    if plan.own.get("batch") is not None and plan.op != "train":
+    if plan.own.get("batch") is not None and plan.op not in ("train", "engine"):
         raise ConfigError(f"--batch: {plan.op} has none")
     batches(plan, "mlp")
     if plan.op != "ps" and plan.own.get("servers") is not None:
@@ -80,6 +80,16 @@ BENCHMARKS = {
         impls=("datapar", "pipelined", "sync", "powersgd", "topk", "bf16"),
         peers=("none", "ddp"),
         default_impls=("datapar", "pipelined", "sync"),
+        sized=False,
+        check=_check,
+        targets=_TARGETS,
+    ),
+    "engine": Benchmark(
+        "engine",
+        "benchmarks.engine_steps",
+        impls=("engine",),
+        peers=("bare",),
+        default_impls=("engine",),
         sized=False,
         check=_check,
         targets=_TARGETS,

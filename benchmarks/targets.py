@@ -17,6 +17,7 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
     return [
         *_steps(found),
         *_step_cpu(found),
+        *_engine(found),
         *_lags(found),
         *_epochs(found),
         *_jobs(found),
@@ -65,6 +66,16 @@ def _step_cpu(records: Sequence[Record]) -> list[Verdict]:
             what = f"{kind} {batch} aiodist:datapar - none, CPU of all threads but the computing"
             lines.append(Verdict(what, (mine - none) * 1e3, "ms", target))
     return lines
+
+
+def _engine(records: Sequence[Record]) -> list[Verdict]:
+    """Steps of the engine against those of the bare loop, in turns with the same net."""
+    bare = {(r.op, r.batch): r.seconds for r in records if r.impl == "bare"}
+    return [
+        Verdict(f"{r.op} {r.batch} / bare loop", ratio(r.seconds, bare[r.op, r.batch]), "x", 1.03)
+        for r in records
+        if r.impl == "aiodist:engine" and (r.op, r.batch) in bare
+    ]
 
 
 def _lags(records: Sequence[Record]) -> list[Verdict]:

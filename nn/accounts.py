@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.nn.layout import in_words
 from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.world.tracebacks import cause_in
 
 _NAMES = 5  # that a message lists
 
@@ -56,7 +57,7 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
 
 def _failed(failed: Sequence[int], text: str, rank: int) -> RemoteError:
     first, *others = failed
-    cause = text.strip().rpartition("\n")[2]
+    cause = cause_in(text)
     also = f" (and {', '.join(f'rank {r}' for r in others)})" if others else ""
     return RemoteError(f"rank {first}{also} failed in this step: {cause}", raised_by=first, traceback=text, rank=rank)
 

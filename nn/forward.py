@@ -54,8 +54,11 @@ class Forward:
 
 
 @called("net.step")
-def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
-    """Have `opt` step with the reduced gradients of `forward`, and return the loss; on the compute thread."""
+def plain_step(forward: Forward, opt: Optimizer, compute: Compute, reduced: Callable[[], None] | None = None) -> Tensor:
+    """Have `opt` step with the reduced gradients of `forward`, and return the loss; on the compute thread.
+
+    `reduced` is called when the gradients are, before they are unscaled and clipped.
+    """
     steps = compute.reducer.steps
 
     def prepare() -> Tensor:
@@ -66,6 +69,8 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
     _, reduction = compute.reduce(prepare)
     compute.use(reduction)
     with steps.making():
+        if reduced is not None:
+            reduced()
         made = forward.settings.update(opt.param_groups, opt.step)
     if made:
         steps.note(opt)  # one that has copies of the parameters too

@@ -48,6 +48,8 @@ class PassStatus:
     """By rank: how many steps its optimizer has made; None where the rank brings nothing."""
     kinds: tuple[StatusKind, ...]
     """By rank."""
+    stops: int = 0
+    """How many ranks ask all to stop behind this pass."""
 
     @staticmethod
     def pack(
@@ -59,29 +61,34 @@ class PassStatus:
         failed: bool = False,
         steps: int | None = None,
         issued: int = 0,
+        stop: bool = False,
     ) -> Tensor:
         """Return the status of one rank, to be added to the others'; `steps` is None where it brings nothing."""
         by_rank = [0.0] * (4 * ranks)
         by_rank[rank::ranks] = float(issued), float(failed), 0.0 if steps is None else steps + 1.0, float(kind)
-        return torch.tensor([*columns, float(steps is not None), *by_rank], dtype=torch.float64, device="cpu")
+        told = [*columns, float(steps is not None), float(stop), *by_rank]
+        return torch.tensor(told, dtype=torch.float64, device="cpu")
 
     @classmethod
     def unpack(cls, status: Tensor, ranks: int) -> Self:
         """Return what the sum over all ranks says.
 
-        >>> PassStatus.unpack(PassStatus.pack([1.0, 0.0], 1, 0, issued=3, steps=7), 1)
-        PassStatus(columns=[1.0, 0.0], failures=(), active=1, issued=3, steps=(7,), kinds=(<StatusKind.END: 0>,))
+        >>> status = PassStatus.unpack(PassStatus.pack([1.0, 0.0], 1, 0, issued=3, steps=7, stop=True), 1)
+        >>> status.columns, status.failures, status.active, status.issued, status.steps, status.kinds, status.stops
+        ([1.0, 0.0], (), 1, 3, (7,), (<StatusKind.END: 0>,), 1)
         """
         values = status.tolist()
+        *columns, active, stops = values[: -4 * ranks]
         by_rank = values[-4 * ranks :]
         issued, failed, steps, kinds = (by_rank[i * ranks : (i + 1) * ranks] for i in range(4))
         return cls(
-            columns=values[: -4 * ranks - 1],
+            columns=columns,
             failures=tuple([r for r, told in enumerate(failed) if told]),
-            active=round(values[-4 * ranks - 1]),
+            active=round(active),
             issued=round(max(issued)),
             steps=tuple([round(count) - 1 if count else None for count in steps]),
             kinds=tuple([StatusKind(round(kind)) for kind in kinds]),
+            stops=round(stops),
         )
 
     def all_are(self, kind: StatusKind) -> bool:

@@ -94,6 +94,8 @@ class Reducer:
         """How many `no_sync` blocks are open: hooks stand aside."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
+        self.asks_stop: Callable[[], bool] = _never
+        """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
         self.parted = False
         """Ranks have made different numbers of steps, which was told, and make no more."""
         self.progress = Progress.current()
@@ -475,6 +477,10 @@ class Reducer:
             rest = [index for index in sorted(dealt.members, reverse=True) if index not in known]
             dealt.learnt = dealt.new_order = [*came, *rest]
         over()
+
+
+def _never() -> bool:
+    return False
 
 
 def _which(chosen: Sequence[bool]) -> list[int]:

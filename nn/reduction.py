@@ -50,6 +50,8 @@ class Observer(Protocol):
 
     steps: Steps
     """Those that the optimizer has made."""
+    asks_stop: Callable[[], bool]
+    """Tells whether this rank asks all ranks to stop behind the pass."""
 
     def account(self, failure: str | None, *, active: bool) -> PassAccount:
         """Return what this rank tells the others where a pass cannot count."""
@@ -328,8 +330,9 @@ class Reduction:
         data = self.paths.data
         steps = self._observer.steps.made if self.terms.active else None
         kind = StatusKind.AVERAGE if self.terms.apart else StatusKind.END
+        stop = self._observer.asks_stop()
         return PassStatus.pack(
-            used, data.size, data.rank, kind=kind, failed=told.failed, steps=steps, issued=told.issued
+            used, data.size, data.rank, kind=kind, failed=told.failed, steps=steps, issued=told.issued, stop=stop
         )
 
     def _explain(self, failure: str | None) -> Handle[list[PassAccount]]:

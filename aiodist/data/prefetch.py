@@ -181,6 +181,11 @@ class Prefetch(Generic[T]):
             finally:
                 self._pass = None
 
+    @property
+    def source(self) -> Iterable[Any] | AsyncIterable[Any]:
+        """What was given to `prefetch`."""
+        return self._source
+
     def __len__(self) -> int:
         """Return how many items a pass has; raise `TypeError` where the source does not know."""
         return len(cast(Sized, self._source))

@@ -38,6 +38,17 @@ def folded(error: BaseException, *, programs: bool = False) -> str:
     return "".join(text.format())
 
 
+def cause_in(text: str) -> str:
+    r"""Return the line of a traceback that says what was raised: the first one behind the frames. Notes come later.
+
+    >>> cause_in("Traceback (most recent call last):\n  File …\nValueError: no\nseen by rank 0")
+    'ValueError: no'
+    """
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines[:-1]) if line.startswith("  ")]
+    return lines[frames[-1] + 1] if frames else lines[-1]
+
+
 def _print_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     try:
         text = folded(error.with_traceback(trace))

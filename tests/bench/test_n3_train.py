@@ -23,7 +23,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import coding, endtoend, jobs, models, prefetching, reading, threads, training
+from benchmarks import coding, endtoend, engine_steps, jobs, models, prefetching, reading, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -247,6 +247,21 @@ def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(record.seconds for record in found)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_n14_the_engine_is_measured_beside_the_bare_loop(
+    few: None, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(engine_steps, "_EPOCH_SECONDS", 0.0)
+    monkeypatch.setattr(engine_steps, "_EPOCH_STEPS", 2)
+    plan = Plan("engine", ranks, ("engine",), ("bare",), repeat=2, own={"model": "tiny1000"})
+    found, *others = run_ranks(ranks, partial(measure, plan))
+    assert [(r.op, r.impl, r.batch) for r in found] == [
+        ("engine:tiny1000", impl, 1) for impl in ("aiodist:engine", "bare")
+    ]
+    assert all(record.seconds for record in found)
+    assert others == [[]] * (ranks - 1)
+
+
 def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "_NUMEL", 1000)
     impls = ("int8", "sign", "topk")
@@ -327,6 +342,24 @@ def test_n3_json_has_batch_overlap_and_lag_where_there_are() -> None:
 
 def step(model: str, batch: int, impl: str, milliseconds: float, lag: float | None = None) -> Record:
     return Record(f"train:{model}", impl, 2, seconds=milliseconds / 1e3, batch=batch, loop_lag=lag)
+
+
+def test_n14_the_engine_is_held_against_the_bare_loop_of_its_model_and_batch() -> None:
+    records = [
+        Record(f"engine:{model}", impl, 2, seconds=seconds, batch=batch)
+        for model, batch, impl, seconds in (
+            ("mlp", 32, "aiodist:engine", 0.104),
+            ("mlp", 32, "bare", 0.1),
+            ("mlp", 256, "aiodist:engine", 0.402),
+            ("mlp", 256, "bare", 0.4),
+            ("conv", 32, "aiodist:engine", 0.1),
+        )
+    ]
+    found = {verdict.what: (round(verdict.value, 3), verdict.target, verdict.reached) for verdict in verdicts(records)}
+    assert found == {
+        "engine:mlp 32 / bare loop": (1.04, 1.03, False),
+        "engine:mlp 256 / bare loop": (1.005, 1.03, True),
+    }
 
 
 def test_n3_steps_are_held_against_those_of_the_same_run() -> None:

@@ -348,6 +348,23 @@ def test_p15_the_rows_of_the_digits_are_the_same_for_any_ranks(
 
 
 @pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("n", [1, 3])
+def test_n14_the_engine_learns_the_digits_in_40_lines(
+    n: int, example: Example, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = example("engine_digits")
+    run_ranks(n, program.main)
+    *epochs, last = capsys.readouterr().out.splitlines()
+    line = re.compile(r"epoch (\d+)/15: loss \d\.\d+, accuracy (\d\.?\d*), \d+\.\d s")
+    found = [match for match in map(line.fullmatch, epochs) if match is not None]
+    assert [int(match[1]) for match in found] == [*range(1, len(epochs) + 1)]
+    assert float(found[-1][2]) >= 0.95
+    assert last == f"stopped behind epoch {len(epochs)} of 15"
+    assert len(epochs) < 15
+    assert len((EXAMPLES / "engine_digits.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.usefixtures("threads_restored")
 def test_n12_a_few_codecs_learn_the_digits(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

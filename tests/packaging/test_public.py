@@ -21,7 +21,10 @@ from aiodist import Communicator, cli
 
 MODULES = (
     "aiodist",
-    *(f"aiodist.{name}" for name in ("checkpoints", "codecs", "data", "handles", "nn", "ps", "streams", "testing")),
+    *(
+        f"aiodist.{name}"
+        for name in ("checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing")
+    ),
 )
 LISTED = Path(__file__).with_name("public.txt")
 

@@ -1,0 +1,162 @@
+"""What an engine looks for when it is asked to: values that are not finite, ranks that differ, a graph that changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from aiodist.communicator import Communicator
+from aiodist.engine.state import State
+from aiodist.errors import MismatchError
+from aiodist.nn import DataParallel
+
+_HASH_BYTES = 8
+
+
+def place(state: State) -> str:
+    """Return where training is, in words."""
+    return f"rank {state.rank}, epoch {state.epoch}, step {state.step}"
+
+
+# --- values that are not finite ---------------------------------------------------------------------------------------
+
+
+def check_loss(state: State) -> None:
+    """Raise FloatingPointError unless the loss is finite."""
+    assert state.loss is not None
+    if not torch.isfinite(state.loss.detach()).all():
+        raise FloatingPointError(f"the loss is {state.loss.detach().tolist()}: {place(state)}")
+
+
+def check_parameters(module: nn.Module, state: State) -> None:
+    """Raise FloatingPointError unless all parameters are finite."""
+    for name, parameter in module.named_parameters():
+        _check_finite(f"parameter {name!r} after the update", parameter.detach(), state)
+
+
+@contextmanager
+def checked_gradients(module: nn.Module, state: State) -> Iterator[None]:
+    """Have each backward in this block raise FloatingPointError where it makes a gradient that is not finite.
+
+    These are the gradients of this rank, before they are reduced. Parameters that are frozen now are not looked at.
+    """
+    with ExitStack() as stack:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                what = f"the gradient of {name!r}"
+                stack.callback(parameter.register_hook(partial(_check_gradient, what, state)).remove)
+        yield
+
+
+def _check_gradient(what: str, state: State, gradient: Tensor) -> None:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    _check_finite(what, values.detach(), state)
+
+
+def _check_finite(what: str, t: Tensor, state: State) -> None:
+    finite = torch.isfinite(t)
+    if not finite.all():
+        bad = t[~finite]
+        raise FloatingPointError(
+            f"{what} has {bad.numel()} of {t.numel()} elements that are not finite, the first is "
+            f"{bad.flatten()[0].item()}: {place(state)}"
+        )
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def fingerprints(module: nn.Module) -> Tensor:
+    """Return a hash of each parameter, `(parameters,)` of int64: equal where all bits are."""
+    return torch.tensor([_fingerprint(p.detach()) for p in module.parameters()], dtype=torch.int64, device="cpu")
+
+
+def _fingerprint(t: Tensor) -> int:
+    data = t.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=_HASH_BYTES).digest(), "little", signed=True)
+
+
+async def check_alike(module: nn.Module, mine: Tensor, comm: Communicator, state: State) -> None:
+    """Raise MismatchError, on all ranks, unless all have the same `fingerprints` of the module.
+
+    Collective: an allgather of 8 bytes for each parameter.
+    """
+    table = torch.stack(await comm.allgather(mine))  # (size, parameters)
+    apart = (table != table[0]).any(0).nonzero().flatten().tolist()
+    if not apart:
+        return
+    name = [name for name, _ in module.named_parameters()][apart[0]]
+    hashes = table[:, apart[0]].tolist()
+    usual = max(hashes, key=hashes.count)
+    others = ", ".join(str(rank) for rank, value in enumerate(hashes) if value != usual)
+    more = f"; so do {len(apart) - 1} more parameters" if len(apart) > 1 else ""
+    raise MismatchError(
+        f"parameter {name!r} on rank {others} differs from that of the other ranks after step {state.step} of epoch "
+        f"{state.epoch}{more}",
+        rank=state.rank,
+        comm=comm.name,
+    )
+
+
+# --- a graph that changes ---------------------------------------------------------------------------------------------
+
+
+def check_reduced(net: DataParallel) -> None:
+    """Raise RuntimeError where the module has a parameter that the net does not reduce: one that is new."""
+    known = {id(slot.parameter) for slot in net.reducer.slots}
+    new = [name for name, p in net.named_parameters() if p.requires_grad and id(p) not in known]
+    if new:
+        raise RuntimeError(
+            f"parameter {new[0]!r} is not the one that the net was created with, so its gradients would not be "
+            "reduced: change it in place, or make a new net and optimizer"
+        )
+
+
+class GraphCheck:
+    """Compares the graph of each step with that of the first one; called on the thread that computes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._first: list[str] | None = None
+
+    def __call__(self, state: State) -> None:
+        """Raise RuntimeError where the graph of this loss differs. Costs about 1 us for each node of it."""
+        assert state.loss is not None
+        seen = list(_nodes(state.loss, self._names))
+        if self._first is None:
+            self._first = seen
+        elif seen != self._first:
+            raise RuntimeError(
+                f"the graph of step {state.step} differs from that of the first step: {_difference(self._first, seen)} "
+                f"({place(state)}); expected the same in every step, since the engine has dynamic=False"
+            )
+
+
+def _difference(first: Sequence[str], seen: Sequence[str]) -> str:
+    for what, these, those in (("does not use", first, seen), ("now uses", seen, first)):
+        found = [name for name in these if name[0] == "'" and name not in those]
+        if found:
+            return f"it {what} parameter {found[0]}"
+    for number, (before, now) in enumerate(zip(first, seen, strict=False)):
+        if before != now:
+            return f"node {number}, counted from the loss, is {now} instead of {before}"
+    return f"it has {len(seen)} nodes instead of {len(first)}"
+
+
+def _nodes(loss: Tensor, names: Mapping[int, str]) -> Iterator[str]:
+    """Yield the kind of each node, and the name of each parameter in quotes, each once and in the same order."""
+    seen: set[object] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        yield repr(names[id(leaf)]) if id(leaf) in names else node.name()
+        waiting += [before for before, _ in node.next_functions]

@@ -1,0 +1,73 @@
+"""What rank 0 shows of a training: a bar on a terminal, elsewhere a line for each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from aiodist.engine.state import State
+
+_EVERY_SECONDS = 0.2
+
+
+class Display:
+    """Shows one training; its methods are hooks, called on the loop. Drawing takes a millisecond, five times a second.
+
+    Between two drawings a step costs it a look at the clock.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._length: int | None = None
+        self._began = perf_counter()
+        self.drawn = self._began
+        """When the bar was drawn last, in seconds."""
+
+    def start(self, length: int | None) -> None:
+        """An epoch of so many batches begins, where that is known."""
+        self._began = perf_counter()
+        self._length = length
+        if self._console.is_terminal and self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+            self._bar.start()
+
+    def update(self, state: State) -> None:
+        """A step was made."""
+        now = perf_counter()
+        if self._bar is None or now - self.drawn < _EVERY_SECONDS:
+            return
+        self.drawn = now
+        if self._task is None:
+            self._task = self._bar.add_task("", total=None)
+        loss = "" if state.loss is None else f" loss {float(state.loss):.4g}"
+        said = f"epoch {state.epoch}/{state.epochs}{loss}"
+        self._bar.update(self._task, description=said, total=self._length, completed=state.batch)
+        self._bar.refresh()
+
+    def epoch(self, state: State) -> None:
+        """An epoch is over."""
+        seconds = perf_counter() - self._began
+        self._console.print(f"epoch {state.epoch}/{state.epochs}: {in_words(state.metrics)}, {seconds:.1f} s")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+
+def in_words(metrics: Mapping[str, float]) -> str:
+    """Return figures as text.
+
+    >>> in_words({"loss": 0.25, "accuracy": 0.96875})
+    'loss 0.25, accuracy 0.9688'
+    """
+    return ", ".join(
+        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in metrics.items()
+    )

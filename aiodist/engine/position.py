@@ -1,0 +1,98 @@
+"""How far a training has come, so that it goes on from there exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.engine.meters import Figures
+
+_KEYS = frozenset({"epoch", "step", "batch", "order", "random", "figures"})
+
+
+@dataclass
+class Position:
+    """Where a training is on this rank, between two of its steps."""
+
+    epochs: int = 0
+    """How many are over."""
+    steps: int = 0
+    """How many were made."""
+    batches: int = 0
+    """How many of the current epoch were trained on."""
+    order: Tensor | None = None
+    """The state of torch's generator when this epoch began: it gives the order of its data."""
+    random: dict[str, Tensor] | None = None
+    """The states of torch's generators to go on with; None where training goes on with those that there are."""
+    figures: Figures | None = None
+    """What was measured of this epoch."""
+
+    def begin_epoch(self) -> None:
+        """Have torch's generators as they were when this epoch began, if it has begun before."""
+        if self.batches == 0:
+            self.go_on()
+            self.order = torch.get_rng_state()
+        elif self.order is not None:
+            torch.set_rng_state(self.order)
+
+    def go_on(self) -> None:
+        """Have torch's generators as they are to be when the next step begins."""
+        given, self.random = self.random, None
+        if given is not None:
+            torch.set_rng_state(given["cpu"])
+            if "cuda" in given and torch.cuda.is_available():
+                torch.cuda.set_rng_state(given["cuda"])
+
+    def interrupt(self, figures: Figures) -> None:
+        """The epoch ends before its data do."""
+        self.figures = figures
+        self.random = _random_states()
+
+    def end_epoch(self) -> None:
+        """The epoch is over."""
+        self.epochs += 1
+        self.batches = 0
+        self.order = self.figures = None
+
+    def state_dict(self, figures: Figures | None) -> dict[str, Any]:
+        """Return numbers, tensors, and dicts and lists of them; `figures` are those of the epoch so far."""
+        measured = self.figures or figures or Figures()
+        return {
+            "epoch": self.epochs,
+            "step": self.steps,
+            "batch": self.batches,
+            "order": self.order if self.batches else None,
+            "random": self.random or _random_states(),
+            "figures": {"weight": measured.weight, "sums": dict(measured.sums), "states": dict(measured.states)},
+        }
+
+    @classmethod
+    def of_others(cls, states: Sequence[Mapping[str, Any]]) -> Position:
+        """Return the beginning of the epoch that another number of ranks, with these states, did not end."""
+        epochs = min(state["epoch"] for state in states)
+        return cls(epochs=epochs, steps=max(state["step"] for state in states))
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Position:
+        """Return what `state_dict` gave; raise ValueError for something else."""
+        if set(state) != _KEYS:
+            raise ValueError(f"state with {', '.join(sorted(map(str, state)))}: expected {', '.join(sorted(_KEYS))}")
+        return cls(
+            epochs=state["epoch"],
+            steps=state["step"],
+            batches=state["batch"],
+            order=state["order"],
+            random=dict(state["random"]),
+            figures=Figures(**state["figures"]) if state["batch"] else None,
+        )
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

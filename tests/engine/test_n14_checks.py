@@ -1,0 +1,230 @@
+"""N14: `debug` finds what is not finite and which ranks differ, `dynamic=False` a graph that changes; traces."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import Communicator, Engine, MismatchError, RemoteError
+from aiodist.engine import State
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Job
+
+NAN, INF = float("nan"), float("inf")
+
+
+async def made(coll: Communicator, job: type["Job"], *, module: nn.Module | None = None, **options: Any) -> Engine:
+    net = await DataParallel.create(module or job.build(), coll)
+    return Engine(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), mse_loss, **job.QUIET, **options)
+
+
+# --- debug ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2, backend=("mpi", "gloo"))
+async def test_n14_debug_finds_nothing_where_nothing_is_wrong(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, debug=True, dynamic=False)
+    await engine.train(job.pairs(coll.rank, 4), epochs=2)
+    job.assert_same(engine.state.net, job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+async def test_n14_debug_with_a_pipelined_optimizer_and_uneven_data(coll: Communicator, job: type["Job"]) -> None:
+    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    engine = Engine(net, PipelinedOptimizer(net, job.OPTIMIZERS["momentum"]), mse_loss, debug=True, **job.QUIET)
+    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    job.assert_same(net, job.alone(2, [2, 2], optimizer="momentum"))
+    await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=2)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("bad", [NAN, INF])
+async def test_n14_debug_names_a_loss_that_is_not_finite(coll: Communicator, job: type["Job"], bad: float) -> None:
+    guilty = coll.size - 1
+    pairs = job.pairs(coll.rank, 3)
+    if coll.rank == guilty:
+        pairs[1][1][0, 0] = bad
+    engine = await made(coll, job, debug=True)
+    kind: type[Exception] = FloatingPointError if coll.rank == guilty else RemoteError
+    with pytest.raises(kind, match=rf"the loss is {bad}: rank {guilty}, epoch 1, step 2"):
+        await engine.train(pairs, epochs=2)
+
+
+class Root(nn.Module):
+    """The square root has an infinite slope at 0: a finite loss, and a gradient that is not."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+        self.at = at
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scale = 0.0 if self.calls == self.at else 1.0
+        out: Tensor = self.first(x) + (self.second(x).square() * scale).sqrt()
+        return out
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_debug_names_a_gradient_that_is_not_finite(coll: Communicator, job: type["Job"]) -> None:
+    guilty = coll.size - 1
+    engine = await made(coll, job, module=Root(at=4 if coll.rank == guilty else 0), debug=True)
+    kind: type[Exception] = FloatingPointError if coll.rank == guilty else RemoteError
+    with pytest.raises(kind, match=rf"the gradient of 'second\.\w+' has \d+ of \d+ .*: rank {guilty}, epoch 2, step 4"):
+        await engine.train(job.pairs(coll.rank, 3), epochs=2)
+    assert not any(p._backward_hooks for p in engine.state.net.parameters())
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_debug_names_a_parameter_that_is_not_finite(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, debug=True)
+
+    @engine.on("backward")
+    def break_it(state: State) -> None:
+        if state.step == 2:
+            state.net.get_parameter("2.bias").grad[1] = INF
+
+    text = r"parameter '2\.bias' after the update has 1 of 3 elements .* -inf: rank \d, epoch 1, step 2"
+    with pytest.raises(FloatingPointError, match=text):
+        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(
+    coll: Communicator, job: type["Job"]
+) -> None:
+    engine = await made(coll, job, debug=True)
+    odd = coll.size - 1
+
+    @engine.on("sample")
+    def change(state: State) -> None:
+        if coll.rank == odd and state.step == 2:
+            with torch.no_grad():
+                for name in ("2.weight", "2.bias"):
+                    p = state.net.get_parameter(name)
+                    p.copy_(torch.nextafter(p, torch.full_like(p, INF)))
+
+    with pytest.raises(MismatchError, match=r"parameter '2\.weight' on rank \d .*step 2 of epoch 1; so do 1 more") as e:
+        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+    assert coll.size == 2 or f"on rank {odd} differs" in str(e.value)
+
+
+@pytest.mark.ranks(2)
+async def test_n14_debug_leaves_scaled_gradients_alone(coll: Communicator, job: type["Job"]) -> None:
+    """With a scaler an infinite gradient is no mistake: it leaves the step out."""
+    engine = await made(coll, job, module=Root(at=2), debug=True)
+    engine.state.net.settings(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    await engine.train(job.pairs(coll.rank, 3), epochs=1)
+
+
+# --- dynamic --------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """One branch in odd steps, both in even ones."""
+
+    def __init__(self, *, changes: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.always, self.now_and_then = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+        self.calls = 0
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.always(x)
+        return out + self.now_and_then(x) if self.calls % 2 == 0 and self.changes else out
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n14_a_dynamic_graph_may_change(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, module=Branches())
+    await engine.train(job.pairs(coll.rank, 4), epochs=1)
+    module = Branches()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        opt.zero_grad()
+        module.calls = step
+        losses = []
+        for rank in range(coll.size):
+            x, y = job.pairs(rank, 4)[step]
+            module.calls = step
+            losses.append(mse_loss(module(x), y))
+        torch.stack(losses).mean().backward()
+        opt.step()
+    job.assert_same(engine.state.net, module)
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_one_that_is_not_dynamic_must_not(coll: Communicator, job: type["Job"]) -> None:
+    guilty = coll.size - 1
+    engine = await made(coll, job, module=Branches(changes=coll.rank == guilty), dynamic=False)
+    kind: type[Exception] = RuntimeError if coll.rank == guilty else RemoteError
+    text = (
+        rf"the graph of step 2 differs .*: it now uses parameter 'now_and_then\.\w+' \(rank {guilty}, epoch 1, step 2\)"
+    )
+    with pytest.raises(kind, match=text):
+        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+    assert engine.state_dict()["step"] == 1
+
+
+@pytest.mark.ranks(1)
+async def test_n14_other_operations_on_the_same_parameters(coll: Communicator, job: type["Job"]) -> None:
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, dynamic=False, **job.QUIET)
+
+    @engine.on("forward")
+    def change(state: State) -> None:
+        state.output = state.output.sin() if state.step == 3 else state.output.cos()
+
+    with pytest.raises(RuntimeError, match=r"node 1, counted from the loss, is SinBackward0 instead of CosBackward0"):
+        await engine.train(job.pairs(0, 3), epochs=1)
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_a_parameter_that_is_new(coll: Communicator, job: type["Job"]) -> None:
+    """Its gradients would be reduced by nobody."""
+    engine = await made(coll, job)
+
+    @engine.on("epoch")
+    def replace(state: State) -> None:
+        if coll.rank == coll.size - 1:
+            state.network[2].weight = nn.Parameter(state.network[2].weight.detach() * 2)  # type: ignore[index]
+
+    kind: type[Exception] = RuntimeError if coll.rank == coll.size - 1 else RemoteError
+    with pytest.raises(kind, match=r"parameter '2\.weight' is not the one that the net was created with"):
+        await engine.train(job.pairs(coll.rank, 2), epochs=2)
+
+
+# --- profile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("steps", "made_steps"), [((2, 3), 2), ((4, 9), 1)])
+async def test_n14_a_trace_of_some_steps(
+    coll: Communicator, job: type["Job"], tmp_path: Path, steps: tuple[int, int], made_steps: int
+) -> None:
+    engine = await made(coll, job, profile=steps, traces=tmp_path / "traces")
+    await engine.train(job.pairs(0, 4), epochs=1)
+    file = tmp_path / "traces" / f"rank0-steps{steps[0]}-{steps[1]}.json"
+    events = json.loads(file.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::mse_loss" for event in events) == made_steps
+    assert [*file.parent.iterdir()] == [file]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_n14_a_trace_of_each_rank(coll: Communicator, job: type["Job"], tmp_path_factory: Any) -> None:
+    folder = Path(await coll.broadcast_object(str(tmp_path_factory.mktemp("traces"))))
+    engine = await made(coll, job, profile=(1, 1), traces=folder)
+    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    await coll.barrier()
+    assert {file.name for file in folder.iterdir()} == {"rank0-steps1-1.json", "rank1-steps1-1.json"}  # noqa: ASYNC240

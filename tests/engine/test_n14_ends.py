@@ -1,0 +1,428 @@
+"""N14: a training ends on all ranks, however it ends: a hook raises, a rank stops or is cancelled, data are uneven."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import Communicator, CommunicatorAborted, Engine, RemoteError
+from aiodist.engine import State
+from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Job
+
+EVENTS = ["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
+
+
+class Broken(Exception):
+    """What a rank raises in these tests."""
+
+
+async def made(coll: Communicator, job: type["Job"], *, pipelined: bool = False, **options: Any) -> Engine:
+    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    make = job.OPTIMIZERS["momentum"]
+    opt = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    return Engine(net, opt, mse_loss, **job.QUIET, **options)
+
+
+async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
+    """The rank that failed raises its own error, and the others are told of it with its traceback."""
+    if coll.rank == guilty:
+        with pytest.raises(Broken, match="here"):
+            await train
+    else:
+        with pytest.raises(RemoteError, match=f"rank {guilty} .*failed in this .*Broken: here") as caught:
+            await train
+        assert caught.value.raised_by == guilty
+        assert "in fail" in caught.value.traceback
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("event", EVENTS)
+async def test_n14_a_hook_that_raises(coll: Communicator, job: type["Job"], event: Any, at: int) -> None:
+    """In the first step, and in the last one of an epoch, behind which the others make no other."""
+    guilty = coll.size - 1
+    engine = await made(coll, job)
+
+    def fail(state: State) -> None:
+        if coll.rank == guilty and (state.batch in (0, at) or event in ("epoch", "end")):
+            raise Broken("here")
+
+    engine.on(event, fail)
+    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 3), epochs=2))
+    assert await coll.allreduce(1) == coll.size  # nothing is left on the way
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("event", EVENTS)
+async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(
+    coll: Communicator, job: type["Job"], event: Any
+) -> None:
+    engine = await made(coll, job, pipelined=True)
+
+    async def fail(state: State) -> None:
+        await asyncio.sleep(0)
+        if coll.rank == 0 and (state.batch in (0, 2) or event in ("epoch", "end")):
+            raise Broken("here")
+
+    engine.on(event, fail)
+    await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 3), epochs=1))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("event", ["sample", "forward", "criterion", "backward", "update", "epoch"])
+async def test_n14_a_hook_that_raises_amid_uneven_data(coll: Communicator, job: type["Job"], event: Any) -> None:
+    guilty = coll.size - 1
+    engine = await made(coll, job)
+
+    def fail(state: State) -> None:
+        if coll.rank == guilty and (state.batch == 3 or event == "epoch"):
+            raise Broken("here")
+
+    engine.on(event, fail)
+    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 2 + 2 * coll.rank), epochs=2))
+
+
+def broken_after(pairs: list[Any], count: int) -> Iterator[Any]:
+    def fail() -> None:
+        raise Broken("here")
+
+    yield from pairs[:count]
+    fail()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("uneven", [None, False])
+@pytest.mark.parametrize("count", [0, 2])
+async def test_n14_a_loader_that_raises(coll: Communicator, job: type["Job"], uneven: bool | None, count: int) -> None:
+    engine = await made(coll, job, uneven=uneven)
+    pairs = job.pairs(coll.rank, 4)
+    train = engine.train(broken_after(pairs, count) if coll.rank == 1 else iter(pairs), epochs=1)
+    await check_failed(coll, 1, train)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("event", "at"), [("sample", 1), ("update", 1), ("update", 2)])
+async def test_n14_without_a_known_length(coll: Communicator, job: type["Job"], event: Any, at: int) -> None:
+    """Who fails looks whether the others make another step."""
+    engine = await made(coll, job, uneven=False)
+
+    def fail(state: State) -> None:
+        if coll.rank == 1 and state.batch == at:
+            raise Broken("here")
+
+    engine.on(event, fail)
+    await check_failed(coll, 1, engine.train(iter(job.pairs(coll.rank, 2)), epochs=1))
+
+
+class Fewer(list[Any]):
+    """It has other numbers of batches than it says."""
+
+    said = 3
+
+    def __len__(self) -> int:
+        return self.said
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.said - 1 if self.said == 3 else 3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("said", [2, 3])
+async def test_n14_loaders_that_do_not_know_their_length(coll: Communicator, job: type["Job"], said: int) -> None:
+    engine = await made(coll, job)
+    loader: Any = Fewer(job.pairs(coll.rank, 3))
+    loader.said = said
+    if coll.rank == 0:
+        loader = loader[:said]
+    text = "more batches than the 2" if said == 2 else "gives 2 batches: expected the 3"
+    with pytest.raises(ValueError if coll.rank else RemoteError, match=text):
+        await engine.train(loader, epochs=1)
+
+
+@pytest.mark.ranks(2)
+async def test_n14_an_optimizer_that_raises_on_one_rank(coll: Communicator, job: type["Job"]) -> None:
+    """The others have made its step, and hear of it in the next one."""
+    engine = await made(coll, job)
+    steps = []
+    engine.on("update", lambda state: steps.append(state.step))
+
+    def fail(*_: object) -> None:
+        if coll.rank == 1 and len(steps) == 2:
+            raise Broken("here")
+
+    engine.state.optimizer.register_step_pre_hook(fail)
+    await check_failed(coll, 1, engine.train(job.pairs(coll.rank, 5), epochs=1))
+    assert len(steps) == (2 if coll.rank else 3)
+
+
+@pytest.mark.ranks(2)
+async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: type["Job"]) -> None:
+    """A step that failed was made by no rank, and the next training makes it."""
+    engine = await made(coll, job)
+    failing = [coll.rank == 1]
+
+    @engine.on("criterion")
+    def fail(state: State) -> None:
+        if state.step == 3 and failing[0]:
+            failing[0] = False
+            raise Broken("here")
+
+    await check_failed(coll, 1, engine.train(job.pairs(coll.rank, 4), epochs=2))
+    assert engine.state_dict()["batch"] == 2
+    await engine.train(job.pairs(coll.rank, 4), epochs=2)
+    job.assert_same(engine.state.net, job.alone(2, [4, 4], epochs=2, optimizer="momentum"))
+
+
+# --- stops ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("event", "at", "last"),
+    [("sample", 3, 3), ("criterion", 3, 3), ("update", 3, 4), ("sample", 5, 5), ("update", 5, 5), ("epoch", 5, 5)],
+)
+async def test_n14_a_stop_on_one_rank_stops_all_behind_the_same_step(
+    coll: Communicator, job: type["Job"], event: Any, at: int, last: int
+) -> None:
+    engine = await made(coll, job)
+    made_steps = []
+    ended = []
+    engine.on("update", lambda state: made_steps.append(state.step))
+    engine.on("end", lambda state: ended.append(state.stop))
+
+    @engine.on(event)
+    def stop(state: State) -> None:
+        state.stop = state.stop or (coll.rank == coll.size - 1 and state.step == at)
+
+    await engine.train(job.pairs(coll.rank, 5), epochs=3)
+    assert (made_steps, ended) == ([*range(1, last + 1)], [True])
+    await assert_synchronized(engine.state.net.module, coll)
+    made_steps.clear()
+    await engine.train(job.pairs(coll.rank, 5), epochs=3)
+    assert made_steps == [*range(last + 1, 16)]
+    job.assert_same(engine.state.net, job.alone(coll.size, [5] * coll.size, epochs=3, optimizer="momentum"))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("uneven", [False, True])
+async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator, job: type["Job"], uneven: bool) -> None:
+    engine = await made(coll, job, pipelined=True, uneven=uneven)
+    steps = []
+
+    @engine.on("update")
+    def stop(state: State) -> None:
+        steps.append(state.step)
+        state.stop = state.stop or (coll.rank == 0 and state.step == 2)
+
+    await engine.train(job.pairs(coll.rank, 8), epochs=2)
+    assert steps == [1, 2, 3, 4]
+    await engine.train(job.pairs(coll.rank, 8), epochs=1)
+    assert steps == [*range(1, 9)]
+    job.assert_same(engine.state.net, job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n14_a_stop_amid_uneven_data(coll: Communicator, job: type["Job"]) -> None:
+    """Rank 0's data have ended by then; no rank trains on a batch twice, and none is left out."""
+    engine = await made(coll, job)
+    counts = [2 + 3 * rank for rank in range(coll.size)]
+    steps = []
+
+    @engine.on("update")
+    def stop(state: State) -> None:
+        steps.append(state.batch)
+        state.stop = state.stop or (coll.rank == coll.size - 1 and state.step == 3)
+
+    pairs = job.pairs(coll.rank, counts[coll.rank])
+    await engine.train(pairs, epochs=1)
+    assert steps == [*range(1, min(5, len(pairs) + 1))]
+    await engine.train(pairs, epochs=1)
+    assert steps == [*range(1, len(pairs) + 1)]
+    job.assert_same(engine.state.net, job.alone(coll.size, counts, optimizer="momentum"))
+
+
+# --- uneven data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+async def test_n14_uneven_data(coll: Communicator, job: type["Job"], pipelined: bool, known: bool) -> None:
+    engine = await made(coll, job, pipelined=pipelined)
+    counts = [(5, 2, 0)[rank] for rank in range(coll.size)]
+    pairs = job.pairs(coll.rank, counts[coll.rank])
+    for epoch in (1, 2):
+        await engine.train(pairs if known else iter(pairs), epochs=epoch)
+    job.assert_same(engine.state.net, job.alone(coll.size, counts, epochs=2, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+async def test_n14_uneven_data_that_were_to_be_even(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, uneven=False)
+    with pytest.raises(ValueError, match=r"different numbers of batches \(rank 0: 2, rank 1: 3\)"):
+        await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=1)
+
+
+# --- cancellation -----------------------------------------------------------------------------------------------------
+
+
+async def cancelled(train: Any, begun: asyncio.Event, ticks: int) -> None:
+    task = asyncio.ensure_future(train)
+    await begun.wait()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("ticks", range(0, 40, 7))
+@pytest.mark.parametrize("uneven", [False, True])
+async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"], ticks: int, uneven: bool) -> None:
+    engine = await made(coll, job, uneven=uneven)
+    begun = asyncio.Event()
+
+    @engine.on("sample")
+    def begin(state: State) -> None:
+        if state.step == 2:
+            begun.set()
+
+    train = engine.train(job.pairs(coll.rank, 50), epochs=3)
+    if coll.rank == 0:
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled(train, begun, ticks)
+    else:
+        with pytest.raises((RemoteError, CommunicatorAborted), match=r"rank 0.*[Cc]ancelled"):
+            await train
+
+
+@pytest.mark.ranks(2)
+async def test_n14_all_ranks_are_cancelled(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job)
+    begun = asyncio.Event()
+    engine.on("update", lambda state: begun.set())
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled(engine.train(job.pairs(coll.rank, 50), epochs=3), begun, 3 * coll.rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("guilty", [0, 1])
+async def test_n14_the_loss_must_be_one(coll: Communicator, job: type["Job"], guilty: int) -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return output - target if coll.rank == guilty else mse_loss(output, target)
+
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), loss, **job.QUIET)
+    kind: type[Exception] = TypeError if coll.rank == guilty else RemoteError
+    with pytest.raises(kind, match=r"the loss is a tensor of shape \[3, 3\]: expected a tensor of one element"):
+        await engine.train(job.pairs(coll.rank, 2), epochs=1)
+
+
+# --- a driver that makes no passes --------------------------------------------------------------------------------
+
+
+class Apart:
+    """A driver whose ranks step on their own, and tell each other nothing."""
+
+    pending = False
+
+    def __init__(self, net: DataParallel) -> None:
+        self.net = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.flushed = 0
+
+    def train(self, forward: Any) -> None:
+        self.optimizer.zero_grad()
+        loss = forward()
+        self.net.compute.accumulate(loss, {})
+        self.optimizer.step()
+
+    async def flush(self) -> None:
+        self.flushed += 1
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+Change = Callable[[nn.Module], None]
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("way", ["to the end", "stop", "sample", "update"])
+async def test_n14_drivers_that_tell_nothing(coll: Communicator, job: type["Job"], way: Any) -> None:
+    net = await DataParallel.create(job.build(), coll)
+    driver = Apart(net)
+    engine = Engine(net, driver, mse_loss, **job.QUIET)
+    steps = []
+
+    def fail(state: State) -> None:
+        if state.step == 2 and coll.rank == 0:
+            raise Broken("here")
+
+    @engine.on("update")
+    def step(state: State) -> None:
+        steps.append(state.step)
+        state.stop = state.stop or (way == "stop" and coll.rank == 0 and state.step == 2)
+
+    train = engine.train(job.pairs(coll.rank, 4), epochs=2)
+    if way in ("sample", "update"):
+        engine.on(way, fail)
+        await check_failed(coll, 0, train)
+    else:
+        await train
+        assert steps == [*range(1, 3 if way == "stop" else 9)]
+        assert driver.flushed == (1 if way == "stop" else 2)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n14_such_drivers_with_uneven_data(coll: Communicator, job: type["Job"]) -> None:
+    """They stop behind the epoch, since ranks in `join` ask nobody."""
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, Apart(net), mse_loss, **job.QUIET)
+    steps = []
+
+    @engine.on("update")
+    def stop(state: State) -> None:
+        steps.append(state.step)
+        state.stop = coll.rank == 1
+
+    await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=3)
+    assert steps == [*range(1, 3 + coll.rank)]
+
+
+@pytest.mark.ranks(2)
+async def test_n14_a_hook_fails_in_a_step_that_the_others_make(coll: Communicator, job: type["Job"]) -> None:
+    """A driver whose second step is a pass: the rank that failed takes part in it."""
+
+    class Second(Apart):
+        steps = 0
+
+        def train(self, forward: Any) -> None:
+            self.steps += 1
+            if self.steps % 2:
+                super().train(forward)
+            else:
+                self.net.compute.reduce_all(forward)
+
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, Second(net), mse_loss, **job.QUIET)
+
+    @engine.on("sample")
+    def fail(state: State) -> None:
+        if state.step == 2 and coll.rank == 0:
+            raise Broken("here")
+
+    await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 4), epochs=2))

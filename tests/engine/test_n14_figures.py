@@ -1,0 +1,229 @@
+"""N14: metrics over all ranks, tests, and what is shown."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+from torchmetrics.regression import PearsonCorrCoef
+
+from aiodist import Communicator, Engine, RemoteError
+from aiodist.engine import State
+from aiodist.engine.display import Display
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Job, Pairs
+
+
+def largest(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().mean()
+
+
+def uneven(job: type["Job"], rank: int, batches: int) -> "Pairs":
+    """Batches of other numbers of samples on each rank."""
+    return [pair for i in range(batches) for pair in job.pairs(10 * rank + i, 1, samples=2 + i + rank)]
+
+
+async def made(coll: Communicator, job: type["Job"], **options: Any) -> Engine:
+    net = await DataParallel.create(job.build(), coll)
+    return Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET, **options)
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n14_means_over_all_samples_of_all_ranks(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, metrics={"mae": largest})
+    counts = [(3, 1, 0)[rank] for rank in range(coll.size)]
+    figures = await engine.test(uneven(job, coll.rank, counts[coll.rank]))
+    pairs = [pair for rank in range(coll.size) for pair in uneven(job, rank, counts[rank])]
+    x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    with torch.no_grad():
+        output = job.build()(x)
+    assert figures == {
+        "loss": pytest.approx(float(mse_loss(output, y))),
+        "mae": pytest.approx(float(largest(output, y))),
+    }
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n14_torchmetrics_over_all_ranks(coll: Communicator, job: type["Job"]) -> None:
+    class Accuracy(MulticlassAccuracy):
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            super().update(preds, target.argmax(1))
+
+    class Auroc(MulticlassAUROC):
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            super().update(preds.float().softmax(1), target.argmax(1))
+
+    class Pearson(PearsonCorrCoef):
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            super().update(preds.flatten(), target.flatten())
+
+    def every() -> dict[str, Any]:
+        return {
+            "accuracy": Accuracy(num_classes=3, average="micro"),  # sums
+            "auroc": Auroc(num_classes=3),  # lists that are joined
+            "pearson": Pearson(),  # a function of its own
+        }
+
+    given = every()
+    engine = await made(coll, job, metrics=given)
+    counts = [(3, 1, 2)[rank] for rank in range(coll.size)]
+    figures = await engine.test(uneven(job, coll.rank, counts[coll.rank]))
+    alone, net = every(), job.build()
+    for rank in range(coll.size):
+        for x, y in uneven(job, rank, counts[rank]):
+            for metric in alone.values():
+                metric.update(net(x).detach(), y)
+    for name, metric in alone.items():
+        assert figures[name] == pytest.approx(float(metric.compute()), rel=1e-4), name
+    assert not any(metric.update_called for metric in given.values())  # the user's own objects are left alone
+
+
+@pytest.mark.ranks(2)
+async def test_n14_metrics_begin_anew_in_each_epoch(coll: Communicator, job: type["Job"]) -> None:
+    class Target(MeanMetric):
+        def update(self, output: Tensor, target: Tensor) -> None:  # type: ignore[override]
+            super().update(target.float())
+
+    engine = await made(coll, job, metrics={"target": Target(), "rank": lambda output, target: float(coll.rank)})
+    seen = []
+    engine.on("epoch", lambda state: seen.append(dict(state.metrics)))
+    tests = []
+
+    @engine.on("epoch")
+    async def test(state: State) -> None:
+        tests.append(await engine.test(uneven(job, coll.rank, 2)))
+
+    await engine.train(job.pairs(coll.rank, 3), epochs=3)
+    expected = torch.cat([y for rank in range(2) for _, y in job.pairs(rank, 3)]).mean()
+    assert [figures["target"] for figures in seen] == [pytest.approx(float(expected), rel=1e-5)] * 3
+    assert [figures["rank"] for figures in seen] == [0.5] * 3
+    assert seen[0]["loss"] > seen[1]["loss"] > seen[2]["loss"]
+    assert [figures["rank"] for figures in tests] == [pytest.approx(7 / 12)] * 3
+    assert engine.state.metrics == seen[-1]
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_no_data_at_all(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job)
+    assert math.isnan((await engine.test([]))["loss"])
+    assert math.isnan((await engine.train([], epochs=1))["loss"])
+
+
+@pytest.mark.ranks(2)
+async def test_n14_metrics_are_one_number(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job, metrics={"all": lambda output, target: output - target})
+    with pytest.raises(ValueError, match=r"metric 'all' is a tensor of shape \[3, 3\]"):
+        await engine.test(job.pairs(coll.rank, 1))
+
+
+# --- tests --------------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """It has what evaluation switches off, a frozen part that evaluates in training too, and a view on grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3).double()
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(3).double().eval()
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((torch.is_grad_enabled(), self.dropout.training, self.norm.training))
+        out: Tensor = self.norm(self.dropout(self.layer(x)))
+        return out
+
+
+@pytest.mark.ranks(1, 2)
+async def test_n14_tests_evaluate_and_leave_everything_as_it_was(coll: Communicator, job: type["Job"]) -> None:
+    module = Noisy()
+    net = await DataParallel.create(module, coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    states = []
+    engine.on("forward", lambda state: states.append(state.training))
+    await engine.test(job.pairs(coll.rank, 2))
+    assert module.seen == [(False, False, False)] * 2
+    assert [part.training for part in (module, module.dropout, module.norm)] == [True, True, False]
+    await engine.train(job.pairs(coll.rank, 1), epochs=1)
+    assert module.seen[2:] == [(True, True, False)]
+    assert states == [False, False, True]
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items() if "running" in name)
+
+
+@pytest.mark.ranks(2)
+async def test_n14_a_test_sees_all_updates(coll: Communicator, job: type["Job"]) -> None:
+    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    engine = Engine(net, PipelinedOptimizer(net, job.OPTIMIZERS["sgd"]), mse_loss, **job.QUIET)
+    found = []
+
+    @engine.on("update")
+    async def test(state: State) -> None:
+        found.append((await engine.test(job.pairs(5, 1)))["loss"])
+
+    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    x, y = job.pairs(5, 1)[0]
+    for steps, loss in enumerate(found, start=1):
+        assert loss == pytest.approx(float(mse_loss(job.alone(2, [steps, steps])(x), y).detach()))
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n14_a_test_that_fails_on_one_rank(coll: Communicator, job: type["Job"]) -> None:
+    engine = await made(coll, job)
+
+    @engine.on("forward")
+    def fail(state: State) -> None:
+        if coll.rank == 0:
+            raise ArithmeticError("here")
+
+    kind: type[Exception] = RemoteError if coll.rank else ArithmeticError
+    with pytest.raises(kind, match="here"):
+        await engine.test(job.pairs(coll.rank, 1 + coll.rank))
+    assert engine.state.net.training
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_n14_a_line_for_each_epoch_on_rank_0(
+    coll: Communicator, job: type["Job"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, metrics={"mae": largest})
+    figures = await engine.train(job.pairs(coll.rank, 2), epochs=2)
+    await coll.barrier()
+    if coll.rank == 0:
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+        assert f"loss {figures['loss']:.4g}, mae {figures['mae']:.4g}, " in lines[1]
+
+
+def test_n14_a_bar_on_a_terminal() -> None:
+    console = Console(force_terminal=True, force_interactive=True, width=100, highlight=False)
+    display = Display(console)
+    state = State(net=None, network=nn.Identity(), optimizer=None, rank=0, size=1, training=True, epochs=2)
+    with console.capture() as shown:
+        display.start(7)
+        display.drawn = -1.0
+        state.epoch, state.batch, state.loss = 1, 3, torch.tensor(0.25)
+        display.update(state)
+        drawn = display.drawn
+        display.update(state)  # too soon to be drawn again
+        assert display.drawn == drawn
+        state.metrics = {"loss": 0.5}
+        display.epoch(state)
+        display.close()
+    text = shown.get()
+    assert "epoch 1/2 loss 0.25" in text
+    assert "3/7" in text
+    assert "epoch 1/2: loss 0.5, " in text

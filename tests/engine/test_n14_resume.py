@@ -1,0 +1,133 @@
+"""N14: a training that was stopped goes on exactly where it was."""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from aiodist import Communicator, Engine
+from aiodist.data import ShardSampler
+from aiodist.engine import State
+from aiodist.nn import DataParallel, PipelinedOptimizer
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Job
+
+STEPS = 4  # an epoch
+
+
+def build() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loader(job: type["Job"], coll: Communicator, kind: str) -> Any:
+    """Return shuffled batches: by the epoch, the same permutation for all ranks, or by torch's generator."""
+    x, y = (torch.cat(parts) for parts in zip(*job.pairs(0, 8), strict=True))  # 24
+    if kind == "epoch":
+        sampler = ShardSampler(len(x), coll.rank, coll.size, shuffle=True)
+        return DataLoader(TensorDataset(x, y), batch_size=24 // coll.size // STEPS, sampler=sampler)
+    return DataLoader(TensorDataset(x, y), batch_size=24 // STEPS, shuffle=True)
+
+
+async def made(coll: Communicator, job: type["Job"], *, pipelined: bool) -> tuple[Any, Any, Engine]:
+    net = await DataParallel.create(build(), coll)
+    opt: Any = (
+        PipelinedOptimizer(net, job.OPTIMIZERS["adam"]) if pipelined else job.OPTIMIZERS["adam"](net.parameters())
+    )
+    return net, opt, Engine(net, opt, mse_loss, metrics={"mae": lambda o, t: (o - t).abs().mean()}, **job.QUIET)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("kind", ["epoch", "generator"])
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(("event", "at"), [("update", 1), ("update", 6), ("epoch", 4), ("update", 8)])
+async def test_n14_goes_on_to_the_bit(
+    coll: Communicator, job: type["Job"], kind: str, pipelined: bool, event: Any, at: int
+) -> None:
+    """With dropout, a shuffled order, and figures of the epoch that was interrupted."""
+    torch.manual_seed(coll.rank)
+    net, opt, engine = await made(coll, job, pipelined=pipelined)
+    torch.manual_seed(7 + coll.rank)
+    saved: list[Any] = []
+
+    @engine.on(event)
+    async def save(state: State) -> None:
+        if state.step == at:
+            if pipelined:
+                await opt.flush()
+            saved.append(copy.deepcopy([net.state_dict(), opt.state_dict(), engine.state_dict()]))
+
+    figures = await engine.train(loader(job, coll, kind), epochs=3)
+    expected = copy.deepcopy(net.state_dict())
+    await net.aclose()
+
+    torch.manual_seed(99)
+    net, opt, engine = await made(coll, job, pipelined=pipelined)
+    torch.randn(13)
+    (weights, states, position) = saved[0]
+    net.load_state_dict(weights)
+    opt.load_state_dict(states)
+    engine.load_state_dict(position)
+    steps = []
+    engine.on("update", lambda state: steps.append(state.step))
+    assert await engine.train(loader(job, coll, kind), epochs=3) == figures
+    assert steps == [*range(at + 1, 3 * STEPS + 1)]
+    assert all(torch.equal(t, expected[name]) for name, t in net.state_dict().items())
+    await net.aclose()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.ranks(2, backend="gloo")
+async def test_n14_a_stop_changes_nothing(coll: Communicator, job: type["Job"]) -> None:
+    """In the same process, after a stop in the middle of an epoch: rank 0 asks, and all ranks stop."""
+    ends = []
+    for stops in ([], [2, 3, 9]):
+        net, _, engine = await made(coll, job, pipelined=False)
+        torch.manual_seed(7 + coll.rank)
+
+        @engine.on("update")
+        def stop(state: State, stops: list[int] = stops) -> None:
+            state.stop = state.stop or (coll.rank == 0 and state.step in stops)
+
+        data = loader(job, coll, "generator")
+        for _ in range(1 + len(stops)):
+            figures = await engine.train(data, epochs=3)
+        assert engine.state.step == 3 * STEPS
+        ends.append((figures, copy.deepcopy(net.state_dict())))
+        await net.aclose()
+    (plain, expected), (stopped, seen) = ends
+    assert plain == stopped
+    assert all(torch.equal(t, expected[name]) for name, t in seen.items())
+
+
+@pytest.mark.ranks(1)
+async def test_n14_states_that_are_none(coll: Communicator, job: type["Job"]) -> None:
+    _, _, engine = await made(coll, job, pipelined=False)
+    with pytest.raises(ValueError, match=r"state with epoch: expected batch, epoch, figures, order, random, step"):
+        engine.load_state_dict({"epoch": 3})
+
+    @engine.on("update")
+    def load(state: State) -> None:
+        engine.load_state_dict(engine.state_dict())
+
+    with pytest.raises(RuntimeError, match="in a training"):
+        await engine.train(job.pairs(0, 1), epochs=1)
+
+
+@pytest.mark.ranks(1)
+async def test_n14_a_state_is_made_of_tensors_and_numbers(coll: Communicator, job: type["Job"], tmp_path: Any) -> None:
+    _, _, engine = await made(coll, job, pipelined=False)
+
+    @engine.on("update")
+    def save(state: State) -> None:
+        torch.save(engine.state_dict(), tmp_path / "engine.pt")
+
+    await engine.train(job.pairs(0, 2), epochs=1)
+    read = torch.load(tmp_path / "engine.pt", weights_only=True)
+    assert (read["epoch"], read["step"], read["batch"]) == (0, 2, 2)
