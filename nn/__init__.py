@@ -6,6 +6,7 @@ from aiodist.nn.blocks import BlockSequential
 from aiodist.nn.compression import Compression
 from aiodist.nn.data_parallel import DataParallel, DataParallelStatistics
 from aiodist.nn.pipelined import PipelinedOptimizer
+from aiodist.nn.sharded import ShardedOptimizer
 from aiodist.nn.synchronize import assert_synchronized, synchronize_gradients, synchronize_parameters
 from aiodist.nn.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, full_state_dict, split_state_dict
 
@@ -17,6 +18,7 @@ __all__ = [
     "DataParallelStatistics",
     "PipelinedOptimizer",
     "RowLinear",
+    "ShardedOptimizer",
     "SyncBatchNorm",
     "VocabEmbedding",
     "assert_synchronized",

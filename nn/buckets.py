@@ -188,7 +188,12 @@ class Bucket:
             factor, self.factor = self.factor, 1.0
         if factor != 1:
             with torch.no_grad():
-                self.data.mul_(factor)
+                self.reduced.mul_(factor)
+
+    @property
+    def reduced(self) -> Tensor:
+        """What this rank has of it once it is reduced."""
+        return self.data
 
     def gradients(self) -> list[Tensor]:
         """Return what autograd has brought to this pass, and is not taken yet."""

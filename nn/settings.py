@@ -10,9 +10,12 @@ from inspect import signature
 from typing import Any, Protocol, TypedDict, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups, as an optimizer of torch has them."""
 
 
 class RateSchedule(Protocol):
@@ -74,28 +77,47 @@ class StepSettings:
         """Return the block in which forward runs."""
         return nullcontext() if self.autocast is None else copy(self.autocast)  # it remembers the thread's mode
 
-    def update(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> bool:
+    def update(
+        self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor] | None = None
+    ) -> bool:
         """Call `step` once the gradients in the parameter `groups` are unscaled and clipped; return whether it ran.
 
-        The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite.
+        The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite. Where ranks have different
+        gradients, shards, `total` returns the sum over all ranks of a tensor; it is called as often on each.
         """
         if self.scaler is None:
-            self._clip(groups)
+            self._clip(groups, total)
             step()
             return True
         target = _Update(groups, step)
-        optimizer = cast(Optimizer, target)  # as far as a scaler uses one
-        self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(cast(Optimizer, target))  # as far as a scaler uses one
         try:
-            self._clip(groups)
-            self.scaler.step(optimizer)
+            if total is not None:
+                target = self._agreed(groups, step, total)
+            self._clip(groups, total)
+            self.scaler.step(cast(Optimizer, target))
         finally:
             self.scaler.update()
         return target.made
 
-    def _clip(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
+    def _agreed(self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor]) -> _Update:
+        """Return an update that a scaler leaves out where a gradient of some rank is not finite."""
+        assert self.scaler is not None
+        bad = sum(not gradient.isfinite().all() for gradient in _gradients(groups))
+        flag = nn.Parameter(torch.zeros(1, device="cpu"))
+        found = total(torch.full((1,), float(bad), device="cpu"))
+        flag.grad = torch.full_like(flag, torch.inf) if found > 0 else torch.zeros_like(flag)
+        agreed = _Update([{"params": [flag]}], step)
+        self.scaler.unscale_(cast(Optimizer, agreed))
+        return agreed
+
+    def _clip(self, groups: Groups, total: Callable[[Tensor], Tensor] | None) -> None:
+        if self.clip_norm is None:
+            return
+        norm = nn.utils.get_total_norm(_gradients(groups))
+        if total is not None:
+            norm = total(norm.double().square().reshape(1)).sqrt()[0].to(norm.dtype)
+        nn.utils.clip_grads_with_norm_([p for group in groups for p in group["params"]], self.clip_norm, norm)
 
     def advance(self) -> None:
         """A step was made."""
@@ -103,10 +125,14 @@ class StepSettings:
             scheduler.step()
 
 
+def _gradients(groups: Groups) -> list[Tensor]:
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
 class _Update:
     """An update as a GradScaler sees it."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], step: Callable[[], object]) -> None:
+    def __init__(self, groups: Groups, step: Callable[[], object]) -> None:
         self.param_groups = groups
         self.made = False
         self._step = step
