@@ -199,6 +199,9 @@ class Bucket:
         """Return what autograd has brought to this pass, and is not taken yet."""
         return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
 
+    def drop(self) -> None:
+        """It is reduced: give back the memory of what is no result."""
+
     def place(self, used: Callable[[int], object]) -> None:
         """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
         for slot in self.unused:

@@ -133,7 +133,7 @@ class ShardBucket(Bucket):
 
     def open(self) -> None:
         """See `Bucket`; what a pass that failed has left is dropped."""
-        self._drop()
+        self._forget()
         self.names = []
         super().open()
 
@@ -143,9 +143,15 @@ class ShardBucket(Bucket):
         trained = {slot.index: slot.name for slot in self.slots if slot.index not in idle}
         self.names = list(trained.values())
         self.shard.give(trained, self.reduced)
-        self._drop()
+        if self.shard.alone:
+            self._forget()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """See `Bucket`: the gradients of whole parameters."""
+        if not self.shard.alone:
+            self._forget()
+
+    def _forget(self) -> None:
         for slot in self.slots:
             slot.view = slot.result = slot.earlier = None
         self.__dict__.pop("data", None)
