@@ -58,6 +58,7 @@ class _Entry(NamedTuple):
         return isinstance(self.like, Tensor) and self.like.shape == (_SAMPLE,)
 
     def piece(self, tensor: Tensor) -> Piece:
+        """Return a piece of the thing: what `tensor`, flat, holds."""
         return Piece(tensor, self.section.start if self.long else 0, self.shape)
 
     def blank(self) -> Tensor:
@@ -96,9 +97,11 @@ class ShardState:
     # --- as it is -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """See `ShardedOptimizer`."""
         return {"shard": self._shard(), "stepped": sorted(self.stepped), **self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ShardedOptimizer`."""
         seen, known = list(map(tuple, state["shard"])), self._shard()
         if seen != known:
             differing = next((pair for pair in zip(seen, known, strict=False) if pair[0] != pair[1]), None)
@@ -116,6 +119,7 @@ class ShardState:
     # --- in pieces ----------------------------------------------------------------------------------------------
 
     def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+        """See `ShardedOptimizer`."""
         found: dict[str, Piece] = {}
         for entry in self._entries():
             state = self._optimizer.state.get(entry.section.parameter, {})
@@ -125,10 +129,12 @@ class ShardState:
         return found, {"stepped": sorted(self.stepped), "param_groups": self._options()}
 
     def wanted(self) -> dict[str, Piece]:
+        """See `ShardedOptimizer`."""
         self._filling = [(entry, entry.blank()) for entry in self._entries()]
         return {entry.name: entry.piece(flat) for entry, flat in self._filling}
 
     def load_rest(self, rest: Mapping[str, Any]) -> None:
+        """See `ShardedOptimizer`."""
         if self._filling is None:
             raise RuntimeError("there is nothing to be taken: call wanted() first, and fill its tensors")
         saved, known = rest["param_groups"], self._options()
