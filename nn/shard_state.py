@@ -65,7 +65,7 @@ class _Entry(NamedTuple):
         """Return a flat tensor for it."""
         if self.long:
             return torch.zeros(self.section.parameter.numel(), dtype=self.like.dtype)
-        return self.flat(self.like)
+        return self.flat(self.like).clone()
 
     def flat(self, value: Any) -> Tensor:  # noqa: ANN401
         """Return `value` as a flat tensor, with the same memory where it is one."""

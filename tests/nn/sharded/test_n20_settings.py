@@ -47,7 +47,8 @@ async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(
     def loss(module: Any, rank: int, step: int) -> Tensor:
         x, y = trial.batch(rank, step)
         worse = torch.inf if step == 2 and rank == coll.size - 1 else 1.0
-        return mse_loss(module(x), y) + module.get_parameter("4.bias")[1] * worse * 0.01
+        out: Tensor = module(x)
+        return mse_loss(out, y) + module.get_parameter("4.bias")[1] * worse * 0.01
 
     scaler, mine = torch.amp.GradScaler("cpu", 64.0), torch.amp.GradScaler("cpu", 64.0)
     net = await DataParallel.create(trial.Mlp(), coll, clip_norm=clip_norm, **SMALL)
@@ -117,7 +118,7 @@ async def test_n20_closures_and_autocast(coll: Communicator, trial: type[Trial])
     net.settings(autocast=torch.bfloat16)
 
     def forward() -> Tensor:
-        out = net(trial.batch(coll.rank, 0)[0].float())
+        out: Tensor = net(trial.batch(coll.rank, 0)[0].float())
         seen.append(out.dtype)
         return out.float().square().mean()
 
@@ -133,9 +134,7 @@ UNEVEN: dict[int, list[tuple[int, ...]]] = {2: [(3, 1), (0, 2), (2, 2)], 3: [(1,
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_n20_uneven_data(
-    coll: Communicator, trial: type[Trial], sizes: Any, op: Literal["mean", "sum"]
-) -> None:
+async def test_n20_uneven_data(coll: Communicator, trial: type[Trial], sizes: Any, op: Literal["mean", "sum"]) -> None:
     """A rank that runs dry steps its shard all the same, and clips it, at the rate of its scheduler."""
     net = await DataParallel.create(trial.Mlp(), coll, op=op, clip_norm=0.3, **sizes)
     opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
