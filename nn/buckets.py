@@ -199,7 +199,7 @@ class Bucket:
         """Return what autograd has brought to this pass, and is not taken yet."""
         return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """It is reduced: give back the memory of what is no result."""
 
     def place(self, used: Callable[[int], object]) -> None:

@@ -24,8 +24,8 @@ from aiodist.nn.shard_state import ShardGroup, ShardState
 from aiodist.nn.shards import BucketMemory, ReduceScatter, Shard, ShardBucket
 from aiodist.streams.memory import dtype_name
 
-Group = dict[str, Any]
-MakeOptimizer = Callable[[list[Group]], Optimizer]
+MakeOptimizer = Callable[[Any], Optimizer]
+"""Takes a list of parameter groups."""
 
 _WHOLE = ("Adafactor", "Muon", "SparseAdam")
 """Optimizers of torch that look at more of a tensor than one element at a time."""

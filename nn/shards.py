@@ -73,7 +73,7 @@ class Shard:
         begin = self.begins[slot.index]
         return view_like(flat[begin : begin + slot.parameter.numel()], slot.parameter)
 
-    def give(self, indices: Container[int], gradient: Tensor) -> None:
+    def assign(self, indices: Container[int], gradient: Tensor) -> None:
         """Give the sections of some parameters, by their index, what is theirs of the `gradient` of this block."""
         for index, section in self.sections.items():
             begin = self.begins[index] + section.start - self.first
@@ -96,7 +96,7 @@ class BucketMemory:
         """Those that no bucket has, by dtype, in the order in which they came back."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return one of `numel` elements or more; it is the caller's until `give`."""
+        """Return one of `numel` elements or more; it is the caller's until `release`."""
         with self._lock:
             idle = self.idle.setdefault(dtype, [])
             fitting = [place for place, t in enumerate(idle) if t.numel() >= numel]
@@ -104,7 +104,7 @@ class BucketMemory:
                 return idle.pop(min(fitting, key=lambda place: idle[place].numel()))
         return self._allocate(numel, dtype)
 
-    def give(self, t: Tensor) -> None:
+    def release(self, t: Tensor) -> None:
         """Have it back; what was idle longest goes where there are enough."""
         with self._lock:
             idle = self.idle.setdefault(t.dtype, [])
@@ -142,11 +142,11 @@ class ShardBucket(Bucket):
         idle = {slot.index for slot in self.unused if not used(slot.index)}
         trained = {slot.index: slot.name for slot in self.slots if slot.index not in idle}
         self.names = list(trained.values())
-        self.shard.give(trained, self.reduced)
+        self.shard.assign(trained, self.reduced)
         if self.shard.alone:
             self._forget()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """See `Bucket`: the gradients of whole parameters."""
         if not self.shard.alone:
             self._forget()
@@ -157,7 +157,7 @@ class ShardBucket(Bucket):
         self.__dict__.pop("data", None)
         taken, self._taken = self._taken, None
         if taken is not None and not self.shard.alone:
-            self._pool.give(taken)
+            self._pool.release(taken)
 
     def _take_whole(self, slot: Slot) -> bool:
         return slot.parameter.numel() == self.shard.flat.numel() and super()._take_whole(slot)
