@@ -44,6 +44,8 @@ class Shard:
         """How many elements each rank owns."""
         self.alone = coll.size == 1
         """There is no other rank: gradients are used where they are."""
+        self.lent = coll.local_size > 1
+        """Other ranks work in its memory: a gradient is copied there, since meeting once is worth more than a copy."""
         self.first = coll.rank * self.block
         with torch.inference_mode(False), torch.no_grad():
             self.flat = coll.empty(self.block * coll.size, slots[0].dtype)
@@ -160,7 +162,9 @@ class ShardBucket(Bucket):
             self._pool.release(taken)
 
     def _take_whole(self, slot: Slot) -> bool:
-        return slot.parameter.numel() == self.shard.flat.numel() and super()._take_whole(slot)
+        if self.shard.lent or slot.parameter.numel() != self.shard.flat.numel():
+            return False
+        return super()._take_whole(slot)
 
     def _memory(self) -> Tensor:
         if self._taken is None:
