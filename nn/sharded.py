@@ -62,8 +62,8 @@ class ShardedOptimizer:
 
     Cost of a step: n bytes of parameters reduced and gathered, n (p-1)/p sent and received each, which is what an
     allreduce takes; with clip_norm or a scaler a sum of one number each. Memory on each rank, beside the parameters:
-    state and gradients of n/p, and gradients of the buckets that are full and not reduced yet; the first step, from
-    which the order is learnt, has all gradients at once. Source: Rajbhandari et al. 2020, ZeRO,
+    state and gradients of n/p, the gradients of the buckets that are full and not reduced yet, and one more; the first
+    step, from which the order is learnt, has all gradients at once. Source: Rajbhandari et al. 2020, ZeRO,
     doi:10.1109/SC41405.2020.00024.
     """
 
@@ -197,6 +197,7 @@ class ShardedOptimizer:
             self._tell()  # what came before says why
             raise
         compute.use(reduction)
+        self._memory.end_pass()
         self._update(reduction, forward.settings)
         self._tell()
 

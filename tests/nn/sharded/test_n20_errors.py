@@ -256,7 +256,6 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
     await net.step(lambda: mse_loss(last(look(first(x))), y), opt)
     await opt.flush()
     assert dropped == [True]
-    assert [len(idle) for idle in opt._memory.idle.values()] == [2]  # both buckets were under way at once, in step 1
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
