@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -217,45 +218,54 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
     trial.assert_same(net, trial.alone(2, 3, make=lambda: make(Gate()), optimizer="momentum"))
 
 
+class Look(torch.autograd.Function):
+    """The identity, whose backward calls something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call()
+        return grads[0], None
+
+
 @pytest.mark.ranks(2)
 async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator, trial: type[Trial]) -> None:
-    """Behind the last layer's backward, its gradient is reduced and gone before the first layer has one."""
-    dropped: list[bool] = []
+    """That of the last layer is reduced and gone before the first layer has one; one more, the newest, is kept."""
     storages: list[Any] = []
+    gone: list[bool] = []
     loop = asyncio.get_running_loop()
 
     def keep(parameter: Tensor) -> None:  # before the net's own hook, which takes the gradient
-        if not watching:
-            return
         assert parameter.grad is not None
         storages.append(torch.multiprocessing.reductions.StorageWeakRef(parameter.grad.untyped_storage()))
 
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def wait() -> None:
+        for _ in range(10_000):
+            if not storages or storages[-1].expired():
+                break
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
+        gone.append(bool(storages) and storages[-1].expired())
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            while storages and not storages[-1].expired():
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
-            dropped.append(bool(storages))
-            return grads[0]
+    def loss() -> Tensor:
+        look: Any = Look.apply
+        return mse_loss(last(middle(look(first(x), wait))), y)
 
-    look: Any = Look.apply
     torch.manual_seed(1)
-    first, last = nn.Linear(6, 8, bias=False).double(), nn.Linear(8, 3, bias=False).double()
-    watching = False
+    first, middle, last = (nn.Linear(a, b, bias=False).double() for a, b in ((6, 8), (8, 8), (8, 3)))
     last.weight.register_post_accumulate_grad_hook(keep)
-    net = await DataParallel.create(nn.Sequential(first, last), coll, **SMALL)
+    net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **SMALL)
     opt = ShardedOptimizer(net, trial.OPTIMIZERS["sgd"])
     x, y = trial.batch(coll.rank, 0)
     await net.step(lambda: mse_loss(net(x), y), opt)  # learns in which order gradients come
     await net.step(lambda: mse_loss(net(x), y), opt)
-    watching = True
-    await net.step(lambda: mse_loss(last(look(first(x))), y), opt)
+    storages.clear()
+    await net.step(loss, opt)
     await opt.flush()
-    assert dropped == [True]
+    assert gone == [True]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
