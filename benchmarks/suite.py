@@ -77,9 +77,9 @@ BENCHMARKS = {
     "train": Benchmark(
         "train",
         "benchmarks.training",
-        impls=("datapar", "pipelined", "sync", "powersgd", "topk", "bf16"),
+        impls=("datapar", "pipelined", "sharded", "sync", "powersgd", "topk", "bf16"),
         peers=("none", "ddp"),
-        default_impls=("datapar", "pipelined", "sync"),
+        default_impls=("datapar", "pipelined", "sharded", "sync"),
         sized=False,
         check=_check,
         targets=_TARGETS,

@@ -45,6 +45,7 @@ def _steps(records: Sequence[Record]) -> list[Verdict]:
         against = {
             "aiodist:datapar": {"none": _OVER_NONE.get((kind, mine.batch or 0), _OVER_NONE_OTHERS), "ddp": 1.0},
             "aiodist:pipelined": {"aiodist:datapar": 1.0},
+            "aiodist:sharded": {"aiodist:datapar": 1.05},
         }
         for other, target in against.get(mine.impl, {}).items():
             if other in others:

@@ -6,12 +6,12 @@ import gc
 import os
 import statistics
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from aiodist import codecs
 from aiodist.bench.records import Record
 from aiodist.bench.timing import percentile, ticker
-from aiodist.nn import DataParallel, PipelinedOptimizer, synchronize_gradients
+from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, synchronize_gradients
+from aiodist.nn.data_parallel import Driver
 from benchmarks import models, suite, threads
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ _LEAST_CPU = 1e-5  # a step: threads that had less are not told of
 # --- contenders -----------------------------------------------------------------------------------------------------
 
 
-def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+def _optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=_RATE)
 
 
@@ -114,9 +115,12 @@ async def _datapar(
 
 
 @asynccontextmanager
-async def _pipelined(setting: Setting) -> AsyncIterator[Trainer]:
+async def _ahead(
+    setting: Setting, name: str, make: Callable[[DataParallel, Callable[..., torch.optim.Optimizer]], Driver]
+) -> AsyncIterator[Trainer]:
+    """One whose next forward begins before all is done."""
     net = await DataParallel.create(models.build(setting.model), setting.coll)
-    optimizer = PipelinedOptimizer(net, _optimizer)
+    optimizer = make(net, _optimizer)
 
     async def step() -> None:
         await net.step(lambda: setting.loss(net), optimizer)
@@ -125,7 +129,7 @@ async def _pipelined(setting: Setting) -> AsyncIterator[Trainer]:
         await optimizer.flush()
 
     try:
-        yield Trainer("aiodist:pipelined", step, drain, net)
+        yield Trainer(f"aiodist:{name}", step, drain, net)
     finally:
         await net.aclose()
 
@@ -176,7 +180,8 @@ async def _ddp(setting: Setting) -> AsyncIterator[Trainer]:
 COMPRESSED = {"powersgd": codecs.PowerSGD(4), "topk": codecs.TopK(0.01), "bf16": codecs.BFloat16()}
 TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] = {
     "datapar": _datapar,
-    "pipelined": _pipelined,
+    "pipelined": partial(_ahead, name="pipelined", make=PipelinedOptimizer),
+    "sharded": partial(_ahead, name="sharded", make=ShardedOptimizer),
     "sync": _sync,
     "none": _none,
     "ddp": _ddp,

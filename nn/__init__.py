@@ -8,6 +8,7 @@ from aiodist.nn.data_parallel import DataParallel, DataParallelStatistics
 from aiodist.nn.local_sgd import LocalSGD
 from aiodist.nn.outer import Elastic, SlowMo
 from aiodist.nn.pipelined import PipelinedOptimizer
+from aiodist.nn.sharded import ShardedOptimizer
 from aiodist.nn.synchronize import assert_synchronized, synchronize_gradients, synchronize_parameters
 from aiodist.nn.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, full_state_dict, split_state_dict
 
@@ -21,6 +22,7 @@ __all__ = [
     "LocalSGD",
     "PipelinedOptimizer",
     "RowLinear",
+    "ShardedOptimizer",
     "SlowMo",
     "SyncBatchNorm",
     "VocabEmbedding",

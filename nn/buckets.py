@@ -213,11 +213,19 @@ class Bucket:
             factor, self.factor = self.factor, 1.0
         if factor != 1:
             with torch.no_grad():
-                self.data.mul_(factor)
+                self.reduced.mul_(factor)
+
+    @property
+    def reduced(self) -> Tensor:
+        """What this rank has of it once it is reduced."""
+        return self.data
 
     def gradients(self) -> list[Tensor]:
         """Return what autograd has brought to this pass, and is not taken yet."""
         return [slot.holder.grad for slot in self.slots if slot.holder.grad is not None]
+
+    def release(self) -> None:
+        """It is reduced: give back the memory of what is no result."""
 
     def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
         """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.

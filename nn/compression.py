@@ -22,8 +22,8 @@ from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Progress
-from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.layout import memory_order
+from aiodist.nn.buckets import Bucket
+from aiodist.nn.layout import memory_shape
 from aiodist.streams import HostStream
 
 
@@ -203,7 +203,10 @@ class Compressor:
         if between is not None:
             total = self._total(bucket)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
-            shapes, names = [_shape(slot) for slot in bucket.slots], [slot.name for slot in bucket.slots]
+            shapes, names = (
+                [memory_shape(slot.parameter) for slot in bucket.slots],
+                [slot.name for slot in bucket.slots],
+            )
             gradients = Gradients(total, out, shapes, names, between.size, self._factor, number, self._feedback)
             yield from self._exchanged(self._codec.exchange(gradients, self._kept), between)
             if out is not data:
@@ -362,9 +365,3 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     return list(flat.split([slot.parameter.numel() for slot in bucket.slots]))
-
-
-def _shape(slot: Slot) -> tuple[int, ...]:
-    """Return the shape of a parameter as it lies in memory, the outermost dimension first."""
-    order = memory_order(slot.parameter)
-    return tuple(slot.parameter.shape if order is None else (slot.parameter.shape[d] for d in order))

@@ -265,6 +265,12 @@ class Compute:
         return reduction
 
     @called("net.join")
+    def follow(self, reduction: Reduction) -> None:
+        """Do what the others do with a pass of `bring_nothing` that is finished."""
+        if self.reducer.owner is not None and reduction.participants:
+            self.reducer.owner.follow(reduction)
+
+    @called("net.join")
     def see_out(self, error: BaseException) -> None:
         """This rank has left a `join` block with `error`: tell the others, and keep up until they have left too."""
         try:
@@ -281,6 +287,7 @@ class Compute:
         try:
             reduction = self.bring_nothing()
             self.wait(reduction.finished)
+            self.follow(reduction)
         except (RemoteError, MismatchError):
             return True
         except (AiodistError, RuntimeError):  # the communicator is gone, or the loop

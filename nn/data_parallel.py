@@ -251,6 +251,7 @@ class DataParallel(ModuleLike):
             raise TypeError(f"step({given}): expected a function that returns the loss, or some, and an optimizer")
         if self.reducer.local:
             raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
+        self._check_owner(opt)
         if opt is not self._optimizer:
             self._check_updated()
             if isinstance(opt, Optimizer):
@@ -295,6 +296,7 @@ class DataParallel(ModuleLike):
         if self.reducer.local:
             await self.compute.submit(self.compute.accumulate, loss, how)
             return
+        self._check_owner()
         await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
 
     async def gradients(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
@@ -304,6 +306,7 @@ class DataParallel(ModuleLike):
         Leaving early does not stop the reductions. Raises and costs as `step`.
         """
         self._check()
+        self._check_owner()
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
         work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
         late: list[Slot] = []
@@ -365,12 +368,17 @@ class DataParallel(ModuleLike):
             self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
             raise
         self.reducer.joining -= 1
+        if self.reducer.owner is not None:  # this rank has made the others' steps
+            await self.reducer.owner.flush()
+            return
         steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers)
         self.reducer.steps.alike(steps)
 
     async def _empty_pass(self) -> Reduction:
         reduction = await self.compute.submit(self.compute.bring_nothing)
         await reduction.finished
+        if self.reducer.owner is not None:
+            await self.compute.submit(self.compute.follow, reduction)
         return reduction
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Handle[None]:
@@ -436,6 +444,14 @@ class DataParallel(ModuleLike):
     def _check_updated(self) -> None:
         if isinstance(self._optimizer, Driver) and self._optimizer.pending:
             raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
+
+    def _check_owner(self, opt: object = None) -> None:
+        owner = self.reducer.owner
+        if owner is not None and owner is not opt:
+            raise RuntimeError(
+                f"the gradients of this net go to the shards of {owner!r}, and never to the parameters: expected "
+                "`await net.step(forward, sharded)` with that, or its close() first"
+            )
 
     def _check(self) -> None:
         if self._refuses is not None:

@@ -12,6 +12,7 @@ from aiodist.nn.buckets import Bucket, Slot, deal
 from aiodist.nn.rows import RowBucket
 
 _KEPT = 2
+MakeBucket = Callable[[Sequence[Slot]], Bucket]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Dealer:
         self._slots = slots
         self._sizes = sizes
         self._allocate = allocate
+        self._make: MakeBucket | None = None
         self._groups: list[list[int]] | None = None
         """What `keep` keeps together; frozen parameters are left out."""
         self._kept: dict[tuple[bool, ...], Deal] = {}
@@ -149,6 +151,13 @@ class Dealer:
             self._kept = {key: made for key, made in self._kept.items() if made is self.deal}
         return [[self._slots[index] for index in group] for group in self._groups]
 
+    def remake(self, make: MakeBucket | None) -> None:
+        """From now on `make` makes the buckets of what is kept together; with None they are the usual ones."""
+        self._make = make
+        order = [slot.index for bucket in self.deal.buckets for slot in bucket.slots]
+        self._kept = {key: made for key, made in self._kept.items() if made is self.deal}
+        self.deal.set_buckets(self._buckets(order))
+
     def _buckets(self, order: Sequence[int]) -> list[Bucket]:
         """Return buckets of the parameters in `order`, those first that are full first."""
         if self._groups is None:
@@ -157,9 +166,12 @@ class Dealer:
             when = {index: place for place, index in enumerate(order)}
             kept = [[index for index in group if index in when] for group in self._groups]
             dealt = sorted(filter(None, kept), key=lambda group: max(when[index] for index in group))
-        by_rows = [self._slots[bucket[0]].by_rows for bucket in dealt]
-        kinds = [RowBucket if rows else Bucket for rows in by_rows]
-        return [kind([self._slots[i] for i in b], self._allocate) for kind, b in zip(kinds, dealt, strict=True)]
+        return [self._bucket([self._slots[index] for index in group]) for group in dealt]
+
+    def _bucket(self, slots: Sequence[Slot]) -> Bucket:
+        if self._make is not None:
+            return self._make(slots)
+        return (RowBucket if slots[0].by_rows else Bucket)(slots, self._allocate)
 
     def _dealt(self, order: Iterable[int]) -> list[list[int]]:
         nbytes = [slot.nbytes for slot in self._slots]

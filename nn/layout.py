@@ -54,6 +54,16 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
+def memory_shape(t: Tensor) -> tuple[int, ...]:
+    """Return the shape of `t` as it lies in memory, the outermost dimension first, without those of 1.
+
+    >>> memory_shape(torch.empty(2, 1, 3)), memory_shape(torch.empty(2, 3).t()), memory_shape(torch.empty(4, 4)[:, :2])
+    ((2, 3), (2, 3), (4, 2))
+    """
+    order = memory_order(t)
+    return tuple(t.shape if order is None else (t.shape[d] for d in order))
+
+
 def is_dense(t: Tensor) -> bool:
     """Return whether `t` fills its memory from the first element to the last, in any order."""
     return (t.layout is torch.strided and t.is_contiguous()) or memory_order(t) is not None

@@ -15,7 +15,7 @@ from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward
-from aiodist.nn.guards import Guards, leaves
+from aiodist.nn.next_forward import NextForward
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.settings import Changes, StepSettings
 
@@ -60,22 +60,19 @@ class PipelinedOptimizer:
         self._own = Changes() if clip_norm is None else Changes(clip_norm=clip_norm)
         self._settings = StepSettings().changed(net.module, self._own)
         """Those of the step whose updates are left."""
-        self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets()]
+        self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(urgent=True)]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
         """Of those that had a gradient in the last step: the number of their bucket then."""
-        self._left: dict[_BucketOptimizer, Handle[None]] = {}
-        """Those whose update is still to be made, each with its reduction, in the order in which those were sent."""
-        self._unasked: set[_BucketOptimizer] = set()
-        """Those of which the update was due when this forward began, and no module has needed the parameters yet."""
         self._newest: Reduction | None = None
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
         self._failed: BaseException | None = None
-        self._guards = Guards(
-            net.module, {slot.parameter: part for part in self._parts for slot in part.slots}, self._before
+        self._ahead = NextForward(
+            net, net.compute, self._parts, update=self._update, finish=self._finish, pending=lambda: self.pending
         )
+        """Those whose update is still to be made are left there, each with its reduction."""
 
     # --- for the user -------------------------------------------------------------------------------------------
 
@@ -91,7 +88,7 @@ class PipelinedOptimizer:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of each; raise `RuntimeError` while updates are pending: `await flush()` first."""
-        if self._left:
+        if self._ahead.left:
             raise RuntimeError("updates are pending: `await opt.flush()` first")
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
@@ -105,7 +102,7 @@ class PipelinedOptimizer:
     @property
     def pending(self) -> bool:
         """Updates are still to be made: `await flush()` before you look at parameters or state."""
-        return bool(self._left)
+        return bool(self._ahead.left)
 
     async def flush(self) -> None:
         """Return when every update is made: the correct last step.
@@ -116,7 +113,7 @@ class PipelinedOptimizer:
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
-        self._guards.remove()
+        self._ahead.close()
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
@@ -126,19 +123,9 @@ class PipelinedOptimizer:
 
         def prepare() -> Tensor:
             for part in self._parts:
-                if part not in self._left:
+                if part not in self._ahead.left:
                     part.zero_grad()
-            if self._settings.whole or not self._guards.learnt:
-                self._finish()
-            self._update(self._guards.early)
-            self._unasked = set(self._left)
-            try:
-                with self._guards.forward():
-                    loss = forward.first()
-            finally:  # a step that fails sends zeros from where the gradients of the last one lie
-                self._finish()
-            self._check(loss)
-            return forward.rest(loss)
+            return self._ahead.run(forward, whole=self._settings.whole)
 
         try:
             _, reduction = self._net.compute.reduce(prepare)
@@ -146,51 +133,21 @@ class PipelinedOptimizer:
             self._tell()  # what came before says why
             raise
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
-        self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
+        self._ahead.left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
         self._settings = forward.settings.changed(self._net.module, self._own)
-        for part in self._left:
+        for part in self._ahead.left:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
         self._tell()
 
-    def _check(self, loss: Tensor) -> None:
-        """After forward: what no module asked for, and was updated in the meantime, must not have been used."""
-        slots = {slot.parameter: (slot.name, part) for part in self._unasked for slot in part.slots}
-        if not slots or not isinstance(loss, Tensor):
-            return
-        wrong = [slots[parameter] for parameter in leaves(loss) if parameter in slots]
-        if wrong:
-            self._guards.early += list(dict.fromkeys(part for _, part in wrong))
-            raise RuntimeError(
-                f"{', '.join(sorted(name for name, _ in wrong))}: used in this forward while the last update was on "
-                "its way, by another module than in the first step; from now on forward waits for it before it begins"
-            )
-
-    def _before(self, parts: Sequence[_BucketOptimizer], training: bool) -> None:
-        """A module that needs `parts` is about to run."""
-        current = self._net.compute.is_current()
-        if training and current:
-            self._unasked.difference_update(parts)
-        if not self._left:
-            return
-        if not current:
-            raise RuntimeError(
-                "updates of this module are still on their way: call it on the compute thread, "
-                "`await net.run(net, x)`, or `await opt.flush()` first"
-            )
-        if training:
-            self._update(parts)
-        else:
-            self._finish()
-
     def _update(self, parts: Sequence[_BucketOptimizer]) -> None:
         """Make the updates of `parts`; while they are on their way, those of others that have come."""
         for part in parts:
-            while (handle := self._left.get(part)) is not None:
+            while (handle := self._ahead.left.get(part)) is not None:
                 if not handle.done():
-                    ready = next((other for other, come in self._left.items() if come.done()), None)
+                    ready = next((other for other, come in self._ahead.left.items() if come.done()), None)
                     if ready is None:
                         self._net.compute.block(handle)
                         continue
@@ -200,7 +157,7 @@ class PipelinedOptimizer:
                 self._make(part_now)
 
     def _make(self, part: _BucketOptimizer) -> None:
-        error = self._left.pop(part).outcome_error()
+        error = self._ahead.left.pop(part).outcome_error()
         if error is None:
             try:
                 self._order(part)
@@ -210,7 +167,7 @@ class PipelinedOptimizer:
                 error = self._net.reducer.steps.mishap = raised
         part.zero_grad()
         self._complete = self._complete and error is None
-        if self._complete and not self._left:
+        if self._complete and not self._ahead.left:
             self._net.reducer.steps.note(self)
             try:
                 self._settings.advance()
@@ -227,7 +184,7 @@ class PipelinedOptimizer:
     def _order_all(self) -> bool:
         """Return whether the device waits for all; where something failed, each update that is left tells."""
         try:
-            for part in self._left:
+            for part in self._ahead.left:
                 self._order(part)
         except AiodistError:
             return False
@@ -235,18 +192,20 @@ class PipelinedOptimizer:
 
     def _finish(self) -> None:
         """Make every update that is left."""
-        make = partial(self._update, list(self._left))
-        if not (self._left and self._settings.whole):
+        make = partial(self._update, list(self._ahead.left))
+        if not (self._ahead.left and self._settings.whole):
             make()
             return
-        for handle in self._left.values():
+        for handle in self._ahead.left.values():
             self._net.compute.block(handle)
-        if any(handle.outcome_error() is not None for handle in self._left.values()) or not self._order_all():
+        if any(handle.outcome_error() is not None for handle in self._ahead.left.values()) or not self._order_all():
             make()
-        elif not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
-            for part in self._left:
+        elif not self._settings.update(
+            [{"params": [s.parameter for part in self._ahead.left for s in part.slots]}], make
+        ):
+            for part in self._ahead.left:
                 part.zero_grad()
-            self._left.clear()
+            self._ahead.left.clear()
 
     @called("opt.flush")
     def make_updates(self) -> None:

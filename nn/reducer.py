@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from aiodist.nn.accounts import PassAccount
 from aiodist.nn.blocks import block_numbers
 from aiodist.nn.buckets import Bucket, Slot, StandIn
 from aiodist.nn.comm_hooks import CommHook
-from aiodist.nn.deals import Deal, Dealer, Sizes
+from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
@@ -31,6 +31,8 @@ from aiodist.nn.reduction import Reduction
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.sentries import Sentries
 from aiodist.nn.steps import Steps
+
+T = TypeVar("T")
 
 _WINDOW_SECONDS = 25e-3  # how long what is in flight may take: later, more urgent buckets wait behind it
 _PRIORITY = 10  # of reductions among what the loop has in flight
@@ -60,6 +62,16 @@ class DataParallelStatistics:
     def hidden(self) -> float:
         """The share of `reduction_seconds` in which backward went on, 0.0 to 1.0."""
         return 1 - self.exposed_seconds / self.reduction_seconds if self.reduction_seconds else 0.0
+
+
+class Owner(Protocol):
+    """An optimizer that gets gradients where the parameters do not, such as `ShardedOptimizer`."""
+
+    def follow(self, reduction: Reduction) -> None:
+        """Do what the other ranks do with a pass to which this one has brought nothing; on the compute thread."""
+
+    async def flush(self) -> None:
+        """Return when all updates are made."""
 
 
 class Reducer:
@@ -92,6 +104,8 @@ class Reducer:
         """The newest pass."""
         self.local = 0
         """How many `no_sync` blocks are open: hooks stand aside."""
+        self.owner: Owner | None = None
+        """What alone may have gradients reduced."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
         self.asks_stop: Callable[[], bool] = _never
@@ -161,6 +175,16 @@ class Reducer:
                 del self._taken[slot.parameter]
 
     @property
+    def data(self) -> Communicator:
+        """That of the gradients."""
+        return self._paths.data
+
+    @property
+    def op(self) -> Literal["mean", "sum"]:
+        """How gradients are reduced."""
+        return self._paths.op
+
+    @property
     def slots(self) -> Sequence[Slot]:
         """All parameters, frozen or not."""
         return self._slots
@@ -182,13 +206,50 @@ class Reducer:
     def _deal(self) -> Deal:
         return self._dealer.deal
 
-    def keep_buckets(self) -> list[list[Slot]]:
+    def keep_buckets(self, *, urgent: bool) -> list[list[Slot]]:
         """Deal no more, and return which parameters share a bucket: from now on only the order is learnt.
 
-        Each has an optimizer. Those that are frozen now have buckets of their own.
+        Those that are frozen now have buckets of their own. With `urgent` what is left when backward ends goes in the
+        order of the next forward. Raises `RuntimeError` where the gradients have an owner.
         """
-        self._paths = replace(self._paths, urgent=True)
+        if self.owner is not None:
+            raise RuntimeError(f"the net has {self.owner!r}: close() that first")
+        self._paths = replace(self._paths, urgent=urgent)
         return self._dealer.keep()
+
+    def hand_to(self, owner: Owner | None, hook: CommHook, make: MakeBucket | None) -> CommHook:
+        """Return the hook so far: from now on `hook` reduces buckets that `make` makes, for `owner` alone.
+
+        What was kept together stays so. Without an owner gradients are the parameters' again.
+        """
+        before, self.hook, self.owner = self.hook, hook, owner
+        hook.nbytes = before.nbytes
+        self._paths = replace(self._paths, hook=hook)
+        self._dealer.remake(make)
+        self._sentries.place(self._deal)
+        return before
+
+    def issue(self, what: str, call: Callable[[], Handle[Any]], then: Callable[[], T]) -> Handle[T]:
+        """Return the handle of `then`, called on the loop once what `call` issues there is done; from any thread."""
+        told: Handle[T] = Handle(self.progress, what)
+        told.polled = False
+
+        def come(error: BaseException | None) -> None:
+            if error is not None:
+                told.reject(error)
+            else:
+                told.resolve(then())
+
+        def begin() -> None:
+            try:
+                handle = call()
+            except Exception as error:  # noqa: BLE001  - told to the thread that waits
+                told.reject(error)
+            else:
+                handle.add_waiter(Arrival(self._paths, self.late, come))
+
+        self.progress.post(begin)
+        return told
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
@@ -217,25 +278,12 @@ class Reducer:
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
         """Return the handle of what the status of all ranks says; the last pass must be over."""
-        told: Handle[PassStatus] = Handle(self.progress, "comparison of what is trained")
-        told.polled = False
-
-        def come(error: BaseException | None) -> None:
-            if error is not None:
-                told.reject(error)
-            else:
-                told.resolve(PassStatus.unpack(status, self._paths.data.size))
-
-        def begin() -> None:
-            try:
-                handle = self._paths.status.allreduce(status)
-            except Exception as error:  # noqa: BLE001  - told to the thread that waits
-                told.reject(error)
-            else:
-                handle.add_waiter(Arrival(self._paths, self.late, come))
-
-        self.progress.post(begin)
-        return told
+        paths = self._paths
+        return self.issue(
+            "comparison of what is trained",
+            partial(paths.status.allreduce, status),
+            partial(PassStatus.unpack, status, paths.data.size),
+        )
 
     def begin(self, verdict: PassStatus | None = None, *, active: bool = True, opinion: bool = True) -> Reduction:
         """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its.

@@ -299,6 +299,7 @@ class Reduction:
             self._do(self._machine.failed(index, error))
         else:
             self.spans.end(index)
+            self.buckets[index].release()
             self._do(self._machine.reduced(index))
 
     def _settle(self, index: int) -> None:

@@ -88,7 +88,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["ps", "--model", "mlp"], "--model: ps trains nothing"),
         (["train", "--batch", "0"], "--batch '0': expected how many samples"),
         (["prefetch", "--batch", "4"], "--batch: prefetch has none"),
-        (["train", "--impl", "mpi"], "--impl mpi: expected some of datapar, pipelined, sync"),
+        (["train", "--impl", "mpi"], "--impl mpi: expected some of datapar, pipelined, sharded, sync"),
         (["ps", "--impl", "datapar"], "--impl datapar: expected some of ps, ps-arena"),
         (["train", "--against", "gloo"], "--against gloo: expected some of none, ddp"),
         (["train", "--sizes", "64"], "--sizes: a train has none"),
@@ -230,7 +230,7 @@ async def trained(names: tuple[str, ...]) -> list[torch.Tensor]:
 def test_n3_contenders_train_alike(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_RATE", 0.1)
     begun = torch.cat([p.detach() for p in models.build("tiny1000").parameters()])
-    by_rank = run_ranks(2, partial(trained, ("datapar", "pipelined", "sync")))
+    by_rank = run_ranks(2, partial(trained, ("datapar", "pipelined", "sharded", "sync")))
     for weights in by_rank:
         for one in weights:
             torch.testing.assert_close(one, by_rank[0][0])

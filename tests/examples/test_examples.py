@@ -121,7 +121,7 @@ def test_train_digits_notices_different_weights(
 
 # --- the ways to train ------------------------------------------------------------------------------------------------
 
-SAME_STEPS = [f"train_{way}" for way in ("allreduce", "async", "prefetch", "pipelined", "evaluate")] + [
+SAME_STEPS = [f"train_{way}" for way in ("allreduce", "async", "prefetch", "pipelined", "sharded", "evaluate")] + [
     "model_parallel"
 ]
 WAYS = [*SAME_STEPS, "train_uneven"]

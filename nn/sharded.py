@@ -1,0 +1,334 @@
+"""`ShardedOptimizer`: each rank has the optimizer's state of a part of all parameters, and steps that part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from aiodist.checkpoints import Piece
+from aiodist.errors import CommunicatorError
+from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.compute import called
+from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.forward import Forward
+from aiodist.nn.next_forward import NextForward
+from aiodist.nn.reduction import Reduction
+from aiodist.nn.settings import StepSettings
+from aiodist.nn.shard_state import ShardGroup, ShardState
+from aiodist.nn.shards import BucketMemory, ReduceScatter, Shard, ShardBucket
+from aiodist.streams.memory import dtype_name
+
+MakeOptimizer = Callable[[Any], Optimizer]
+"""Takes a list of parameter groups."""
+
+_WHOLE = ("Adafactor", "Muon", "SparseAdam")
+"""Optimizers of torch that look at more of a tensor than one element at a time."""
+
+
+class ShardedOptimizer:
+    """An optimizer of which each of p ranks has a p-th: state, gradients and updates are divided, ZeRO-2.
+
+    ```python
+    opt = nn.ShardedOptimizer(net, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    for x, y in batches:
+        loss = await net.step(lambda: loss_fn(net(x), y), opt)
+    await opt.flush()
+    ```
+    The parameters of a bucket lie side by side, cut in p blocks of equal size, of which each rank owns one. In backward
+    each bucket is reduced as it becomes full, and a rank gets the gradient of its block alone; gradients of whole
+    parameters are dropped then: behind a step every `.grad` is None. The optimizer steps the blocks of this rank. Then
+    all ranks gather the parameters, and in the next forward each layer waits for its own. Results equal those of a
+    plain loop to rounding, the last step once `flush` was awaited.
+
+    `make_optimizer(groups)` returns the optimizer, any of torch's kind that works element by element. It gets parameter
+    groups: those of `params`, which is what a plain optimizer takes (parameters, or groups with a weight decay each),
+    or one group of all parameters of the net; in each group is what this rank owns of its parameters, as tensors of
+    one dimension, or nothing. It is called once more, with a few tensors of three elements, where state is saved in
+    pieces. Learning rates are set in `param_groups`, schedulers are made of `optimizer`. `net.settings`, `net.join` and
+    lists of closures work; norms are those over all ranks, and a scaler leaves out a step on all of them.
+
+    Every rank makes it with the same arguments, between two steps. Parameters move to other memory, as with
+    `coll.share_`: views and addresses that were taken before are void. From then on only this optimizer may step the
+    net, until `close`. Raises, at the call, TypeError where something is not what it should be, an optimizer that needs
+    whole tensors too, and for parameters on CUDA devices or with sparse gradients; ValueError for parameters that are
+    not the net's, or are given twice, and for a net that compresses; RuntimeError while updates are pending, or where
+    the net has another such optimizer.
+
+    Cost of a step: n bytes of parameters reduced and gathered, n (p-1)/p sent and received each, which is what an
+    allreduce takes; with clip_norm or a scaler a sum of one number each. Memory on each rank, beside the parameters:
+    state and gradients of n/p, the gradients of the buckets that are full and not reduced yet, and one more; the first
+    step, from which the order is learnt, has all gradients at once. Source: Rajbhandari et al. 2020, ZeRO,
+    doi:10.1109/SC41405.2020.00024.
+    """
+
+    def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None) -> None:
+        if not isinstance(net, DataParallel):
+            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
+        if isinstance(make_optimizer, Optimizer):
+            raise TypeError("make_optimizer is an optimizer: expected a function that makes one of parameter groups")
+        _check_net(net)
+        given = _given_groups(net, params)
+        self._net = net
+        data = net.reducer.data
+        self._shards = [Shard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
+        self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
+        sections = {slot.parameter: self._shard_of[slot.index].sections.get(slot.index) for slot in net.reducer.slots}
+        names = {slot.parameter: slot.name for slot in net.reducer.slots}
+        groups = [
+            ShardGroup(
+                [names[parameter] for parameter in members],
+                [section for parameter in members if (section := sections[parameter]) is not None],
+                options,
+            )
+            for members, options in given
+        ]
+        self.optimizer = make_optimizer([group.for_optimizer() for group in groups])
+        """The one that `make_optimizer` made: schedulers are made of it."""
+        _check_optimizer(self.optimizer, groups)
+        self._state = ShardState(self.optimizer, make_optimizer, groups)
+        self._memory = BucketMemory(data.empty)
+        self._failed: BaseException | None = None
+        self._ahead = NextForward(
+            net,
+            net.compute,
+            self._shards,
+            update=self._use,
+            finish=self._finish,
+            pending=lambda: self.pending,
+        )
+        """Shards whose parameters are being gathered are left there."""
+        self._gathering = ReduceScatter(data, net.reducer.op)
+        self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
+        """That of the net, which is put back at the end."""
+
+    def _bucket(self, slots: Sequence[Slot]) -> Bucket:
+        return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)
+
+    def __repr__(self) -> str:
+        return f"<ShardedOptimizer of {type(self.optimizer).__name__} on {self._net!r}>"
+
+    # --- for the user -------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of `optimizer`; their `params` are what this rank owns."""
+        return self.optimizer.param_groups
+
+    @property
+    def pending(self) -> bool:
+        """Parameters are still being gathered: `await flush()` before you look at them."""
+        return not all(handle.done() for handle in list(self._ahead.left.values()))
+
+    async def flush(self) -> None:
+        """Return when this rank has the parameters of all.
+
+        Raises what the last gathering of them raised, RuntimeError once the net is closed.
+        """
+        await self._net.run(self._flush)
+
+    def close(self) -> None:
+        """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
+
+        Parameters stay where and as they are, `optimizer` keeps its state. Raises RuntimeError while updates are
+        pending: `await flush()` first. It ends with the net too.
+        """
+        if self.pending:
+            raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")
+        self._ahead.close()
+        if self._net.reducer.owner is self:
+            self._net.reducer.hand_to(None, self._hook, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's shard, for `load_state_dict` on the same rank of as many.
+
+        For another number of ranks there is `pieces`.
+        """
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Take what `state_dict` gave; raise ValueError where that is of other shards, from other ranks or buckets."""
+        self._state.load_state_dict(state)
+
+    # --- for checkpoints, see `InPieces` ------------------------------------------------------------------------
+
+    def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+        """Return this rank's state as pieces of that of whole parameters, and what is the same on all ranks.
+
+        Pieces are named `<parameter>.<key>`, such as `0.weight.exp_avg`, and cut flat; their tensors are those in use.
+        Where a parameter does not lie in the order of its dimensions (channels_last) neither does its state, whose
+        shape is that in memory. Counts are pieces of one element, of the rank that owns the first of the parameter.
+        Raises TypeError for state that is neither as long as its parameter nor a number.
+        """
+        return self._state.pieces()
+
+    def wanted(self) -> dict[str, Piece]:
+        """Return new pieces of all state of this rank, to be filled; nothing is changed before `load_rest`."""
+        return self._state.wanted()
+
+    def load_rest(self, rest: Mapping[str, Any], /) -> None:
+        """Take the state that was filled into `wanted()`, and `rest` of `pieces`.
+
+        Raises ValueError, with nothing changed, where `rest` has other parameter groups, RuntimeError without `wanted`.
+        """
+        self._state.load_rest(rest)
+
+    # --- on the compute thread ----------------------------------------------------------------------------------
+
+    @called("net.step")
+    def train(self, forward: Forward) -> None:
+        """Do one step, and leave the gathering of parameters under way; `net.step` calls it."""
+        compute = self._net.compute
+        self._check_settings(forward.settings)
+
+        def prepare() -> Tensor:
+            for slot in self._net.reducer.slots:
+                slot.parameter.grad = None
+            return self._ahead.run(forward)
+
+        try:
+            _, reduction = compute.reduce(prepare)
+        except CommunicatorError:
+            self._tell()  # what came before says why
+            raise
+        compute.use(reduction)
+        self._memory.end_pass()
+        self._update(reduction, forward.settings)
+        self._tell()
+
+    @called("net.join")
+    def follow(self, reduction: Reduction) -> None:
+        """Step the shard of this rank with what the others have brought; `net.join` calls it."""
+        self._finish()
+        settings = self._net.settings()
+        if settings.scaler is not None:
+            settings.scaler.scale(torch.zeros(()))  # the first time it makes what it counts with
+        self._update(reduction, settings)
+        self._tell()
+
+    def _check_settings(self, settings: StepSettings) -> None:
+        if settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
+            raise ValueError("a scaler unscales no gradients of float16: expected parameters of float32, and autocast")
+
+    def _update(self, reduction: Reduction, settings: StepSettings) -> None:
+        """Step this rank's shards, and have all ranks gather the parameters."""
+        reducer, begun = self._net.reducer, False
+
+        def step() -> None:
+            nonlocal begun
+            begun = True
+            self.optimizer.step()
+
+        try:
+            with reducer.steps.making():
+                made = settings.update(self.optimizer.param_groups, step, self._total)
+        except BaseException as error:
+            if not begun:  # the others wait for a sum
+                reducer.refuse(error)
+            raise
+        finally:
+            for shard in self._shards:
+                shard.forget()
+            if begun:  # where it raised too: the others gather
+                self._gather(reduction)
+        if made:
+            reducer.steps.note(self)
+            settings.advance()
+
+    def _total(self, figures: Tensor) -> Tensor:
+        """Return the sum over all ranks, in place."""
+        reducer = self._net.reducer
+        self._net.compute.wait(
+            reducer.issue("norm of the gradients", partial(reducer.data.allreduce, figures), lambda: None)
+        )
+        return figures
+
+    def _gather(self, reduction: Reduction) -> None:
+        """Have all ranks gather what was updated, in the order of the next forward."""
+        reducer = self._net.reducer
+        for bucket in reversed(reduction.buckets):
+            assert isinstance(bucket, ShardBucket)
+            self._state.stepped.update(bucket.names)
+            if bucket.names and not bucket.shard.alone:
+                gather = partial(self._gathering.gather, bucket.shard)
+                self._ahead.left[bucket.shard] = reducer.issue("parameters", gather, lambda: None)
+
+    def _use(self, shards: Sequence[Shard]) -> None:
+        """Wait until the parameters of `shards` are those of all ranks."""
+        for shard in shards:
+            handle = self._ahead.left.get(shard)
+            if handle is not None:
+                self._net.compute.block(handle)
+                self._failed = self._failed or handle.outcome_error()
+                del self._ahead.left[shard]
+                increment_version([slot.parameter for slot in shard.slots])
+
+    def _finish(self) -> None:
+        self._use(list(self._ahead.left))
+
+    @called("opt.flush")
+    def _flush(self) -> None:
+        self._finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+
+def _check_net(net: DataParallel) -> None:
+    """Raise where the gradients of `net` cannot be scattered."""
+    if net.compressor is not None:
+        raise ValueError("the net compresses its gradients, and codes are no gradients of blocks: leave out compress=")
+    net._check_updated()
+    for slot in net.reducer.slots:
+        if slot.parameter.is_cuda:
+            raise TypeError(f"parameter {slot.name!r} lies on {slot.parameter.device}: expected all on the CPU")
+        if slot.by_rows:
+            raise TypeError(f"parameter {slot.name!r} has sparse gradients, rows, not blocks: expected sparse=False")
+
+
+def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    """Return the parameters of each group, and its options; one group of all where none are given."""
+    given = list(net.parameters() if params is None else params)
+    if not given or not isinstance(given[0], Mapping):
+        given = [{"params": given}]
+    groups = []
+    known = {slot.parameter for slot in net.reducer.slots}
+    seen: set[Tensor] = set()
+    for group in given:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        members = [member[1] if isinstance(member, tuple) else member for member in members]
+        for member in members:
+            if member not in known:
+                raise ValueError(f"params has {_described(member)}: expected parameters of the net")
+            if member in seen:
+                raise ValueError(f"params has {_described(member)} twice: expected each once")
+            seen.add(member)
+        groups.append((members, {key: value for key, value in group.items() if key != "params"}))
+    return groups
+
+
+def _described(x: object) -> str:
+    return f"a {dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def _check_optimizer(opt: Optimizer, groups: Sequence[ShardGroup]) -> None:
+    if not isinstance(opt, Optimizer):
+        raise TypeError(f"make_optimizer returned {type(opt).__name__}: expected an optimizer")
+    check_one_pass(opt)
+    if type(opt).__name__ in _WHOLE:
+        raise TypeError(f"{type(opt).__name__} looks at whole tensors: expected one that works element by element")
+    ours = {section.parameter for group in groups for section in group.sections}
+    theirs = {parameter for group in opt.param_groups for parameter in group["params"]}
+    if ours != theirs or len(opt.param_groups) != len(groups):
+        raise ValueError(
+            f"make_optimizer made an optimizer of {len(theirs)} tensors in {len(opt.param_groups)} groups: expected "
+            f"the {len(ours)} in {len(groups)} groups that it was given, as `lambda groups: torch.optim.Adam(groups)`"
+        )

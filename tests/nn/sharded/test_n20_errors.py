@@ -1,0 +1,329 @@
+"""N20: what goes wrong in a sharded step, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import aiodist
+from aiodist import Communicator
+from aiodist.codecs import BFloat16
+from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("no more")
+
+
+fails: Any = Fails.apply
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+async def test_n20_an_error_on_one_rank(coll: Communicator, trial: type[Trial], where: str, sizes: Any) -> None:
+    """That rank raises it, the others a RemoteError, nobody makes that step, all go on together."""
+
+    def loss(step: int) -> Tensor:
+        if coll.rank != 1 or step != 2:
+            return trial.loss(net, coll.rank, step)
+        if where == "forward":
+            raise ArithmeticError("no more")
+        x, y = trial.batch(coll.rank, step)
+        first, *others = net.children()
+        return mse_loss(nn.Sequential(*others)(fails(first(x))), y)
+
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
+    expected = trial.Mlp()
+    plain = trial.OPTIMIZERS["adam"](expected.parameters())
+    for step in range(5):
+        if step == 2:
+            with pytest.raises(ArithmeticError if coll.rank == 1 else aiodist.RemoteError, match="no more"):
+                await net.step(loss, opt, step)
+            continue
+        await net.step(loss, opt, step)
+        plain.zero_grad()
+        trial.joined(expected, coll.size, step).backward()
+        plain.step()
+    await opt.flush()
+    trial.assert_same(net, expected)
+
+
+class Failing(torch.optim.SGD):
+    """It raises when it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("no luck")
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator, trial: type[Trial]) -> None:
+    """The ranks still have the same parameters, of which one shard is a step behind: every later step tells."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = ShardedOptimizer(net, lambda groups: Failing(groups, lr=0.1))
+    await net.step(trial.loss, opt, net, coll.rank, 0)
+    await opt.flush()
+    saved = {name: value.clone() for name, value in net.state_dict().items()}
+    opt.optimizer.fails = coll.rank == 1  # type: ignore[attr-defined]
+    if coll.rank == 1:
+        with pytest.raises(ArithmeticError, match="no luck"):
+            await net.step(trial.loss, opt, net, coll.rank, 1)
+    else:
+        await net.step(trial.loss, opt, net, coll.rank, 1)
+    opt.optimizer.fails = False  # type: ignore[attr-defined]
+    for step in (2, 3):
+        with pytest.raises(aiodist.MismatchError, match="no luck"):
+            await net.step(trial.loss, opt, net, coll.rank, step)
+    await opt.flush()
+    await assert_synchronized(list(net.parameters()), coll)
+    net.load_state_dict(saved)
+    await net.step(trial.loss, opt, net, coll.rank, 1)
+    await opt.flush()
+    trial.assert_same(net, trial.alone(coll.size, 2))
+
+
+@pytest.mark.ranks(2)
+async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
+    for step in range(4):
+        work = asyncio.ensure_future(net.step(trial.loss, opt, net, coll.rank, step))
+        await asyncio.sleep(0)
+        if step == 1 and coll.rank == 0:
+            work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    await opt.flush()
+    trial.assert_same(net, trial.alone(2, 4, optimizer="momentum"))
+
+
+@pytest.mark.ranks(2)
+async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
+    for step in range(2):
+        await net.step(trial.loss, opt, net, coll.rank, step)
+    await net.aclose()
+    assert not opt.pending
+    trial.assert_same(net, trial.alone(2, 2, optimizer="momentum"))
+    with pytest.raises(RuntimeError, match="is closed"):
+        await opt.flush()
+
+
+@pytest.mark.ranks(2)
+async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator, trial: type[Trial]) -> None:
+    """What the others wait for does not come: they are told, and nobody hangs."""
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
+    await net.step(trial.loss, opt, net, coll.rank, 0)
+    await opt.flush()
+    if coll.rank == 1:
+        net._coll.abort("enough")
+
+    async def go_on() -> None:
+        while True:
+            await net.step(trial.loss, opt, net, coll.rank, 1)
+
+    with pytest.raises(aiodist.CommunicatorAborted, match="enough"):
+        await go_on()
+
+
+# --- layer by layer --------------------------------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """The identity; it tells that it ran, and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran, self.may_pass = threading.Event(), threading.Event()
+        self.may_pass.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran.set()
+        assert self.may_pass.wait(20)
+        return x
+
+
+@pytest.mark.ranks(2)
+async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Communicator, trial: type[Trial]) -> None:
+    """The last layer's parameters come late: all layers before it run in the meantime, and it gets the new ones."""
+
+    def make(gate: Gate) -> nn.Module:
+        *before, last = trial.Mlp()
+        return nn.Sequential(*before, gate, last)
+
+    gate = Gate()
+    net = await DataParallel.create(make(gate), coll, **SMALL)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
+    await net.step(trial.loss, opt, net, coll.rank, 0)
+    await opt.flush()
+    usual, held = opt._gathering.gather, asyncio.Event()
+
+    def gather(shard: Any) -> Any:
+        if not shard.slots[0].name.startswith("5."):
+            return usual(shard)
+        late: aiodist.Handle[Any] = aiodist.Handle(net.reducer.progress, "late")
+
+        async def go_on() -> None:
+            await held.wait()
+            await usual(shard)
+            late.resolve(None)
+
+        tasks.append(asyncio.ensure_future(go_on()))
+        return late
+
+    tasks: list[Any] = []
+    opt._gathering.gather = gather  # type: ignore[method-assign]
+    await net.step(trial.loss, opt, net, coll.rank, 1)
+    assert opt.pending
+    with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
+        net.state_dict()
+    with pytest.raises(RuntimeError, match=r"on the compute thread"):
+        net(trial.batch(0, 0)[0])
+    gate.ran.clear()
+    work = asyncio.ensure_future(net.step(trial.loss, opt, net, coll.rank, 2))
+    assert await asyncio.to_thread(gate.ran.wait, 20)
+    assert not work.done()
+    held.set()
+    await work
+    await opt.flush()
+    assert len(tasks) == 4  # two parameters, two steps
+    trial.assert_same(net, trial.alone(2, 3, make=lambda: make(Gate()), optimizer="momentum"))
+
+
+class Look(torch.autograd.Function):
+    """The identity, whose backward calls something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call()
+        return grads[0], None
+
+
+@pytest.mark.ranks(2)
+async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator, trial: type[Trial]) -> None:
+    """Of two that are reduced one is gone before the first layer has its own; the other, the newest, is kept."""
+    storages: list[Any] = []
+    gone: list[list[bool]] = []
+    loop = asyncio.get_running_loop()
+
+    def keep(parameter: Tensor) -> None:  # before the net's own hook, which takes the gradient
+        assert parameter.grad is not None
+        storages.append(torch.multiprocessing.reductions.StorageWeakRef(parameter.grad.untyped_storage()))
+
+    def wait() -> None:
+        for _ in range(10_000):
+            if any(storage.expired() for storage in storages):
+                break
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
+        gone.append([storage.expired() for storage in storages])
+
+    def loss() -> Tensor:
+        look: Any = Look.apply
+        return mse_loss(last(middle(look(first(x), wait))), y)
+
+    torch.manual_seed(1)
+    first, middle, last = (nn.Linear(a, b, bias=False).double() for a, b in ((6, 8), (8, 8), (8, 3)))
+    for layer in (middle, last):
+        layer.weight.register_post_accumulate_grad_hook(keep)
+    net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **SMALL)
+    opt = ShardedOptimizer(net, trial.OPTIMIZERS["sgd"])
+    x, y = trial.batch(coll.rank, 0)
+    await net.step(lambda: mse_loss(net(x), y), opt)  # learns in which order gradients come
+    await net.step(lambda: mse_loss(net(x), y), opt)
+    storages.clear()
+    await net.step(loss, opt)
+    await opt.flush()
+    assert [sorted(one) for one in gone] == [[False, True]]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+async def test_n20_what_it_does_not_take(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    sgd = trial.OPTIMIZERS["sgd"]
+    with pytest.raises(TypeError, match="net is a Mlp"):
+        ShardedOptimizer(trial.Mlp(), sgd)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a function that makes one"):
+        ShardedOptimizer(net, sgd(net.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"float64\[2\].*expected parameters of the net"):
+        ShardedOptimizer(net, sgd, [torch.zeros(2, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="twice"):
+        ShardedOptimizer(net, sgd, [*net.parameters(), next(iter(net.parameters()))])
+    with pytest.raises(ValueError, match=r"expected the .* that it was given"):
+        ShardedOptimizer(net, lambda groups: torch.optim.SGD(net.parameters()))
+    with pytest.raises(TypeError, match="Adafactor looks at whole tensors"):
+        ShardedOptimizer(net, torch.optim.Adafactor)
+    with pytest.raises(TypeError, match="LBFGS"):
+        ShardedOptimizer(net, lambda groups: torch.optim.LBFGS(groups[0]["params"]))
+    with pytest.raises(TypeError, match="make_optimizer returned int"):
+        ShardedOptimizer(net, lambda groups: 3)  # type: ignore[arg-type, return-value]
+    plain = sgd(net.parameters())
+    await net.step(trial.loss, plain, net, coll.rank, 0)
+    opt = ShardedOptimizer(net, sgd)
+    for make in (ShardedOptimizer, PipelinedOptimizer):
+        with pytest.raises(RuntimeError, match=r"<ShardedOptimizer of SGD on .*close\(\) that first"):
+            make(net, sgd)
+    with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
+        await net.step(trial.loss, plain, net, coll.rank, 1)
+    with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
+        await net.backward(trial.loss(net, coll.rank, 1))
+    with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
+        await anext(net.gradients(trial.loss(net, coll.rank, 1)))
+    with net.no_sync(), pytest.raises(RuntimeError, match="no_sync"):
+        await net.step(trial.loss, opt, net, coll.rank, 1)
+    await net.step(trial.loss, opt, net, coll.rank, 1)
+    await opt.flush()
+    opt.close()
+    await net.step(trial.loss, plain, net, coll.rank, 2)
+    trial.assert_same(net, trial.alone(2, 3))
+    trial.assert_same_gradients(net, trial.alone(2, 3))
+
+
+@pytest.mark.ranks(2)
+async def test_n20_nets_that_it_does_not_take(coll: Communicator, trial: type[Trial]) -> None:
+    sgd = trial.OPTIMIZERS["sgd"]
+    compressed = await DataParallel.create(trial.Mlp(), coll, compress=BFloat16())
+    with pytest.raises(ValueError, match="compresses its gradients"):
+        ShardedOptimizer(compressed, sgd)
+    sparse = await DataParallel.create(nn.Embedding(5, 3, sparse=True), coll)
+    with pytest.raises(TypeError, match=r"'weight' has sparse gradients"):
+        ShardedOptimizer(sparse, sgd)
+    half = await DataParallel.create(nn.Linear(6, 3).half(), coll, scaler=torch.amp.GradScaler("cpu"))
+    opt = ShardedOptimizer(half, sgd)
+    with pytest.raises(ValueError, match="no gradients of float16"):
+        await half.step(lambda: half(torch.ones(2, 6).half()).sum(), opt)
