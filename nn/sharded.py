@@ -130,7 +130,7 @@ class ShardedOptimizer:
 
         Raises what the last gathering of them raised, RuntimeError once the net is closed.
         """
-        await self._net.run(self._flush)
+        await self._net.run(self.make_updates)
 
     def close(self) -> None:
         """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
@@ -272,7 +272,8 @@ class ShardedOptimizer:
         self._use(list(self._ahead.left))
 
     @called("opt.flush")
-    def _flush(self) -> None:
+    def make_updates(self) -> None:
+        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
         self._finish()
         self._tell()
 
