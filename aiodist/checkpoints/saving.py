@@ -151,7 +151,7 @@ class _Save:
         taken = Taken(alike=dict(self.given))
         taken.take(self.parts)
         mine = dict(self.of_loaders)
-        own = own_states(self.parts[0], self.own, self.rank, mine) | {"loaders": self.loaders}
+        own = own_states(self.parts[0], self.own, taken.own, self.rank, mine) | {"loaders": self.loaders}
         taken.keep_own(mine)
         written = taken.mine_to_write((writer.parent.rank, writer.parent.size), self.replicas)
         layout = lay_out([entry for entry, _ in written])
