@@ -1,4 +1,4 @@
-"""What each rank has of its own: random states, residuals of codecs, parts of parts, the places of loaders."""
+"""What each rank has of its own: random states, residuals of codecs, buffers, the places of loaders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from aiodist.checkpoints.generators import (
     Generator,
@@ -46,7 +47,7 @@ def own_loaders(own: Sequence[Any], rank: int) -> tuple[list[Json], dict[str, Te
 def own_states(
     net: object, own: Sequence[object], of_parts: Sequence[object], rank: int, tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
-    """Return what changes with the steps: random states, residuals, and `of_parts`, what parts have of a rank's own.
+    """Return what changes with the steps: random states, residuals, buffers, and `of_parts`, what a rank has of parts.
 
     Where these are computed, after the last step.
     """
@@ -54,12 +55,23 @@ def own_states(
     said = {"random": encode(process_state(), f"{name}/random", tensors)}
     if isinstance(net, Net) and net.compressor is not None:
         said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
+    if isinstance(net, Net) and net.coll.size > 1:
+        said["buffers"] = encode(_buffers(net), f"{name}/buffers", tensors)
     said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
     said["generators"] = [
         encode(generator_state(each), f"{name}/generators/{i}", tensors) if isinstance(each, Generator) else None
         for i, each in enumerate(own)
     ]
     return said
+
+
+def _buffers(net: object) -> dict[str, Tensor]:
+    """Return the buffers that a net's state has: ranks do not have them alike, as running statistics."""
+    module = getattr(net, "module", net)
+    if not isinstance(module, nn.Module):
+        return {}
+    kept = module.state_dict()
+    return {name: t for name, t in module.named_buffers() if name in kept}
 
 
 @dataclass
@@ -95,6 +107,10 @@ class OwnState:
             return
         if isinstance(net, Net) and net.compressor is not None and "compressor" in self.states:
             net.compressor.load_state_dict(self.states["compressor"])
+        mine = _buffers(net)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, t in self.states.get("buffers", {}).items():
+                mine[name].copy_(t)
         for each, state in zip(own, self.states["generators"], strict=True):
             if isinstance(each, Generator):
                 set_generator_state(each, state)

@@ -135,6 +135,23 @@ async def test_n17_residuals_go_on_to_the_bit(coll: Communicator, tmp_path: Path
         assert torch.equal(weights[1][name], t), name
 
 
+@pytest.mark.ranks(1, 2, 3)
+async def test_n17_running_statistics_are_those_of_each_rank(coll: Communicator, tmp_path: Path) -> None:
+    folder = Path(await coll.broadcast_object(str(tmp_path)))
+    net = await DataParallel.create(nn.Sequential(nn.Linear(95, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), coll)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = batch(1, coll.rank)
+    await net.step(lambda: mse_loss(net(x), y), opt)
+    await aiodist.save(folder, net, opt)
+    expected = {name: t.clone() for name, t in net.state_dict().items()}
+    means = await coll.allgather(expected["1.running_mean"])
+    assert all(not torch.equal(means[0], other) for other in means[1:])
+    await net.step(lambda: mse_loss(net(y @ y.T @ x), y), opt)
+    await aiodist.load(folder, net, opt)
+    for name, t in net.state_dict().items():
+        assert torch.equal(t, expected[name]), name
+
+
 def codecs_of(codec: Any) -> Any:
     return aiodist.nn.Compression(codec, within_hosts=True)
 
