@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 ANY: Final = -1
 """Any source, any tag: for receives only."""
@@ -50,3 +50,14 @@ Impl: TypeAlias = Literal[
     "staged",
 ]
 """What `impl=` takes: "auto", which lets the selector choose, or the name of an implementation."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader, an optimizer, a scheduler: what gives and takes its state."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401
+        """Return all of its state."""
+
+    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
+        """Take that state."""

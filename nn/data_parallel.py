@@ -23,7 +23,7 @@ from aiodist.nn.compute import Compute
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.forward import Forward, plain_step
-from aiodist.nn.join import Stateful, share_longest
+from aiodist.nn.join import share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
@@ -33,6 +33,7 @@ from aiodist.nn.settings import Changes, StepSettings
 from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
+from aiodist.types import Stateful
 
 __all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass"]
 

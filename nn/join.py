@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from aiodist.communicator import Communicator
 from aiodist.nn.synchronize import synchronize_parameters
-
-
-class Stateful(Protocol):
-    """An optimizer, as far as its state is concerned."""
-
-    def state_dict(self) -> Any:  # noqa: ANN401
-        """Return all of its state."""
-
-    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
-        """Take that state."""
+from aiodist.types import Stateful
 
 
 async def share_longest(

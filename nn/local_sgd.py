@@ -138,7 +138,7 @@ class LocalSGD:
         Collective; nothing is sent where they have the same already. The next step begins a new period. Raises what the
         communicator or the outer optimizer raises, RuntimeError once the net is closed.
         """
-        await self._net.run(self._flush)
+        await self._net.run(self.make_updates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with that of both optimizers.
@@ -185,6 +185,31 @@ class LocalSGD:
         if self.outer is not None:
             self.outer.load_state_dict(given["outer"])
         self._net.reducer.steps.alike()
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Return what all ranks have alike between two periods, and what this rank has of its own.
+
+        For `aiodist.save`, on the compute thread, with the parameters of one rank. Before the first local step all is
+        alike; else the state of `optimizer` is the rank's own, but for its rates.
+        """
+        state = self.optimizer.state_dict()
+        own = None if self._plain or self._steps <= self._start else {"state": state["state"]}
+        alike = {
+            "steps": self._steps,
+            "optimizer": state if own is None else {**state, "state": {}},
+            "outer": None if self.outer is None else self.outer.state_dict(),
+        }
+        return alike, own
+
+    def load_states(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None, /) -> None:
+        """Take what `states` gave, with parameters that were loaded before; without `own` the optimizer begins anew.
+
+        Raises as `load_state_dict`.
+        """
+        optimizer = alike["optimizer"] if own is None else {**alike["optimizer"], **own}
+        centre = {self._slot(index).name: self._slot(index).parameter.detach() for index in self._centre}
+        between = {"since": 0, "alike": True, "rates": [], "centre": centre, "sent": None}
+        self.load_state_dict({**alike, **between, "optimizer": optimizer})
 
     def _indexed(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         slots = {slot.name: slot for slot in self._net.reducer.slots}
@@ -241,7 +266,8 @@ class LocalSGD:
             self._exchange(wait=not self._overlap)
 
     @called("local.flush")
-    def _flush(self) -> None:
+    def make_updates(self) -> None:
+        """Do what `flush` does, on the compute thread, as `aiodist.save` does."""
         if self._alike:
             return
         self._exchange(wait=True)

@@ -56,8 +56,10 @@ def load(
     before anything is changed; what nobody uses they divide. Nothing is unpickled.
 
     Give the same `parts` in the same order as to `save`, on any number of ranks. Random states, generators and loaders
-    of `own`, and residuals of compressed gradients belong to a rank: where another number of ranks saved them, they
-    stay as they are here. An object of `own` with `load_state_dicts` is given the list of all ranks' states then.
+    of `own`, residuals of compressed gradients, and the optimizer within an `nn.LocalSGD` belong to a rank: where
+    another number of ranks saved them, they stay as they are here, and that optimizer begins anew. Each buffer of the
+    net then comes from one of the ranks, so `net.synchronize_buffers()` before the save if they differ. What of `own`
+    has `load_state_dicts`, such as a `data.ShardQueue`, is given the list of all ranks' states.
 
     Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
     is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of

@@ -1,12 +1,13 @@
-"""What each rank has of its own: random states, residuals of codecs, the places of loaders."""
+"""What each rank has of its own: random states, residuals of codecs, buffers, the places of loaders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from aiodist.checkpoints.generators import (
     Generator,
@@ -15,24 +16,16 @@ from aiodist.checkpoints.generators import (
     set_generator_state,
     set_process_state,
 )
-from aiodist.checkpoints.parts import Net
-from aiodist.checkpoints.pieces import Stateful
+from aiodist.checkpoints.parts import Net, name_of
+from aiodist.checkpoints.pieces import Redivided
 from aiodist.checkpoints.values import Json, decode, encode
-
-
-@runtime_checkable
-class Redivided(Protocol):
-    """What each rank has of its own, and can be divided among another number of ranks, such as a queue of shards."""
-
-    def load_state_dicts(self, states: list[Any], /) -> object:
-        """Take this rank's part of the `states` of all ranks that saved them."""
-        ...
+from aiodist.types import Stateful
 
 
 def check_own(own: Sequence[object]) -> None:
     """Raise `TypeError` for what has no state."""
     for number, each in enumerate(own):
-        if not isinstance(each, Stateful | Generator):
+        if not isinstance(each, Stateful | Redivided | Generator):
             raise TypeError(f"own[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict")
 
 
@@ -41,27 +34,44 @@ def own_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-def own_loaders(own: Sequence[object], rank: int) -> tuple[list[Json], dict[str, Tensor]]:
+def own_loaders(own: Sequence[Any], rank: int) -> tuple[list[Json], dict[str, Tensor]]:
     """Return the states of loaders and the like, with copies of their tensors; None for generators. On the loop."""
     tensors: dict[str, Tensor] = {}
     said = [
-        encode(each.state_dict(), f"{own_name(rank)}/own/{i}", tensors) if isinstance(each, Stateful) else None
+        None if isinstance(each, Generator) else encode(each.state_dict(), f"{own_name(rank)}/own/{i}", tensors)
         for i, each in enumerate(own)
     ]
     return said, {name: t.clone() for name, t in tensors.items()}
 
 
-def own_states(net: object, own: Sequence[object], rank: int, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    """Return what changes with the steps: random states, residuals. Where these are computed, after the last step."""
+def own_states(
+    net: object, own: Sequence[object], of_parts: Sequence[object], rank: int, tensors: dict[str, Tensor]
+) -> dict[str, Json]:
+    """Return what changes with the steps: random states, residuals, buffers, and `of_parts`, what a rank has of parts.
+
+    Where these are computed, after the last step.
+    """
     name = own_name(rank)
     said = {"random": encode(process_state(), f"{name}/random", tensors)}
     if isinstance(net, Net) and net.compressor is not None:
         said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
+    if isinstance(net, Net) and net.coll.size > 1:
+        said["buffers"] = encode(_buffers(net), f"{name}/buffers", tensors)
+    said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
     said["generators"] = [
         encode(generator_state(each), f"{name}/generators/{i}", tensors) if isinstance(each, Generator) else None
         for i, each in enumerate(own)
     ]
     return said
+
+
+def _buffers(net: object) -> dict[str, Tensor]:
+    """Return the buffers that a net's state has: ranks do not have them alike, as running statistics."""
+    module = getattr(net, "module", net)
+    if not isinstance(module, nn.Module):
+        return {}
+    kept = module.state_dict()
+    return {name: t for name, t in module.named_buffers() if name in kept}
 
 
 @dataclass
@@ -87,12 +97,20 @@ class OwnState:
         """Return how many objects were saved as a rank's own."""
         return len(self.loaders[0])
 
+    def of_part(self, number: int) -> Any:  # noqa: ANN401
+        """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""
+        return None if self.states is None else self.states["parts"][number]
+
     def restore(self, net: object, own: Sequence[object]) -> None:
         """Have everything but loaders go on from it; where it is computed."""
         if self.states is None:
             return
         if isinstance(net, Net) and net.compressor is not None and "compressor" in self.states:
             net.compressor.load_state_dict(self.states["compressor"])
+        mine = _buffers(net)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, t in self.states.get("buffers", {}).items():
+                mine[name].copy_(t)
         for each, state in zip(own, self.states["generators"], strict=True):
             if isinstance(each, Generator):
                 set_generator_state(each, state)
@@ -108,6 +126,7 @@ class OwnState:
 
 
 def _checked(said: Json) -> dict[str, Json]:
-    if not isinstance(said, dict) or not all(isinstance(said.get(name), list) for name in ("loaders", "generators")):
+    lists = ("loaders", "generators", "parts")
+    if not isinstance(said, dict) or not all(isinstance(said.get(name), list) for name in lists):
         raise ValueError("what ranks have of their own is not as it is written")
     return said

@@ -9,14 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from aiodist.checkpoints.blocks import Cut, Cuts
-from aiodist.checkpoints.pieces import InPieces, Stateful
+from aiodist.checkpoints.pieces import InPieces, OfRanks
 from aiodist.checkpoints.safetensors_file import Entry, dtype_name
 from aiodist.checkpoints.shares import share
 from aiodist.checkpoints.values import Json, encode
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
+from aiodist.types import Stateful
 
-Part = Stateful | InPieces
+Part = Stateful | InPieces | OfRanks
 
 
 @runtime_checkable
@@ -40,10 +41,10 @@ class Net(Protocol):
 
 @runtime_checkable
 class Pending(Protocol):
-    """An optimizer whose updates are made later, such as `nn.PipelinedOptimizer`."""
+    """An optimizer with updates or averages that are made later: `nn.PipelinedOptimizer`, `nn.LocalSGD`."""
 
     def make_updates(self) -> None:
-        """Make all that are left; called on the compute thread."""
+        """Make all that are left; called on the compute thread, on all ranks."""
         ...
 
 
@@ -60,7 +61,7 @@ def pieces_name(number: int, key: str) -> str:
 def check_parts(parts: Sequence[object]) -> None:
     """Raise `TypeError` for what has no state."""
     for number, part in enumerate(parts):
-        if not isinstance(part, Stateful | InPieces):
+        if not isinstance(part, Stateful | InPieces | OfRanks):
             raise TypeError(f"{name_of(number)} is {type(part).__name__}: expected what has a state_dict, or pieces")
 
 
@@ -75,6 +76,8 @@ class Taken:
     mine: list[tuple[Entry, Tensor]] = field(default_factory=list)
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
+    own: list[Any] = field(default_factory=list)
+    """Of each part what this rank alone has; None of most."""
 
     def take(self, parts: Sequence[Part]) -> None:
         """Look at the state of `parts`. Raises what these raise, `TypeError` for what cannot be written."""
@@ -83,10 +86,15 @@ class Taken:
                 part.make_updates()
         cuts = Cuts.of(parts[0])
         for number, part in enumerate(parts):
+            own = None
             if isinstance(part, InPieces):
                 self._take_pieces(part, number)
+            elif isinstance(part, OfRanks):
+                alike, own = part.states()
+                self.parts.append({"state": encode(alike, name_of(number), self.alike)})
             else:
                 self._take_state(part, name_of(number), cuts)
+            self.own.append(own)
 
     def _take_pieces(self, part: InPieces, number: int) -> None:
         pieces, rest = part.pieces()

@@ -1,4 +1,4 @@
-"""Tensors of which each rank owns a piece, as a checkpoint writes them and reads them back."""
+"""Parts of which ranks have different things: what a checkpoint asks of them, and gives back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ class Piece:
     tensor: Tensor
     start: int
     shape: tuple[int, ...]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader, an optimizer, a scheduler: what gives and takes its state."""
-
-    def state_dict(self) -> Any:  # noqa: ANN401
-        """Return all of its state."""
-
-    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
-        """Take that state."""
 
 
 @runtime_checkable
@@ -49,4 +38,31 @@ class InPieces(Protocol):
 
     def load_rest(self, rest: dict[str, Any], /) -> None:
         """Take the rest, which `pieces` gave; called after the wanted pieces were filled."""
+        ...
+
+
+@runtime_checkable
+class Redivided(Protocol):
+    """What each rank has a place of its own in, for any number of ranks, such as a `data.ShardQueue`."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401
+        """Return the state of this rank."""
+
+    def load_state_dicts(self, states: list[Any], /) -> object:
+        """Take this rank's part of the `states` of all ranks that saved them."""
+
+
+@runtime_checkable
+class OfRanks(Protocol):
+    """A part with a state of each rank's own beside what all ranks have alike, such as `nn.LocalSGD`.
+
+    Both are called where those of `InPieces` are.
+    """
+
+    def states(self) -> tuple[Any, Any]:
+        """Return what all ranks have alike, and this rank's own: None where it has none."""
+        ...
+
+    def load_states(self, alike: Any, own: Any, /) -> None:  # noqa: ANN401
+        """Take what `states` gave; `own` is None too where another number of ranks saved it."""
         ...

@@ -14,7 +14,7 @@ from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.manifest import MANIFEST
 from aiodist.checkpoints.own import OwnState
 from aiodist.checkpoints.parts import Part, name_of, pieces_name
-from aiodist.checkpoints.pieces import InPieces, Piece
+from aiodist.checkpoints.pieces import InPieces, OfRanks, Piece
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.values import Json, decode
 from aiodist.errors import CheckpointDamaged
@@ -66,11 +66,13 @@ class Loaded:
     def restore(self, targets: Targets) -> None:
         """Have all but loaders go on from it; where they are computed."""
         each = zip(targets.parts, targets.wanted, self.states, self.pieces, strict=True)
-        for part, wanted, state, pieces in each:
+        for number, (part, wanted, state, pieces) in enumerate(each):
             if isinstance(part, InPieces):
                 for key, target in wanted.items():
                     target.tensor.detach().copy_(pieces[key].view(target.tensor.shape))
                 part.load_rest(state)
+            elif isinstance(part, OfRanks):
+                part.load_states(state, self.own.of_part(number))
             else:
                 part.load_state_dict(state)
                 for opt, of_opt in _optimizers(part, state):

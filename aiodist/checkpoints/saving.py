@@ -51,11 +51,12 @@ def save(
     what they have, each writes a file, and rank 0 renames the folder once all of it is on the disk.
 
     `net` and `parts` are modules, nets, optimizers, schedulers, scalers: all that has a `state_dict`, or pieces
-    (`checkpoints.InPieces`). All ranks have the same, which they divide among them; updates that are pending are made
-    first. `extra` is kept for you, the same on all ranks: None, bool, int, float, str, tensors of any shape, arrays of
-    numpy, and lists, tuples and dicts of these. `own` are generators, and loaders and the like, with a state of this
-    rank's own; that of Python, torch and numpy, and what `net` keeps of compressed gradients, need not be named.
-    `keep` is how many checkpoints are left in `path`, None all. `coll` has all ranks; None is that of `net`.
+    (`checkpoints.InPieces`). All ranks have the same, which they divide among them; the state that each rank has of its
+    own in an `nn.LocalSGD` it writes itself. Updates that are pending are made first, and averages too, as by `flush`.
+    `extra` is kept for you, the same on all ranks: None, bool, int, float, str, tensors of any shape, arrays of numpy,
+    and lists, tuples and dicts of these. `own` are generators, and loaders, queues of shards and the like, with a state
+    of this rank's own; that of Python, torch and numpy, and what `net` keeps of compressed gradients, need not be
+    named. `keep` is how many checkpoints are left in `path`, None all. `coll` has all ranks; None is that of `net`.
 
     Raises TypeError at the call for what has no state, and for an `extra` that cannot be written, with its path in it;
     ValueError for a wrong `keep`. On await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as
@@ -151,7 +152,7 @@ class _Save:
         taken = Taken(alike=dict(self.given))
         taken.take(self.parts)
         mine = dict(self.of_loaders)
-        own = own_states(self.parts[0], self.own, self.rank, mine) | {"loaders": self.loaders}
+        own = own_states(self.parts[0], self.own, taken.own, self.rank, mine) | {"loaders": self.loaders}
         taken.keep_own(mine)
         written = taken.mine_to_write((writer.parent.rank, writer.parent.size), self.replicas)
         layout = lay_out([entry for entry, _ in written])

@@ -131,5 +131,5 @@ class QueuePass(Generic[T]):
         if self._left:
             raise RuntimeError(
                 "this pass over a queue of shards was left before its end, by another pass, set_epoch(), "
-                "load_state_dict() or the close of the queue: what it had not used was given back"
+                "load_state_dicts() or the close of the queue: what it had not used was given back"
             )

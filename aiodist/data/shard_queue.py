@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from aiodist.data.queue_pass import PassTerms, QueuePass
 from aiodist.data.queue_server import Lap, QueueServer, Wires
 from aiodist.data.sharded import Shards
 from aiodist.data.shards import check_batch_size, check_natural
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, PeerError
 from aiodist.handles import Handle, Progress
 
 T = TypeVar("T")
@@ -132,41 +133,45 @@ class ShardQueue(Generic[T]):
             self._before = []
             self._client.begin(Lap(lap.number + 1, lap.loads, epoch))
 
-    async def state_dict(self) -> dict[str, Any]:
-        """Return the place of all ranks in this epoch, in JSON's types and the same on every rank.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of this rank in this epoch, in JSON's types; those of all ranks together are that of all.
 
-        Collective. What counts as used is what each rank's consumer has been given when it calls this: so call it
-        between two steps. Raises `MismatchError` on await where ranks are in different epochs, and what a collective
-        raises. Cost: one `allgather_object`.
+        `used` are the records that this rank's consumer has been given when it calls this, so call it between two
+        steps; on the first rank also those that were used before a state was loaded. Every rank saves its own, as in
+        `aiodist.save(..., own=[queue])`.
         """
-        epoch, before = self.epoch, self._before
-        told = await self._coll.allgather_object((epoch, self._client.used))
-        epochs = [epoch for epoch, _ in told]
-        if len(set(epochs)) > 1:
-            raise MismatchError(f"ranks are in different epochs of {self.name}: {epochs}", comm=self._coll.name)
-        used = merged(before, *(ranges for _, ranges in told))
-        return {**self._settings, "epoch": epoch, "used": [list(each) for each in used]}
+        used = merged(self._before if self._coll.rank == 0 else (), self._client.used)
+        return {**self._settings, "epoch": self.epoch, "used": [list(each) for each in used]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of ranks; every rank must load the same.
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
+        """Go on where all ranks were that gave `states`, with any number of ranks; every rank must load the same list.
 
-        Raises `ValueError` where the state is that of other data or of another order, and changes nothing then.
+        Raises `ValueError` where the states are those of other data, of another order or of different epochs, and
+        changes nothing then.
         """
-        differs = [what for what, mine in self._settings.items() if state.get(what) != mine]
-        if differs:
-            what = differs[0]
-            raise ValueError(f"a state with {what}={state.get(what)!r}: expected {self._settings[what]!r}, as here")
-        check_natural("epoch", state["epoch"])
-        used = [Range(start, stop) for start, stop in state["used"]]
+        for state in states:
+            self._check_state(state)
+        epochs = [state["epoch"] for state in states]
+        if len(set(epochs)) != 1:
+            raise ValueError(f"states of ranks in epochs {epochs}: expected those of one epoch")
+        each = sorted(Range(*pair) for state in states for pair in state["used"])
+        used = merged(each)
         total = self._settings["records"]
-        if used != merged(used) or (used and not 0 <= used[0].start < used[-1].stop <= total):
-            raise ValueError(f"a state with used={state['used']}: expected ranges of {total} records, in order")
+        apart = all(before.stop <= after.start for before, after in pairwise(each))
+        if not apart or any(not 0 <= start < stop <= total for start, stop in each):
+            raise ValueError(f"states with used={each}: expected ranges of {total} records, each record once")
         self._leave_pass()
         self._before = used
-        lap = Lap(self._client.lap.number + 1, self._client.lap.loads + 1, state["epoch"])
+        lap = Lap(self._client.lap.number + 1, self._client.lap.loads + 1, epochs[0])
         self._client.begin(lap)
         if self._server is not None:
             self._server.load(lap, used)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        for what, mine in self._settings.items():
+            if state.get(what) != mine:
+                raise ValueError(f"a state with {what}={state.get(what)!r}: expected {mine!r}, as here")
+        check_natural("epoch", state["epoch"])
 
     # --- passes ----------------------------------------------------------------------------------------------
 

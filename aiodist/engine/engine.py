@@ -10,12 +10,13 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from aiodist.checkpoints.pieces import Redivided
 from aiodist.communicator import Communicator
 from aiodist.engine.evaluation import evaluate
 from aiodist.engine.hooks import Hook, Hooks
 from aiodist.engine.meeting import Assembly
 from aiodist.engine.meters import Metric, checked_metrics
-from aiodist.engine.plan import Loader, Plan
+from aiodist.engine.plan import Loader, Plan, queue_of
 from aiodist.engine.position import Position
 from aiodist.engine.profiling import checked_steps
 from aiodist.engine.samples import Split, WithCriterion, pair, whole
@@ -114,6 +115,8 @@ class Engine:
         self._assembly = Assembly(self._stepper.base if coll is None else coll)
         self._position = Position()
         self._training: Training | None = None
+        self._queue: Redivided | None = None
+        """The loader of the last training, if it is a queue of shards."""
         self._state = self._new_state(training=True)
 
     def _made_stepper(self) -> Stepper:
@@ -201,6 +204,7 @@ class Engine:
             raise RuntimeError("engine.train inside itself: expected one at a time")
         state = self._state
         state.stop = False
+        self._queue = queue_of(loader)
         self._training = Training(self._plan, self._stepper, self._assembly, self._position, self._hooks, state)
         try:
             await self._training.run(loader, epochs)
@@ -225,31 +229,37 @@ class Engine:
         """Return how far training has come on this rank, between two steps or in a hook of "update" or "epoch".
 
         It has numbers of epochs, steps and batches, the states of torch's generators, now and when the epoch began,
-        and what was measured in the epoch so far. Net and optimizer have states of their own. Each rank saves its own.
+        what was measured in the epoch so far, and the place of a `data.ShardQueue` that is the loader. Net and
+        optimizer have states of their own. Each rank saves its own.
         """
         figures = None if self._training is None else self._training.meter.figures()
-        return self._position.state_dict(figures)
+        return self._position.state_dict(figures, self._queue)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have `train` go on from there: it reads on behind the batches of the epoch that were trained on.
 
         Training is the same as without an interruption, to the bit, if the loader gives the same batches in an epoch
-        again: by `set_epoch`, or by torch's generator when its iterator is made, as `shuffle=True` does. Raises
-        ValueError for what is no such state, RuntimeError while training is under way.
+        again: by `set_epoch`, or by torch's generator when its iterator is made, as `shuffle=True` does. A
+        `data.ShardQueue` goes on with the records that no rank has trained on. Raises ValueError for what is no such
+        state, RuntimeError while training is under way.
         """
         if self._training is not None:
             raise RuntimeError("engine.load_state_dict in a training: expected it before")
         self._position = Position.of(state)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end."""
-        self._position = Position.of_others(states)
+        """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end.
+
+        It begins anew, or with a queue of shards as loader with the records that are left of it.
+        """
+        self._position = Position.of_others(states, self._assembly.rank)
 
     async def resume(self) -> bool:
         """Load the newest checkpoint of `checkpoint=`; return False, with nothing changed, where there is none.
 
         Collective, before `train`. On another number of ranks training goes on with the epoch that was interrupted,
-        from its beginning. Raises ValueError without `checkpoint=`, and what `aiodist.load` raises.
+        from its beginning, or with a `data.ShardQueue` with what is left of it. Raises ValueError without
+        `checkpoint=`, and what `aiodist.load` raises.
         """
         if self._plan.saving is None:
             raise ValueError("engine.resume without checkpoint=, which says where the checkpoints are")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aiodist.communicator import Communicator
 from aiodist.engine.meters import Figures
@@ -25,6 +26,8 @@ class Word:
     """What it has measured."""
     interrupted: bool = False
     """Its epoch ended before its data."""
+    data: list[Any] | None = None
+    """States of a queue of shards that it has loaded."""
 
     @staticmethod
     def told(error: Exception | None) -> str | None:

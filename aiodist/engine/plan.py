@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from aiodist.checkpoints.pieces import Redivided
 from aiodist.data import Prefetch, prefetch
 from aiodist.engine.hooks import Hooks
 from aiodist.engine.meters import Meter, Metric
@@ -77,6 +78,12 @@ async def take(sample: Any, plan: Plan, state: State, hooks: Hooks) -> None:  # 
 def prefetched(loader: Loader) -> Prefetch[Any]:
     """Return what makes passes over `loader`."""
     return loader if isinstance(loader, Prefetch) else prefetch(loader)
+
+
+def queue_of(loader: Loader) -> Redivided | None:
+    """Return the loader if it knows its place by itself, and those of other ranks, such as a `data.ShardQueue`."""
+    source = loader.source if isinstance(loader, Prefetch) else loader
+    return source if isinstance(source, Redivided) else None
 
 
 def length_of(loader: Loader) -> int | None:

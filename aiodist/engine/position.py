@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.pieces import Redivided
 from aiodist.engine.meters import Figures
 
-_KEYS = frozenset({"epoch", "step", "batch", "order", "random", "figures"})
+_KEYS = frozenset({"epoch", "step", "batch", "order", "random", "figures", "data"})
 
 
 @dataclass
@@ -30,9 +31,14 @@ class Position:
     """The states of torch's generators to go on with; None where training goes on with those that there are."""
     figures: Figures | None = None
     """What was measured of this epoch."""
+    under_way: bool = False
+    """An epoch has begun, and is not over."""
+    data: list[Any] | None = None
+    """States of a queue of shards to go on with, those of all ranks together; None where there are none."""
 
     def begin_epoch(self) -> None:
         """Have torch's generators as they were when this epoch began, if it has begun before."""
+        self.under_way = True
         if self.batches == 0:
             self.go_on()
             self.order = torch.get_rng_state()
@@ -56,10 +62,14 @@ class Position:
         """The epoch is over."""
         self.epochs += 1
         self.batches = 0
+        self.under_way = False
         self.order = self.figures = None
 
-    def state_dict(self, figures: Figures | None) -> dict[str, Any]:
+    def state_dict(self, figures: Figures | None, queue: Redivided | None) -> dict[str, Any]:
         """Return numbers, tensors, and dicts and lists of them; `figures` are those of the epoch so far."""
+        data = self.data
+        if data is None and self.under_way and queue is not None:
+            data = [queue.state_dict()]
         measured = self.figures or figures or Figures()
         return {
             "epoch": self.epochs,
@@ -68,13 +78,20 @@ class Position:
             "order": self.order if self.batches else None,
             "random": self.random or _random_states(),
             "figures": {"weight": measured.weight, "sums": dict(measured.sums), "states": dict(measured.states)},
+            "data": data,
         }
 
     @classmethod
-    def of_others(cls, states: Sequence[Mapping[str, Any]]) -> Position:
-        """Return the beginning of the epoch that another number of ranks, with these states, did not end."""
+    def of_others(cls, states: Sequence[Mapping[str, Any]], rank: int) -> Position:
+        """Return the beginning of the epoch that another number of ranks did not end; `rank` is this one's.
+
+        With a queue of shards it is the beginning of what is left of that epoch.
+        """
         epochs = min(state["epoch"] for state in states)
-        return cls(epochs=epochs, steps=max(state["step"] for state in states))
+        data = None
+        if all(state["data"] for state in states):
+            data = [each for state in states for each in state["data"]] if rank == 0 else []
+        return cls(epochs=epochs, steps=max(state["step"] for state in states), data=data)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:
@@ -88,6 +105,7 @@ class Position:
             order=state["order"],
             random=dict(state["random"]),
             figures=Figures(**state["figures"]) if state["batch"] else None,
+            data=state["data"],
         )
 
 

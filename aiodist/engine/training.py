@@ -11,7 +11,7 @@ from aiodist.engine.display import Display
 from aiodist.engine.hooks import Hooks
 from aiodist.engine.meeting import Assembly, Word
 from aiodist.engine.meters import Meter
-from aiodist.engine.plan import Batch, Loader, Plan, length_of, prefetched, set_epoch, take
+from aiodist.engine.plan import Batch, Loader, Plan, length_of, prefetched, queue_of, set_epoch, take
 from aiodist.engine.position import Position
 from aiodist.engine.profiling import Profiling
 from aiodist.engine.state import Event, State
@@ -61,6 +61,8 @@ class Training:
         """They have been asked, and make this step."""
         self._asked = False
         """They have been asked for the last time in this epoch."""
+        self._data: list[Any] = []
+        """States of a queue of shards with which this epoch begins."""
         self._add_ours()
 
     def _add_ours(self) -> None:
@@ -133,12 +135,13 @@ class Training:
         """Return whether there is another epoch, the same on all ranks, which hear of one another's data."""
         self._length = length_of(self._loader)
         left = None if self._length is None else self._length - self._position.batches
-        word = Word(Word.told(failure), stop=self._state.stop, batches=left)
+        word = Word(Word.told(failure), stop=self._state.stop, batches=left, data=self._position.data)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
         if self._state.stop or self._position.epochs >= self._state.epochs:
             return False
         self._uneven = self._stepper.waits and self._is_uneven([one.batches for one in words])
+        self._data = [state for one in words for state in one.data or ()]
         return True
 
     def _is_uneven(self, batches: Sequence[int | None]) -> bool:
@@ -168,6 +171,7 @@ class Training:
                 try:
                     if isinstance(self._state.net, DataParallel):
                         checks.check_reduced(self._state.net)
+                    self._load_data()
                     set_epoch(self._loader, position.epochs)
                     position.begin_epoch()
                     self._batches = await stack.enter_async_context(prefetched(self._loader))
@@ -182,6 +186,12 @@ class Training:
         except Exception as error:  # noqa: BLE001  - raised after the others have been told
             return error
         return None
+
+    def _load_data(self) -> None:
+        """Have a queue of shards go on where all ranks were."""
+        self._position.data = None
+        if self._data and (queue := queue_of(self._loader)) is not None:
+            queue.load_state_dicts(self._data)
 
     def _meter_epoch(self) -> None:
         self.meter = Meter(self._plan.metrics, self._position.figures)
@@ -214,14 +224,15 @@ class Training:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _steps(self, batches: AsyncIterator[Any]) -> None:
-        for _ in range(self._position.batches):
-            await anext(batches)
+        if queue_of(self._loader) is None:  # which gives no batch again
+            for _ in range(self._position.batches):
+                await anext(batches)
         self._position.go_on()
         async for sample in batches:
             if await self._stopped_before():
                 break
             await self._step(sample)
-            if self._stepper.stopping() or (self._state.stop and not self._stepper.waits):
+            if self._stepper.stopping() or (self._state.stop and self._waits_for_none):
                 self._interrupted = self._state.stop = True
                 break
         else:
@@ -237,9 +248,14 @@ class Training:
         return self._interrupted
 
     @property
+    def _waits_for_none(self) -> bool:
+        """A rank that stops need tell no other one: in asynchronous SGD, or alone where passes do not tell."""
+        return not self._stepper.waits or (self._stepper.asks and self._assembly.size == 1)
+
+    @property
     def _asks(self) -> bool:
         """Ranks ask each other before each step; in `join` they cannot, and stop behind the epoch."""
-        return self._stepper.asks and not self._uneven
+        return self._stepper.asks and not self._uneven and self._assembly.size > 1
 
     async def _step(self, sample: Any) -> None:  # noqa: ANN401
         state, position = self._state, self._position

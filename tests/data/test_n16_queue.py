@@ -258,17 +258,18 @@ async def test_n16_another_number_of_ranks_goes_on(
         async with prefetch(queue, depth=4) as batches:
             for _ in range(steps):
                 mine += await anext(batches)
-            state = await queue.state_dict()
-    state = json.loads(json.dumps((await coll.allgather_object(state))[0]))
-    assert state["epoch"] == 3
-    assert sum(stop - start for start, stop in state["used"]) == before * steps * 6
+            state = queue.state_dict()
+    states = [told for told in json.loads(json.dumps(await coll.allgather_object(state))) if told is not None]
+    assert [state["epoch"] for state in states] == [3] * before
+    assert all(sum(stop - start for start, stop in state["used"]) == steps * 6 for state in states)
     second = await coll.group(range(4 - after, 4))
     if coll.rank >= 4 - after:
         queue = queue_of(second, batch_size=5, shuffle=shuffle, seed=5)
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         queue.set_epoch(queue.epoch)
         mine += await taken(queue)
-        assert (await queue.state_dict())["used"] == [[0, 203]]
+        used = [range(*each) for state in await second.allgather_object(queue.state_dict()) for each in state["used"]]
+        assert sorted(itertools.chain(*used)) == list(range(203))
         queue.set_epoch(4)
         again = await taken(queue)
         assert sorted(itertools.chain(*await second.allgather_object(again))) == list(range(203))
@@ -283,21 +284,21 @@ async def test_n16_a_state_of_a_state(coll: Communicator) -> None:
     for _ in range(3):
         async with prefetch(queue) as batches:
             mine += await anext(batches)
-            state = await queue.state_dict()
-        queue.load_state_dict(state)
+            states = await coll.allgather_object(queue.state_dict())
+        queue.load_state_dicts(states)
     assert await together(coll, mine + await taken(queue)) == list(range(203))
 
 
 @pytest.mark.ranks(3)
 async def test_n16_who_loads_first_waits_for_the_first_rank(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4)
-    state = {**await queue.state_dict(), "used": [[10, 200]]}
+    states = [{**queue.state_dict(), "used": [[10, 200]]}]
     if coll.rank == 0:
         await coll.barrier(name="the others ask")
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         mine = await taken(queue)
     else:
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         asking = asyncio.create_task(taken(queue))
         await asyncio.wait([asking], timeout=1)
         assert not asking.done()
@@ -309,9 +310,9 @@ async def test_n16_who_loads_first_waits_for_the_first_rank(coll: Communicator) 
 @pytest.mark.ranks(2)
 async def test_n16_who_loaded_what_the_first_rank_has_not_is_told(coll: Communicator) -> None:
     queue = queue_of(coll)
-    state = await queue.state_dict()
+    states = await coll.allgather_object(queue.state_dict())
     if coll.rank == 1:
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         with pytest.raises(
             MismatchError, match="rank 1 is in epoch 0 after 1 others and 1 loaded states; rank 0 has clo"
         ):
@@ -322,9 +323,9 @@ async def test_n16_who_loaded_what_the_first_rank_has_not_is_told(coll: Communic
 @pytest.mark.ranks(2)
 async def test_n16_who_loaded_while_the_first_rank_went_on_is_told(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4)
-    state = await queue.state_dict()
+    states = await coll.allgather_object(queue.state_dict())
     if coll.rank == 1:
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         asking = asyncio.create_task(taken(queue))
         await asyncio.wait([asking], timeout=1)
         await coll.barrier()
@@ -339,9 +340,9 @@ async def test_n16_who_loaded_while_the_first_rank_went_on_is_told(coll: Communi
 @pytest.mark.ranks(2)
 async def test_n16_who_asked_for_a_loaded_state_and_left_gets_nothing(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4, wait=True)
-    state = await queue.state_dict()
+    states = await coll.allgather_object(queue.state_dict())
     if coll.rank == 1:
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         asking = asyncio.create_task(taken(queue))
         await asyncio.wait([asking], timeout=1)
         asking.cancel()
@@ -349,7 +350,7 @@ async def test_n16_who_asked_for_a_loaded_state_and_left_gets_nothing(coll: Comm
         await coll.barrier()
     else:
         await coll.barrier()
-        queue.load_state_dict(state)
+        queue.load_state_dicts(states)
         assert sorted(await taken(queue)) == list(range(203))
 
 
@@ -357,8 +358,9 @@ async def test_n16_who_asked_for_a_loaded_state_and_left_gets_nothing(coll: Comm
 async def test_n16_ranks_in_different_epochs_are_told(coll: Communicator) -> None:
     queue = queue_of(coll)
     queue.set_epoch(2 + coll.rank)
-    with pytest.raises(MismatchError, match=r"ranks are in different epochs of world/shards\d+: \[2, 3\]"):
-        await queue.state_dict()
+    states = await coll.allgather_object(queue.state_dict())
+    with pytest.raises(ValueError, match=r"states of ranks in epochs \[2, 3\]: expected those of one epoch"):
+        queue.load_state_dicts(states)
     if coll.rank == 0:
         mine = await taken(queue)
         await coll.barrier()
@@ -385,18 +387,21 @@ async def test_n16_ranks_with_different_queues_are_told(coll: Communicator, othe
 @pytest.mark.ranks(1)
 async def test_n16_states_of_other_data_are_refused(coll: Communicator) -> None:
     queue = queue_of(coll, seed=2, shuffle=True)
-    state = await queue.state_dict()
+    state = queue.state_dict()
     for name, length, options in (
         ("records", 202, {"seed": 2, "shuffle": True}),
         ("shuffle", 203, {"seed": 2, "shuffle": "shards"}),
         ("seed", 203, {"seed": 3, "shuffle": True}),
     ):
         with pytest.raises(ValueError, match=f"a state with {name}="):
-            queue_of(coll, length, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"used=\[\[0, 204\]\]"):
-        queue.load_state_dict({**state, "used": [[0, 204]]})
+            queue_of(coll, length, **options).load_state_dicts([state])
+    for used in ([[0, 204]], [[-1, 3]], [[0, 3], [2, 5]], [[5, 2]]):
+        with pytest.raises(ValueError, match="expected ranges of 203 records, each record once"):
+            queue.load_state_dicts([{**state, "used": used}])
+    with pytest.raises(ValueError, match="each record once"):
+        queue.load_state_dicts([{**state, "used": [[0, 3]]}, {**state, "used": [[2, 5]]}])
     with pytest.raises(ValueError, match="a state with sizes_crc32="):
-        ShardQueue(IndexShards(203, 17), coll, seed=2, shuffle=True).load_state_dict({**state, "shards": 12})
+        ShardQueue(IndexShards(203, 17), coll, seed=2, shuffle=True).load_state_dicts([{**state, "shards": 12}])
 
 
 # --- training ----------------------------------------------------------------------------------------------------

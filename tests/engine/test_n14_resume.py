@@ -109,7 +109,9 @@ async def test_n14_a_stop_changes_nothing(coll: Communicator, job: type["Job"]) 
 @pytest.mark.ranks(1)
 async def test_n14_states_that_are_none(coll: Communicator, job: type["Job"]) -> None:
     _, _, engine = await made(coll, job, pipelined=False)
-    with pytest.raises(ValueError, match=r"state with epoch: expected batch, epoch, figures, order, random, step"):
+    with pytest.raises(
+        ValueError, match=r"state with epoch: expected batch, data, epoch, figures, order, random, step"
+    ):
         engine.load_state_dict({"epoch": 3})
 
     @engine.on("update")
