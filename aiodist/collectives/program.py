@@ -49,7 +49,7 @@ class DeviceMessages(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("device_messages", "key", "rank", "size", "tag", "traffic", "transport")
+    __slots__ = ("device_messages", "key", "rank", "shared", "size", "tag", "traffic", "transport")
 
     def __init__(
         self,
@@ -58,10 +58,13 @@ class Endpoint:
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
         key: int | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
 
         `key` is what collectives of a library have in place of the tag, which comes back after some operations.
+        `shared`: several programs in lockstep use it, so each schedule takes a lane of its own.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -70,6 +73,7 @@ class Endpoint:
         self.size = transport.size
         self.tag = tag
         self.key = key_of(tag) if key is None else key
+        self.shared = shared
 
     def send(self, t: Tensor, dst: int) -> Call:
         """Return the call that sends `t` to rank `dst`."""
@@ -301,7 +305,11 @@ def meet(done: Done) -> None:
 
 
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
-    """Run several programs side by side, their steps joined; the result is the list of their results."""
+    """Run several programs side by side, their steps joined; the result is the list of their results.
+
+    Messages of one tag meet in order where all programs that use it take the same steps, on each rank its own, and
+    each begins as many steps later than another on all ranks. So the endpoint of different schedules is `shared`.
+    """
     results: list[Any] = [None] * len(programs)
     active = dict(enumerate(programs))
     there: set[int] = set()
