@@ -64,7 +64,7 @@ class Endpoint:
         """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
 
         `key` is what collectives of a library have in place of the tag, which comes back after some operations.
-        `shared`: several programs in lockstep use it, so each schedule takes a lane of its own.
+        `shared`: several programs in lockstep use it, so the programs of each schedule go apart, on a lane of its own.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -269,6 +269,16 @@ class Nested:
 
 
 @dataclass(eq=False, slots=True)
+class Apart(Nested):
+    """A nested program that those in lockstep do not wait for step by step: it is in lockstep with others of its key.
+
+    Those of a key that are begun in the same step go side by side, at their own speed; with tags of their own.
+    """
+
+    key: Hashable
+
+
+@dataclass(eq=False, slots=True)
 class Joint:
     """A call that is made as one with those of its key, which other programs in lockstep make in the same step."""
 
@@ -282,18 +292,25 @@ class Joint:
 
 
 def _joined(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls, all joint ones of a key as one."""
+    """Return the calls, all joint ones of a key as one, and all programs of a key."""
     items: dict[Hashable, list[Any]] = {}
+    apart: dict[Hashable, list[Program[None]]] = {}
     joined: list[Call] = []
     for call in calls:
-        if not isinstance(call, Joint):
+        if isinstance(call, Apart):
+            apart.setdefault(call.key, []).append(call.program)
+        elif not isinstance(call, Joint):
             joined.append(call)
         elif call.key in items:
             items[call.key] += call.items
         else:
             items[call.key] = list(call.items)
             joined.append(Joint(call.key, items[call.key], call.start))
-    return joined
+    return joined + [Nested(_for_nothing(lockstep(programs))) for programs in apart.values()]
+
+
+def _for_nothing(program: Program[Any]) -> Program[None]:
+    yield from program
 
 
 def meet(done: Done) -> None:
@@ -307,8 +324,9 @@ def meet(done: Done) -> None:
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
     """Run several programs side by side, their steps joined; the result is the list of their results.
 
-    Messages of one tag meet in order where all programs that use it take the same steps, on each rank its own, and
-    each begins as many steps later than another on all ranks. So the endpoint of different schedules is `shared`.
+    A step is over when all calls of it are. So programs that take other steps than one another, such as two schedules,
+    have to be `Apart`: a rank would wait in the one for what another rank does behind a step of the other. Programs
+    that take the same steps, each rank its own, may share a tag: their messages meet in order.
     """
     results: list[Any] = [None] * len(programs)
     active = dict(enumerate(programs))

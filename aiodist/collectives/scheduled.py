@@ -18,7 +18,7 @@ from aiodist.backends.base import Operation, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.program import Call, Endpoint, Implementation, Program, concurrently
+from aiodist.collectives.program import Apart, Call, Endpoint, Implementation, Program, concurrently
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -77,8 +77,8 @@ class Scheduled(Implementation):
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
     `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
-    endpoint: programs in lockstep take one chunk. They go on the lane of `name` where the endpoint is shared: the ranks
-    of two schedules need not take the same steps. Raises ValueError for an unknown name and for too many chunks.
+    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`). Raises
+    ValueError for an unknown name and for too many chunks.
     """
 
     recallable = True
@@ -104,8 +104,12 @@ class Scheduled(Implementation):
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
-        if ep.shared:
-            ep = on_lane(ep, _APART[self.name])
+        return self._apart(ep, operation) if ep.shared else self._program(ep, operation)
+
+    def _apart(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        yield [Apart(self._program(on_lane(ep, _APART[self.name]), operation), self.name)]
+
+    def _program(self, ep: Endpoint, operation: Operation) -> Program[None]:
         if operation.kind == "allgather":
             return self._allgather(ep, operation)
         if operation.kind == "reduce_scatter":
