@@ -270,9 +270,9 @@ class Nested:
 
 @dataclass(eq=False, slots=True)
 class Apart(Nested):
-    """A nested program that those in lockstep do not wait for step by step: it is in lockstep with others of its key.
+    """A nested program that is in lockstep with those of its key alone, of all that begin in the same step.
 
-    Those of a key that are begun in the same step go side by side, at their own speed; with tags of their own.
+    Their messages must have tags of their own.
     """
 
     key: Hashable
@@ -306,10 +306,10 @@ def _joined(calls: Sequence[Call]) -> list[Call]:
         else:
             items[call.key] = list(call.items)
             joined.append(Joint(call.key, items[call.key], call.start))
-    return joined + [Nested(_for_nothing(lockstep(programs))) for programs in apart.values()]
+    return joined + [Nested(_without_results(lockstep(programs))) for programs in apart.values()]
 
 
-def _for_nothing(program: Program[Any]) -> Program[None]:
+def _without_results(program: Program[Any]) -> Program[None]:
     yield from program
 
 
