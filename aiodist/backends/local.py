@@ -14,7 +14,7 @@ from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, t
 from aiodist.backends.inplace import bytes_of, copy
 from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.progress import Progress, transport_lock
 
 Address = tuple[str, int]  # communicator, rank
 
@@ -27,7 +27,7 @@ class _LocalMessage(NamedTuple):
 
 
 class LocalHub:
-    """Where the ranks of one process meet: it pairs sends with receives and copies.
+    """Where the ranks of one process meet: it pairs sends with receives and copies, with the transport lock held.
 
     With a `seed`, deliveries wait for the loop and their order between different pairs of ranks is drawn, so that
     one seed gives one interleaving, again and again. Without one they happen at once.
@@ -71,7 +71,7 @@ class LocalHub:
     def _deliver(self, message: _LocalMessage, receive: Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
         if self._random is not None:
-            self._soon(self._deliver_one)
+            self._soon(lambda: Progress.current().start(self._deliver_one))
         elif not self._draining:
             # One completion starts the next transfer: a queue instead of ever deeper calls.
             self._draining = True

@@ -49,7 +49,7 @@ class DeviceMessages(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("device_messages", "key", "rank", "size", "tag", "traffic", "transport")
+    __slots__ = ("device_messages", "key", "rank", "shared", "size", "tag", "traffic", "transport")
 
     def __init__(
         self,
@@ -58,10 +58,13 @@ class Endpoint:
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
         key: int | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
 
         `key` is what collectives of a library have in place of the tag, which comes back after some operations.
+        `shared`: several programs in lockstep use it, so the programs of each schedule go apart, on a lane of its own.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -70,6 +73,7 @@ class Endpoint:
         self.size = transport.size
         self.tag = tag
         self.key = key_of(tag) if key is None else key
+        self.shared = shared
 
     def send(self, t: Tensor, dst: int) -> Call:
         """Return the call that sends `t` to rank `dst`."""
@@ -265,6 +269,16 @@ class Nested:
 
 
 @dataclass(eq=False, slots=True)
+class Apart(Nested):
+    """A nested program that is in lockstep with those of its key alone, of all that begin in the same step.
+
+    Their messages must have tags of their own.
+    """
+
+    key: Hashable
+
+
+@dataclass(eq=False, slots=True)
 class Joint:
     """A call that is made as one with those of its key, which other programs in lockstep make in the same step."""
 
@@ -278,18 +292,25 @@ class Joint:
 
 
 def _joined(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls, all joint ones of a key as one."""
+    """Return the calls, all joint ones of a key as one, and all programs of a key."""
     items: dict[Hashable, list[Any]] = {}
+    apart: dict[Hashable, list[Program[None]]] = {}
     joined: list[Call] = []
     for call in calls:
-        if not isinstance(call, Joint):
+        if isinstance(call, Apart):
+            apart.setdefault(call.key, []).append(call.program)
+        elif not isinstance(call, Joint):
             joined.append(call)
         elif call.key in items:
             items[call.key] += call.items
         else:
             items[call.key] = list(call.items)
             joined.append(Joint(call.key, items[call.key], call.start))
-    return joined
+    return joined + [Nested(_without_results(lockstep(programs))) for programs in apart.values()]
+
+
+def _without_results(program: Program[Any]) -> Program[None]:
+    yield from program
 
 
 def meet(done: Done) -> None:
@@ -301,7 +322,12 @@ def meet(done: Done) -> None:
 
 
 def lockstep(programs: Sequence[Program[T]]) -> Program[list[T]]:
-    """Run several programs side by side, their steps joined; the result is the list of their results."""
+    """Run several programs side by side, their steps joined; the result is the list of their results.
+
+    A step is over when all calls of it are. So programs that take other steps than one another, such as two schedules,
+    have to be `Apart`: a rank would wait in the one for what another rank does behind a step of the other. Programs
+    that take the same steps, each rank its own, may share a tag: their messages meet in order.
+    """
     results: list[Any] = [None] * len(programs)
     active = dict(enumerate(programs))
     there: set[int] = set()

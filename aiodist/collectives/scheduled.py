@@ -18,12 +18,15 @@ from aiodist.backends.base import Operation, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.program import Call, Endpoint, Implementation, Program, concurrently
+from aiodist.collectives.program import Apart, Call, Endpoint, Implementation, Program, concurrently
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
 LANE_TAGS = 1 << 22
 """Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
+
+_APART = {name: lane for lane, name in enumerate(sorted({name for names in SCHEDULES.values() for name in names}), 2)}
+"""The lane of each schedule where an endpoint is shared: neither 0 nor 1, which others use beside them."""
 
 _SHORT_BYTES = 64 << 10  # below, making the steps takes as long as running them
 _FEW_RANKS = 64
@@ -39,7 +42,7 @@ class SubEndpoint(Endpoint):
     __slots__ = ("ranks",)
 
     def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key)
+        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key, shared=ep.shared)
         if ep.rank not in ranks:
             raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
         self.rank = ranks.index(ep.rank)
@@ -58,11 +61,12 @@ class SubEndpoint(Endpoint):
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:
     """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1.
 
-    A schedule that runs on a lane may have no lanes of its own: give it one chunk.
+    A schedule that runs on a lane may have no lanes of its own: give it one chunk. No other schedule is on it.
     """
     if lane == 0:
         return ep
     other = copying.copy(ep)
+    other.shared = False
     other.tag = ep.tag + lane * LANE_TAGS
     other.key = ep.key + lane
     return other
@@ -73,7 +77,8 @@ class Scheduled(Implementation):
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
     `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
-    endpoint: programs in lockstep take one chunk. Raises ValueError for an unknown name and for too many chunks.
+    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`). Raises
+    ValueError for an unknown name and for too many chunks.
     """
 
     recallable = True
@@ -99,6 +104,12 @@ class Scheduled(Implementation):
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
+        return self._apart(ep, operation) if ep.shared else self._program(ep, operation)
+
+    def _apart(self, ep: Endpoint, operation: Operation) -> Program[None]:
+        yield [Apart(self._program(on_lane(ep, _APART[self.name]), operation), self.name)]
+
+    def _program(self, ep: Endpoint, operation: Operation) -> Program[None]:
         if operation.kind == "allgather":
             return self._allgather(ep, operation)
         if operation.kind == "reduce_scatter":

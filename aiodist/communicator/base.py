@@ -331,7 +331,7 @@ class Base:
         """Return what the next operation is made of; `together`: it is one of several tensors."""
         if terms.name is not None:
             use = self._named(terms)
-            ep = Endpoint(self._transport, 0, traffic=use.traffic)
+            ep = Endpoint(self._transport, 0, traffic=use.traffic, shared=together)
             use.endpoints.append(ep)
             return Primitives(ep, self._repertoire, terms.impl, together=together, later=True, device=self._device)
         self._repertoire.check(terms.impl)
@@ -339,7 +339,7 @@ class Base:
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self.seq, self._dispatcher.traffic()
-        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
+        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq), shared=together)
         return Primitives(ep, self._repertoire, terms.impl, together=together, device=self._device)
 
 

@@ -229,7 +229,8 @@ class Movement(Base):
             check_out(into, t, numel=0)
             check_apart(into, lists[0], t)
         terms = Terms(timeout, impl, name)
-        programs = [operations.alltoall(self._primitives(terms), one, outs) for one in lists]
+        p = self._primitives(terms, together=len(lists) > 1)
+        programs = [operations.alltoall(p, one, outs) for one in lists]
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))

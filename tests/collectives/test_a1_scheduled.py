@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, permutations, product
 
 import pytest
 import torch
@@ -225,6 +225,37 @@ async def test_a1_lists_in_lockstep_share_a_tag(coll: Communicator) -> None:
         how = Scheduled("chain", 4)
         await perform(coll, lambda ep: lockstep([how.run(ep, Operation("broadcast", t, root=root)) for t in ts]))  # noqa: B023
         assert [t.tolist() for t in ts] == [[i * (1 + root) for i in range(n)] for n in (30, 1, 9)]
+
+
+@pytest.mark.ranks(3, 5, 6, backend="local")
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "reduce", "scan"])
+async def test_a1_lists_by_two_schedules_do_not_mix(coll: Communicator, kind: str) -> None:
+    """The ranks of two schedules take different steps, and some tensors begin one step behind the others."""
+    root, me = coll.size - 1, coll.rank
+    for short, long in permutations(SCHEDULES[kind], 2):
+        wholes = [inputs(coll.size, n, torch.int64) for n in (7, 40, 1, 23)]
+        ts = [parts[me].clone() for parts in wholes]
+
+        def program(ep: Endpoint) -> Program[object]:
+            shared = Endpoint(ep.transport, ep.tag, shared=True)
+            programs = [
+                Scheduled(name, 1).run(shared, Operation(kind, t, root=root))
+                for name, t in zip((short, long, short, long), ts, strict=True)  # noqa: B023
+            ]
+            return lockstep([*programs[:3], behind(programs[3])])
+
+        await perform(coll, program)
+        for t, parts in zip(ts, wholes, strict=True):
+            sums = reduced(parts, ReduceOp.SUM)
+            total = sums[-1] if kind == "allreduce" or me == root else parts[me]
+            expected = {"scan": sums[me], "broadcast": parts[root]}.get(kind, total)
+            assert torch.equal(t, expected), (short, long, t.numel())
+
+
+def behind(program: Program[None]) -> Program[None]:
+    """Begin with a step of nothing."""
+    yield []
+    yield from program
 
 
 @pytest.mark.ranks(3, backend="local")

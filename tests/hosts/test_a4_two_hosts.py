@@ -36,6 +36,32 @@ async def main():
 aiodist.run(main)
 """
 
+LISTS = """
+import torch, aiodist
+
+async def main():
+    async with aiodist.init() as coll:
+        total = sum(range(coll.size))
+        for _ in range(20):
+            ts = [torch.full((n,), float(coll.rank + n % 5)) for n in (7, 9_001, 3, 12_000, 200_003)]
+            for t, of_all in zip(ts, await coll.allgather(ts, timeout=20), strict=True):
+                assert [one.unique().tolist() for one in of_all] == [[r + t.numel() % 5] for r in range(coll.size)]
+            for t, block in zip(ts, await coll.reduce_scatter(ts, timeout=20), strict=True):
+                assert block.eq(total + coll.size * (t.numel() % 5)).all()
+            for t in await coll.allreduce(ts, timeout=20):
+                assert t.eq(total + coll.size * (t.numel() % 5)).all()
+        print("right", coll.nodes)
+
+aiodist.run(main)
+"""
+
+
+def test_a4_hosts_small_and_large_tensors_of_a_list_do_not_mix(any_hosts: TwoHosts) -> None:
+    """Three ranks: those of two schedules do not take the same steps."""
+    done = any_hosts.run(any_hosts.script(LISTS, "lists.py"), hosts="alpha:2,beta:1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right 2") == 3
+
 
 def test_a4_hosts_hierarchical_is_right(hosts: TwoHosts) -> None:
     done = hosts.run(hosts.script(RIGHT, "right.py"))

@@ -12,6 +12,7 @@ import torch
 
 import aiodist
 from aiodist.backends.local import LocalTransport
+from aiodist.handles.progress import transport_lock
 from aiodist.streams import HostStream
 from aiodist.testing import Deadlock, gather_ranks, run_ranks
 from aiodist.world.opening import current_place
@@ -78,6 +79,28 @@ def test_t2_the_progress_thread_may_be_the_first_to_send() -> None:
         assert t == 1
 
     run_ranks(2, main, seed=1)
+
+
+def test_t2_messages_are_matched_with_the_transport_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of an operation's later steps, which follow a delivery: threads send and receive beside the loop."""
+    held = []
+
+    def noting(call: Any) -> Any:
+        def noted(*args: Any) -> None:
+            held.append(transport_lock.locked())
+            call(*args)
+
+        return noted
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            await coll.allreduce(torch.ones(1))
+
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(LocalTransport, name, noting(getattr(LocalTransport, name)))
+    run_ranks(3, main)
+    assert len(held) >= 8  # each of two ranks sends to the third, and receives
+    assert all(held)
 
 
 def test_t2_a_race_is_found_by_some_seed_and_found_again() -> None:
