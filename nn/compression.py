@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, Lost, NarrowSum, Sum
+from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
 from aiodist.codecs.base import FLOATS, STRETCH, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
@@ -335,7 +335,7 @@ def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN40
             return None
 
 
-def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request, Any, Lost]:
+def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request, Any, RoundingLoss]:
     """Add up 16-bit floats as `NarrowSum` says, in two collectives. (An allreduce sends them as float32.)
 
     Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
@@ -350,7 +350,7 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
                 to.add_(other)
             if factor != 1.0:
                 to.mul_(factor)
-        return Lost(0, out[:0])
+        return RoundingLoss(0, out[:0])
     part = -(-t.numel() // ranks)
     padded = torch.zeros(ranks * part, dtype=t.dtype)
     padded[: t.numel()].copy_(t)
@@ -360,7 +360,7 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
     for to, values in zip(out.split(part), (yield Gather(narrow)), strict=False):
         to.copy_(values[: to.numel()]).mul_(factor)
     start = min(rank * part, t.numel())
-    return Lost(start, summed.sub_(narrow)[: t.numel() - start])
+    return RoundingLoss(start, summed.sub_(narrow)[: t.numel() - start])
 
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward, local_step, plain_step
 from aiodist.nn.outer import Elastic, MakeOuter, SlowMo, SlowMomentum, checked_state, made_outer, rates_of
 from aiodist.nn.reduction import Reduction
+from aiodist.nn.settings import count_as_stepped
 
 _STATE = ("steps", "since", "alike", "rates", "centre", "sent", "optimizer", "outer")
 
@@ -258,7 +259,7 @@ class LocalSGD:
                 copy_each(self._centres(self._centre), self._parameters(self._centre))
 
     def _advance(self, forward: Forward) -> None:
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scaler may have left out the first step
+        count_as_stepped(self.optimizer)  # a scaler may have left out the first step
         forward.settings.advance()
 
     def _exchange_if_due(self) -> None:

@@ -17,7 +17,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward
 from aiodist.nn.next_forward import NextForward
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.settings import Changes, StepSettings
+from aiodist.nn.settings import Changes, StepSettings, count_as_stepped
 
 
 class PipelinedOptimizer:
@@ -258,7 +258,7 @@ class _BucketOptimizer:
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
             for group in self.optimizer.param_groups
         ]
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
+        count_as_stepped(self.optimizer)
 
     def step(self) -> None:
         """Make the update with the settings that were kept; what the optimizer itself changes in them is kept."""

@@ -145,6 +145,11 @@ def _reduced(groups: Groups) -> list[tuple[Any, Any]]:
     return [(p, with_values(p)) for group in groups for p in group["params"] if p.grad is not None]
 
 
+def count_as_stepped(optimizer: Optimizer) -> None:
+    """Have torch's schedulers know that `optimizer` steps: else they warn, since nothing has called its `step`."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 class _Update:
     """An update as a GradScaler sees it."""
 

@@ -32,7 +32,7 @@ class ShardGroup(NamedTuple):
         return {**self.options, "params": [section.parameter for section in self.sections]}
 
 
-class _Entry(NamedTuple):
+class _StateEntry(NamedTuple):
     """One thing that an optimizer keeps of a section."""
 
     section: Section
@@ -91,7 +91,7 @@ class ShardState:
         self._groups = groups
         self.stepped: set[str] = set()
         """The parameters that were updated since they had no state; the same on every rank."""
-        self._filling: list[tuple[_Entry, Tensor]] | None = None
+        self._filling: list[tuple[_StateEntry, Tensor]] | None = None
         """What `wanted` gave."""
 
     # --- as it is -----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class ShardState:
             for now, group in zip(self._optimizer.param_groups, self._groups, strict=True)
         ]
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[_StateEntry]:
         """Yield all that the optimizer keeps, or will keep, of this rank's sections."""
         samples = self._samples()
         for number, group in enumerate(self._groups):
@@ -182,7 +182,7 @@ class ShardState:
                         "the kind of a new tensor: its state cannot be saved in pieces"
                     )
                 for key, like in sample.items():
-                    yield _Entry(section, f"{section.slot.name}.{key}", key, like, key in born)
+                    yield _StateEntry(section, f"{section.slot.name}.{key}", key, like, key in born)
 
     def _samples(self) -> dict[tuple[int, torch.dtype], tuple[dict[str, Any], set[str]]]:
         """Return by group and dtype what is kept of a small tensor behind a step, and what was there before.

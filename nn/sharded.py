@@ -21,7 +21,7 @@ from aiodist.nn.next_forward import NextForward
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.settings import StepSettings
 from aiodist.nn.shard_state import ShardGroup, ShardState
-from aiodist.nn.shards import BucketMemory, ReduceScatter, Shard, ShardBucket
+from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket
 from aiodist.streams.memory import dtype_name
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -76,7 +76,7 @@ class ShardedOptimizer:
         given = _given_groups(net, params)
         self._net = net
         data = net.reducer.data
-        self._shards = [Shard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
+        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
         sections = {slot.parameter: self._shard_of[slot.index].sections.get(slot.index) for slot in net.reducer.slots}
         names = {slot.parameter: slot.name for slot in net.reducer.slots}
@@ -258,7 +258,7 @@ class ShardedOptimizer:
                 gather = partial(self._gathering.gather, bucket.shard)
                 self._ahead.left[bucket.shard] = reducer.issue("parameters", gather, lambda: None)
 
-    def _use(self, shards: Sequence[Shard]) -> None:
+    def _use(self, shards: Sequence[BucketShard]) -> None:
         """Wait until the parameters of `shards` are those of all ranks."""
         for shard in shards:
             handle = self._ahead.left.get(shard)

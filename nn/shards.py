@@ -29,7 +29,7 @@ class Section:
         self.parameter = nn.Parameter(values)
 
 
-class Shard:
+class BucketShard:
     """Some parameters of one dtype, side by side in one flat tensor that is cut in blocks of equal size, one a rank.
 
     The parameters are views of it from now on. Behind the last of them there may be a rest, so that blocks are equal.
@@ -129,7 +129,7 @@ class ShardBucket(Bucket):
     Parameters that are frozen have their places all the same, which nobody looks at.
     """
 
-    def __init__(self, shard: Shard, slots: Sequence[Slot], memory: BucketMemory) -> None:
+    def __init__(self, shard: BucketShard, slots: Sequence[Slot], memory: BucketMemory) -> None:
         super().__init__(slots, memory.take)
         self.shard = shard
         self.names: list[str] = []
@@ -201,7 +201,7 @@ class ReduceScatter:
             return self._data.allreduce(bucket.data, self._op)
         return self._data.reduce_scatter(bucket.data, self._op, out=bucket.shard.gradient)
 
-    def gather(self, shard: Shard) -> Handle[Any]:
+    def gather(self, shard: BucketShard) -> Handle[Any]:
         """Return the handle of what gives all ranks the blocks of all."""
         return self._data.allgather(shard.own, out=shard.flat)
 

@@ -12,7 +12,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import MismatchError, RemoteError
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank tells the others."""
 
     value: Any
@@ -26,7 +26,7 @@ async def exchange(coll: Communicator, what: str, value: object, error: BaseExce
     If this rank gives an `error`, it is raised here, and on the other ranks a `RemoteError`, which names this one.
     """
     told = None if error is None else (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-    reports = [Report(*report) for report in await coll.allgather_object(Report(value, told))]
+    reports = [RankReport(*report) for report in await coll.allgather_object(RankReport(value, told))]
     if error is not None:
         raise error
     for rank, report in enumerate(reports):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import exchange
-from aiodist.checkpoints.parts import Net, Part, Pending
+from aiodist.checkpoints.parts import Delayed, Net, Part
 from aiodist.checkpoints.pieces import InPieces, Piece
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.restoring import Loaded, Targets
@@ -112,7 +112,7 @@ class _Load:
 
     def _wanted(self) -> list[dict[str, Piece]]:
         for part in self._targets.parts:
-            if isinstance(part, Pending):
+            if isinstance(part, Delayed):
                 part.make_updates()
         return [part.wanted() if isinstance(part, InPieces) else {} for part in self._targets.parts]
 

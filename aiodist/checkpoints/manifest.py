@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from aiodist.checkpoints.safetensors_file import DTYPES, Block, Entry
+from aiodist.checkpoints.safetensors_file import DTYPES, Block, TensorEntry
 from aiodist.checkpoints.values import Json
 from aiodist.errors import CheckpointDamaged
 
@@ -51,7 +51,7 @@ class Stored:
     """A piece of a tensor, and the rank that wrote it."""
 
     file: int
-    entry: Entry
+    entry: TensorEntry
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def pieces_of(tensors: Mapping[str, Sequence[Stored]]) -> None:
                     f"tensor {name!r}: rank {pieces[0].file} has {first.dtype} {list(first.shape)}, "
                     f"rank {piece.file} {piece.entry.dtype} {list(piece.entry.shape)}"
                 )
-        by_block: dict[Block | None, list[Entry]] = {}
+        by_block: dict[Block | None, list[TensorEntry]] = {}
         for piece in pieces:
             by_block.setdefault(piece.entry.block, []).append(piece.entry)
         _check_blocks(name, first.shape, list(by_block))
@@ -117,7 +117,7 @@ def block_shape(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
     return shape if block is None else tuple(stop - start for start, stop in block)
 
 
-def _check_filled(name: str, shape: tuple[int, ...], block: Block | None, entries: Sequence[Entry]) -> None:
+def _check_filled(name: str, shape: tuple[int, ...], block: Block | None, entries: Sequence[TensorEntry]) -> None:
     at = 0
     for entry in entries:
         if entry.start != at:
@@ -198,7 +198,7 @@ def _pieces(name: str, said: Any, files: Sequence[FileFacts]) -> list[Stored]:  
         if not isinstance(row, list) or len(row) != 6:
             raise ValueError(f"tensor {name!r}: a piece is {str(row)[:60]}")
         file, offset, start, numel, crc = _naturals(row[:5], 5, f"a piece of {name!r}")
-        entry = Entry(name, said["dtype"], shape, start, numel, _block(row[5], shape, name), offset, crc)
+        entry = TensorEntry(name, said["dtype"], shape, start, numel, _block(row[5], shape, name), offset, crc)
         if file >= len(files) or offset + entry.nbytes > files[file].nbytes:
             raise ValueError(f"tensor {name!r}: a piece lies outside of the files")
         found.append(Stored(file, entry))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiodist.checkpoints.folders import write_all
 from aiodist.checkpoints.manifest import FileFacts
-from aiodist.checkpoints.safetensors_file import Entry, Layout
+from aiodist.checkpoints.safetensors_file import Layout, TensorEntry
 
 _WAITS = 4.0
 
@@ -106,7 +106,7 @@ class Output:
         if fd is not None:
             os.close(fd)
 
-    def facts(self) -> tuple[FileFacts, list[Entry]]:
+    def facts(self) -> tuple[FileFacts, list[TensorEntry]]:
         """Return what the manifest says of the file, which is written."""
         header = self._layout.header
         entries = [replace(entry, crc=crc) for entry, crc in zip(self._layout.entries, self._crcs, strict=True)]

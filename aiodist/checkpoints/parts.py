@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodist.checkpoints.blocks import Cut, Cuts
 from aiodist.checkpoints.pieces import InPieces, OfRanks
-from aiodist.checkpoints.safetensors_file import Entry, dtype_name
+from aiodist.checkpoints.safetensors_file import TensorEntry, dtype_name
 from aiodist.checkpoints.shares import share
 from aiodist.checkpoints.values import Json, encode
 from aiodist.communicator import Communicator
@@ -40,7 +40,7 @@ class Net(Protocol):
 
 
 @runtime_checkable
-class Pending(Protocol):
+class Delayed(Protocol):
     """An optimizer with updates or averages that are made later: `nn.PipelinedOptimizer`, `nn.LocalSGD`."""
 
     def make_updates(self) -> None:
@@ -73,7 +73,7 @@ class Taken:
     """Tensors that all ranks have the same."""
     blocks: list[tuple[str, Cut, Tensor]] = field(default_factory=list)
     """Blocks of tensors, each of which some ranks have the same."""
-    mine: list[tuple[Entry, Tensor]] = field(default_factory=list)
+    mine: list[tuple[TensorEntry, Tensor]] = field(default_factory=list)
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
     own: list[Any] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Taken:
     def take(self, parts: Sequence[Part]) -> None:
         """Look at the state of `parts`. Raises what these raise, `TypeError` for what cannot be written."""
         for part in parts:
-            if isinstance(part, Pending):
+            if isinstance(part, Delayed):
                 part.make_updates()
         cuts = Cuts.of(parts[0])
         for number, part in enumerate(parts):
@@ -101,7 +101,7 @@ class Taken:
         for key, piece in pieces.items():
             called = pieces_name(number, key)
             dtype = dtype_name(piece.tensor.dtype, called)
-            entry = Entry(called, dtype, tuple(piece.shape), piece.start, piece.tensor.numel())
+            entry = TensorEntry(called, dtype, tuple(piece.shape), piece.start, piece.tensor.numel())
             self.mine.append((entry, piece.tensor.detach().reshape(-1)))
         self.parts.append({"rest": encode(rest, f"{name_of(number)}/rest", self.alike)})
 
@@ -120,7 +120,7 @@ class Taken:
     def keep_own(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors of this rank, whose names are its own."""
         for name, t in tensors.items():
-            entry = Entry(name, dtype_name(t.dtype, name), tuple(t.shape), 0, t.numel())
+            entry = TensorEntry(name, dtype_name(t.dtype, name), tuple(t.shape), 0, t.numel())
             self.mine.append((entry, t.detach().reshape(-1)))
 
     def structure(self) -> Json:
@@ -131,7 +131,7 @@ class Taken:
             "parts": self.parts,
         }
 
-    def mine_to_write(self, place: tuple[int, int], replica: tuple[int, int]) -> list[tuple[Entry, Tensor]]:
+    def mine_to_write(self, place: tuple[int, int], replica: tuple[int, int]) -> list[tuple[TensorEntry, Tensor]]:
         """Return what this rank writes: each entry with its elements, flat.
 
         `place` are rank and size among all, `replica` among those that have the same blocks.
@@ -144,12 +144,14 @@ class Taken:
         ]
 
 
-def _shared(tensors: Sequence[tuple[str, Cut | None, Tensor]], rank: int, size: int) -> list[tuple[Entry, Tensor]]:
+def _shared(
+    tensors: Sequence[tuple[str, Cut | None, Tensor]], rank: int, size: int
+) -> list[tuple[TensorEntry, Tensor]]:
     found = []
     for number, start, stop in share([(t.numel(), t.element_size()) for _, _, t in tensors], rank, size):
         name, cut, t = tensors[number]
         shape = tuple(t.shape) if cut is None else cut.shape
         block = None if cut is None else cut.block
-        entry = Entry(name, dtype_name(t.dtype, name), shape, start, stop - start, block)
+        entry = TensorEntry(name, dtype_name(t.dtype, name), shape, start, stop - start, block)
         found.append((entry, t.reshape(-1)[start:stop]))
     return found

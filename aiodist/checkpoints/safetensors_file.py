@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype, path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """What a rank's file has of one tensor: elements `start` … `start + numel` of `block` of it, made flat."""
 
     name: str
@@ -83,12 +83,12 @@ class Layout:
     """A file: its header, and its entries in their order; `order` has their numbers as they were given."""
 
     header: bytes
-    entries: list[Entry]
+    entries: list[TensorEntry]
     order: list[int]
     nbytes: int
 
 
-def lay_out(given: Sequence[Entry]) -> Layout:
+def lay_out(given: Sequence[TensorEntry]) -> Layout:
     """Return the file that has `given`, whose names differ from one another."""
     order = sorted(range(len(given)), key=lambda i: -DTYPES[given[i].dtype].itemsize)
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -106,7 +106,7 @@ def lay_out(given: Sequence[Entry]) -> Layout:
     return Layout(header, entries, order, at)
 
 
-def _as_stored(entry: Entry) -> dict[str, object]:
+def _as_stored(entry: TensorEntry) -> dict[str, object]:
     shape = [*entry.shape] if entry.whole else [entry.numel]
     if entry.dtype == "C128":
         return {"dtype": "F64", "shape": [*shape, 2]}

@@ -19,7 +19,7 @@ from aiodist.checkpoints.manifest import MANIFEST, FileFacts, Manifest, Stored, 
 from aiodist.checkpoints.output import Output
 from aiodist.checkpoints.own import check_own, own_loaders, own_states
 from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
-from aiodist.checkpoints.safetensors_file import Entry, Layout, copy_into, lay_out
+from aiodist.checkpoints.safetensors_file import Layout, TensorEntry, copy_into, lay_out
 from aiodist.checkpoints.values import Json, encode
 from aiodist.checkpoints.writer import Writer
 from aiodist.communicator import Communicator
@@ -220,7 +220,9 @@ class _Save:
         path: Path = (await exchange(coll, what, folder, error))[0]
         return path
 
-    async def _write_mine(self, writer: Writer, number: int, copied: _Copied) -> tuple[FileFacts, list[Entry], Json]:
+    async def _write_mine(
+        self, writer: Writer, number: int, copied: _Copied
+    ) -> tuple[FileFacts, list[TensorEntry], Json]:
         output = Output(copied.layout, copied.buffer)
         stream = writer.stream
         file = folders.folder_of(self.path, number, ".part") / file_name(writer.coll.rank)
@@ -235,7 +237,7 @@ class _Save:
             output.close()
         return (*output.facts(), copied.own)
 
-    def _commit(self, number: int, told: list[tuple[FileFacts, list[Entry], Json]], copied: _Copied) -> Path:
+    def _commit(self, number: int, told: list[tuple[FileFacts, list[TensorEntry], Json]], copied: _Copied) -> Path:
         """Write the manifest, and have the folder be a checkpoint; rank 0, on the thread for files."""
         part = folders.folder_of(self.path, number, ".part")
         tensors: dict[str, list[Stored]] = {}

@@ -36,7 +36,7 @@ class Writer:
         self.parent = coll
         self.lane: Lane = Scheduler.current().lane(f"files {coll.name}", _PRIORITY)
         self.progress = Progress.current()
-        self.buffers = Buffers(self.progress)
+        self.buffers = BufferPool(self.progress)
         self.coll: Communicator
         self.stream: HostStream
         self._thread = 0
@@ -133,7 +133,7 @@ def _own_cores(ranks: int) -> int:
     return allowed if allowed <= (os.cpu_count() or 1) // ranks else allowed // ranks
 
 
-class Buffers:
+class BufferPool:
     """The memory that shares are copied into: one buffer, which a save borrows until it is written."""
 
     def __init__(self, progress: Progress) -> None:

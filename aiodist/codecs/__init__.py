@@ -6,7 +6,7 @@
 from aiodist.codecs.base import Codec, ObjectCodec
 from aiodist.codecs.difference import Incoming, Outgoing
 from aiodist.codecs.feedback import ErrorFeedback
-from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, Lost, NarrowSum, Sum
+from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
 from aiodist.codecs.half import BFloat16, Half
 from aiodist.codecs.int8 import Int8
 from aiodist.codecs.lossless import Lossless
@@ -32,13 +32,13 @@ __all__ = [
     "Int8",
     "Json",
     "Lossless",
-    "Lost",
     "NarrowSum",
     "ObjectCodec",
     "Outgoing",
     "Pickle",
     "PowerSGD",
     "RandomK",
+    "RoundingLoss",
     "Sign",
     "Sum",
     "TernGrad",

@@ -24,7 +24,7 @@ class Sum(NamedTuple):
 
 
 class NarrowSum(NamedTuple):
-    """Add up 16-bit floats of all ranks in float32, and write `factor` times it to `out`; the answer is a `Lost`."""
+    """Add up 16-bit floats of all ranks in float32, and write `factor` times it to `out`; answered by a `RoundingLoss`."""
 
     tensor: Tensor
     out: Tensor
@@ -32,7 +32,7 @@ class NarrowSum(NamedTuple):
     factor: float = 1.0
 
 
-class Lost(NamedTuple):
+class RoundingLoss(NamedTuple):
     """What sums lost where they were rounded once more on their way: each element of it is told to one rank alone."""
 
     start: int

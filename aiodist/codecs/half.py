@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.codecs.base import FLOATS, STRETCH, Head, Kind, check_input, create, parse, part, wide
-from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, Lost, NarrowSum, Sum
+from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
 
 _BIAS = 1 << 16  # exponents travel as unsigned numbers
 _LARGEST = 1200  # float64's are between -1074 and 1023
@@ -69,7 +69,7 @@ class Half(GradientCodec):
         usual = abs(exponent) <= _SAFE
         lost = yield NarrowSum(narrow, gradients.out, 2.0**-exponent * gradients.factor if usual else 1.0)
         if gradients.feedback:
-            _give_back(lost, total, -exponent)
+            _account_for(lost, total, -exponent)
         if not usual:
             gradients.out.copy_(_times_power(gradients.out, -exponent)).mul_(gradients.factor)
 
@@ -107,10 +107,10 @@ class BFloat16(GradientCodec):
                 values.sub_(to)
         lost = yield NarrowSum(narrow, gradients.out, gradients.factor)
         if gradients.feedback:
-            _give_back(lost, gradients.total, 0)
+            _account_for(lost, gradients.total, 0)
 
 
-def _give_back(lost: Lost, total: Tensor, exponent: int) -> None:
+def _account_for(lost: RoundingLoss, total: Tensor, exponent: int) -> None:
     """Keep what the sum of all ranks lost in its part of this rank, times 2**exponent."""
     total[lost.start :][: lost.rest.numel()].add_(_times_power(lost.rest, exponent, to=total.dtype))
 

@@ -16,7 +16,7 @@ from aiodist.engine.evaluation import evaluate
 from aiodist.engine.hooks import Hook, Hooks
 from aiodist.engine.meeting import Assembly
 from aiodist.engine.meters import Metric, checked_metrics
-from aiodist.engine.plan import Loader, Plan, queue_of
+from aiodist.engine.plan import Loader, LoopPlan, queue_of
 from aiodist.engine.position import Position
 from aiodist.engine.profiling import checked_steps
 from aiodist.engine.samples import Split, WithCriterion, pair, whole
@@ -31,7 +31,7 @@ from aiodist.ps.training.base import TrainingClient
 H = TypeVar("H", bound=Hook)
 
 
-class Options(TypedDict, total=False):
+class EngineOptions(TypedDict, total=False):
     """What an engine does beside training."""
 
     uneven: bool | None
@@ -101,7 +101,7 @@ class Engine:
         coll: Communicator | None = None,
         metrics: Mapping[str, Metric] | None = None,
         split: Split | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._hooks = Hooks()
         self._net = net
@@ -130,7 +130,7 @@ class Engine:
             "a module, or DataParallel, and a client of a parameter server"
         )
 
-    def _made_saving(self, options: Options) -> Saving | None:
+    def _made_saving(self, options: EngineOptions) -> Saving | None:
         path, every, keep = (options.get(name) for name in ("checkpoint", "every", "keep"))
         if path is None:
             if every is not None or keep is not None:
@@ -276,12 +276,12 @@ def _plan(
     criterion: Callable[[Any, Any], Tensor] | None,
     metrics: Mapping[str, Metric],
     split: Split | None,
-    options: Options,
+    options: EngineOptions,
     saving: Saving | None,
-) -> Plan:
+) -> LoopPlan:
     """Return the arguments of an engine, checked."""
-    if unknown := options.keys() - Options.__annotations__:
-        raise TypeError(f"{', '.join(sorted(unknown))}: expected {', '.join(Options.__annotations__)}")
+    if unknown := options.keys() - EngineOptions.__annotations__:
+        raise TypeError(f"{', '.join(sorted(unknown))}: expected {', '.join(EngineOptions.__annotations__)}")
     module = net.module if isinstance(net, DataParallel) else net
     if isinstance(module, WithCriterion):
         if criterion is not None:
@@ -300,7 +300,7 @@ def _plan(
     if metrics and criterion is None and split is None:
         raise ValueError("metrics without a criterion: expected `split=`, which tells what the target is")
     profile = options.get("profile")
-    return Plan(
+    return LoopPlan(
         module=module,
         network=net,
         criterion=criterion,

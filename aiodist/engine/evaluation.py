@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from aiodist.engine.hooks import Hooks
 from aiodist.engine.meeting import Assembly, Word
 from aiodist.engine.meters import Meter
-from aiodist.engine.plan import Batch, Loader, Plan, prefetched, take
+from aiodist.engine.plan import Batch, Loader, LoopPlan, prefetched, take
 from aiodist.engine.state import State
 from aiodist.engine.steppers import Stepper
 from aiodist.handles import Progress
 
 
 async def evaluate(
-    plan: Plan, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
+    plan: LoopPlan, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
 ) -> dict[str, float]:
     """Return the figures of the data of all ranks; each goes at its own pace, and they meet at the end."""
     meter = Meter(plan.metrics)

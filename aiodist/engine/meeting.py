@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiodist.communicator import Communicator
-from aiodist.engine.meters import Figures
+from aiodist.engine.meters import EpochFigures
 from aiodist.errors import RemoteError
 from aiodist.world.tracebacks import cause_in, folded
 
@@ -22,7 +22,7 @@ class Word:
     """It asks all ranks to stop."""
     batches: int | None = None
     """How many are left of its epoch; None where its loader does not know."""
-    figures: Figures | None = None
+    figures: EpochFigures | None = None
     """What it has measured."""
     interrupted: bool = False
     """Its epoch ended before its data."""

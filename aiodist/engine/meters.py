@@ -39,7 +39,7 @@ Metric = MetricFunction | MetricObject
 
 
 @dataclass(frozen=True)
-class Figures:
+class EpochFigures:
     """What one rank has measured so far; it is small, and travels between ranks as an object."""
 
     weight: float = 0.0
@@ -53,9 +53,9 @@ class Figures:
 class Meter:
     """Measures one epoch on this rank; `add` belongs to the thread that computes."""
 
-    def __init__(self, metrics: Mapping[str, Metric], before: Figures | None = None) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], before: EpochFigures | None = None) -> None:
         """`before` is what was measured of this epoch before training was interrupted."""
-        before = before or Figures()
+        before = before or EpochFigures()
         self._functions = {name: m for name, m in metrics.items() if not isinstance(m, MetricObject)}
         self._objects = {name: deepcopy(m) for name, m in metrics.items() if isinstance(m, MetricObject)}
         for name, metric in self._objects.items():
@@ -85,13 +85,13 @@ class Meter:
         else:
             self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
 
-    def figures(self) -> Figures:
+    def figures(self) -> EpochFigures:
         """Return what was measured so far."""
         sums = {name: float(total) for name, total in self._sums.items()}
-        states = {name: {key: getattr(m, key) for key in m._reductions} for name, m in self._objects.items()}
-        return Figures(self._weight, sums, cast("Mapping[str, Mapping[str, Any]]", _on_host(states)))
+        states = {name: {key: getattr(m, key) for key in _reductions(m)} for name, m in self._objects.items()}
+        return EpochFigures(self._weight, sums, cast("Mapping[str, Mapping[str, Any]]", _on_host(states)))
 
-    def merged(self, figures: Sequence[Figures]) -> dict[str, float]:
+    def merged(self, figures: Sequence[EpochFigures]) -> dict[str, float]:
         """Return each mean, and the figure of each metric, over all ranks that `figures` are of."""
         weight = math.fsum(one.weight for one in figures)
         names = [LOSS, *self._functions]
@@ -116,12 +116,17 @@ def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     return found
 
 
+def _reductions(metric: MetricObject) -> Mapping[str, Any]:
+    """Return how each state of a torchmetrics metric is reduced over ranks."""
+    return metric._reductions
+
+
 def _over_ranks(metric: MetricObject, states: Sequence[Mapping[str, Any]]) -> float:
     """Return the figure of `metric` whose states are reduced over ranks, as torchmetrics reduces them."""
     whole = deepcopy(metric)
     whole.reset()
     reduced = {}
-    for key, reduction in metric._reductions.items():
+    for key, reduction in _reductions(metric).items():
         values = [state[key] for state in states]
         if isinstance(values[0], Tensor):
             together: Any = torch.stack(values)

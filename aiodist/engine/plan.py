@@ -22,7 +22,7 @@ Loader = Iterable[Any] | AsyncIterable[Any] | Prefetch[Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """The arguments of an engine, checked."""
 
     module: nn.Module
@@ -45,7 +45,7 @@ class Plan:
 class Batch:
     """Computes the batch that `state` has, on the thread that computes."""
 
-    plan: Plan
+    plan: LoopPlan
     state: State
     hooks: Hooks
     meter: Meter
@@ -66,7 +66,7 @@ class Batch:
         return state.loss
 
 
-async def take(sample: Any, plan: Plan, state: State, hooks: Hooks) -> None:  # noqa: ANN401
+async def take(sample: Any, plan: LoopPlan, state: State, hooks: Hooks) -> None:  # noqa: ANN401
     """Have `state` hold the sample, as the hooks of "sample" leave it."""
     state.sample, state.weight, state.output, state.loss = sample, None, None, None
     await hooks.call("sample", state)

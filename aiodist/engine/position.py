@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist.checkpoints.pieces import Redivided
-from aiodist.engine.meters import Figures
+from aiodist.engine.meters import EpochFigures
 
 _KEYS = frozenset({"epoch", "step", "batch", "order", "random", "figures", "data"})
 
@@ -29,7 +29,7 @@ class Position:
     """The state of torch's generator when this epoch began: it gives the order of its data."""
     random: dict[str, Tensor] | None = None
     """The states of torch's generators to go on with; None where training goes on with those that there are."""
-    figures: Figures | None = None
+    figures: EpochFigures | None = None
     """What was measured of this epoch."""
     under_way: bool = False
     """An epoch has begun, and is not over."""
@@ -53,7 +53,7 @@ class Position:
             if "cuda" in given and torch.cuda.is_available():
                 torch.cuda.set_rng_state(given["cuda"])
 
-    def interrupt(self, figures: Figures) -> None:
+    def interrupt(self, figures: EpochFigures) -> None:
         """The epoch ends before its data do."""
         self.figures = figures
         self.random = _random_states()
@@ -65,12 +65,12 @@ class Position:
         self.under_way = False
         self.order = self.figures = None
 
-    def state_dict(self, figures: Figures | None, queue: Redivided | None) -> dict[str, Any]:
+    def state_dict(self, figures: EpochFigures | None, queue: Redivided | None) -> dict[str, Any]:
         """Return numbers, tensors, and dicts and lists of them; `figures` are those of the epoch so far."""
         data = self.data
         if data is None and self.under_way and queue is not None:
             data = [queue.state_dict()]
-        measured = self.figures or figures or Figures()
+        measured = self.figures or figures or EpochFigures()
         return {
             "epoch": self.epochs,
             "step": self.steps,
@@ -104,7 +104,7 @@ class Position:
             batches=state["batch"],
             order=state["order"],
             random=dict(state["random"]),
-            figures=Figures(**state["figures"]) if state["batch"] else None,
+            figures=EpochFigures(**state["figures"]) if state["batch"] else None,
             data=state["data"],
         )
 

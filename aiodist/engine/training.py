@@ -11,7 +11,7 @@ from aiodist.engine.display import Display
 from aiodist.engine.hooks import Hooks
 from aiodist.engine.meeting import Assembly, Word
 from aiodist.engine.meters import Meter
-from aiodist.engine.plan import Batch, Loader, Plan, length_of, prefetched, queue_of, set_epoch, take
+from aiodist.engine.plan import Batch, Loader, LoopPlan, length_of, prefetched, queue_of, set_epoch, take
 from aiodist.engine.position import Position
 from aiodist.engine.profiling import Profiling
 from aiodist.engine.state import Event, State
@@ -30,7 +30,7 @@ class Training:
     """
 
     def __init__(
-        self, plan: Plan, stepper: Stepper, assembly: Assembly, position: Position, hooks: Hooks, state: State
+        self, plan: LoopPlan, stepper: Stepper, assembly: Assembly, position: Position, hooks: Hooks, state: State
     ) -> None:
         self._plan = plan
         self._stepper = stepper

@@ -17,7 +17,7 @@ Key = str | Tensor
 _NOTE_BYTES = 512
 
 
-class Pending(Awaitable[Any], Protocol):
+class PendingCall(Awaitable[Any], Protocol):
     """A call that is on its way; a Handle."""
 
     def done(self) -> bool:
@@ -27,10 +27,10 @@ class Pending(Awaitable[Any], Protocol):
 class Centre(Protocol):
     """The part of `ParameterServer` that clients use."""
 
-    def push(self, what: Any, values: Any, *, rule: str | None = None) -> Pending:  # noqa: ANN401
+    def push(self, what: Any, values: Any, *, rule: str | None = None) -> PendingCall:  # noqa: ANN401
         """Send `values`, which stay untouched until it is over; `rule` None is that of each tensor."""
 
-    def pull(self, what: Any, out: Any, *, reads: Any = None) -> Pending:  # noqa: ANN401
+    def pull(self, what: Any, out: Any, *, reads: Any = None) -> PendingCall:  # noqa: ANN401
         """Fetch into `out`; it sees what this rank has pushed before."""
 
 
@@ -46,8 +46,8 @@ class CentreLink:
             raise ValueError(f"group={group!r}: expected a communicator that this rank belongs to")
         self._ps = ps
         self._group = group
-        self._pushing: Pending | None = None
-        self._pulling: Pending | None = None
+        self._pushing: PendingCall | None = None
+        self._pulling: PendingCall | None = None
 
     @property
     def talks(self) -> bool:
