@@ -24,7 +24,7 @@ class Sum(NamedTuple):
 
 
 class NarrowSum(NamedTuple):
-    """Add up 16-bit floats of all ranks in float32, and write `factor` times it to `out`; answered by a `RoundingLoss`."""
+    """Add up 16-bit floats of all ranks in float32; `factor` times it goes to `out`; answered by a `RoundingLoss`."""
 
     tensor: Tensor
     out: Tensor
