@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_PLENTY = 64
+_PLENTY = 1024
 """Shards of few records are handed out several at a time, up to so many records."""
 
 
@@ -116,7 +116,7 @@ class QueueMachine:
     """Hands out the records of one epoch, each to one rank.
 
     A hand-out is a 2p-th part of what is left for p ranks, but at least `least`, and ends with a shard once it is as
-    large as that and 64 records. So a fast rank takes more of them than a slow one, and the last ones are small: ranks
+    large as that and 1024 records. So a fast rank takes more of them than a slow one, and the last ones are small: ranks
     end at about the same time. What was given back goes out first.
 
     Source: guided self-scheduling, Polychronopoulos and Kuck 1987, doi:10.1109/TC.1987.5009495; the queue of tasks is

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from aiodist.data.order import Order, Part
-from aiodist.data.queue_client import QueueClient
-from aiodist.data.sharded import Shards
+from aiodist.data.queue_client import QueueClient, Ranges
+from aiodist.data.sharded import Expecting, Shards
 from aiodist.handles import Handle
 from aiodist.streams import HostStream
 
@@ -65,21 +66,21 @@ class QueuePass(Generic[T]):
 
     async def _items(self) -> AsyncGenerator[Any, None]:
         """Yield the items."""
-        try:
-            async with (
-                HostStream("shards") as reader,
-                aclosing(self._parts()) as parts,
-                aclosing(self._read(parts, reader)) as read,
-                aclosing(self._batches(read)) as batches,
-            ):
-                async for batch in batches:
-                    self._check_not_left()
-                    self._prepared.append(len(batch))
-                    yield batch if self._terms.batch_size is not None else batch[0]
-            self._ended = True
-        finally:
-            if not self._ended:
-                self.leave()
+        async with HostStream("shards") as reader:
+            try:
+                async with (
+                    aclosing(self._parts(reader)) as parts,
+                    aclosing(self._read(parts, reader)) as read,
+                    aclosing(self._batches(read)) as batches,
+                ):
+                    async for batch in batches:
+                        self._check_not_left()
+                        self._prepared.append(len(batch))
+                        yield batch if self._terms.batch_size is not None else batch[0]
+                self._ended = True
+            finally:
+                if not self._ended:
+                    self.leave()
 
     async def _batches(self, read: AsyncIterator[list[T]]) -> AsyncGenerator[list[T], None]:
         """Yield full batches, and a short one where nothing follows for now."""
@@ -110,9 +111,9 @@ class QueuePass(Generic[T]):
         while ahead:
             yield await ahead.popleft()
 
-    async def _parts(self) -> AsyncGenerator[Part | None, None]:
+    async def _parts(self, reader: HostStream) -> AsyncGenerator[Part | None, None]:
         """Yield what is handed to this rank; None before it waits for what other ranks hold."""
-        asked = self._client.take()
+        asked = self._ask(reader)
         while True:
             ranges = await asked
             if not ranges:
@@ -122,10 +123,22 @@ class QueuePass(Generic[T]):
                 if not ranges:
                     return
             self._check_not_left()
-            asked = self._client.take()  # in hand before these are used up
-            for start, stop in ranges:
-                for part in self._terms.order.parts(start, stop):
+            asked = self._ask(reader)  # in hand before these are used up
+            for each in ranges:
+                for part in self._terms.order.parts(*each):
                     yield part
+
+    def _ask(self, reader: HostStream) -> Handle[Ranges]:
+        """Ask for the next records; their shards are expected as soon as they are in hand."""
+        asked = self._client.take()
+        if isinstance(self._terms.shards, Expecting):
+            asked.add_done_callback(partial(self._expect, self._terms.shards, reader))
+        return asked
+
+    def _expect(self, shards: Expecting, reader: HostStream, asked: Handle[Ranges]) -> None:
+        if not self._left and asked.exception() is None:
+            coming = [shard for each in asked.result() for shard in self._terms.order.shards(*each)]
+            reader.submit(shards.expect, coming).detach()
 
     def _check_not_left(self) -> None:
         if self._left:
