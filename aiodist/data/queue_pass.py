@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from aiodist.data.order import Order, Part
@@ -66,21 +65,21 @@ class QueuePass(Generic[T]):
 
     async def _items(self) -> AsyncGenerator[Any, None]:
         """Yield the items."""
-        async with HostStream("shards") as reader:
-            try:
-                async with (
-                    aclosing(self._parts(reader)) as parts,
-                    aclosing(self._read(parts, reader)) as read,
-                    aclosing(self._batches(read)) as batches,
-                ):
-                    async for batch in batches:
-                        self._check_not_left()
-                        self._prepared.append(len(batch))
-                        yield batch if self._terms.batch_size is not None else batch[0]
-                self._ended = True
-            finally:
-                if not self._ended:
-                    self.leave()
+        try:
+            async with (
+                HostStream("shards") as reader,
+                aclosing(self._parts(reader)) as parts,
+                aclosing(self._read(parts, reader)) as read,
+                aclosing(self._batches(read)) as batches,
+            ):
+                async for batch in batches:
+                    self._check_not_left()
+                    self._prepared.append(len(batch))
+                    yield batch if self._terms.batch_size is not None else batch[0]
+            self._ended = True
+        finally:
+            if not self._ended:
+                self.leave()
 
     async def _batches(self, read: AsyncIterator[list[T]]) -> AsyncGenerator[list[T], None]:
         """Yield full batches, and a short one where nothing follows for now."""
@@ -113,7 +112,8 @@ class QueuePass(Generic[T]):
 
     async def _parts(self, reader: HostStream) -> AsyncGenerator[Part | None, None]:
         """Yield what is handed to this rank; None before it waits for what other ranks hold."""
-        asked = self._ask(reader)
+        asked = self._client.take()
+        expected = False
         while True:
             ranges = await asked
             if not ranges:
@@ -123,21 +123,21 @@ class QueuePass(Generic[T]):
                 if not ranges:
                     return
             self._check_not_left()
-            asked = self._ask(reader)  # in hand before these are used up
-            for each in ranges:
-                for part in self._terms.order.parts(*each):
+            if not expected:
+                self._expect(ranges, reader)
+            asked = self._client.take()  # in hand before these are used up
+            expected = False
+            for start, stop in ranges:
+                for part in self._terms.order.parts(start, stop):
                     yield part
+                    if not expected and asked.done():
+                        self._expect(await asked, reader)
+                        expected = True
 
-    def _ask(self, reader: HostStream) -> Handle[Ranges]:
-        """Ask for the next records; their shards are expected as soon as they are in hand."""
-        asked = self._client.take()
-        if isinstance(self._terms.shards, Expecting):
-            asked.add_done_callback(partial(self._expect, self._terms.shards, reader))
-        return asked
-
-    def _expect(self, shards: Expecting, reader: HostStream, asked: Handle[Ranges]) -> None:
-        if not self._left and asked.exception() is None:
-            coming = [shard for each in asked.result() for shard in self._terms.order.shards(*each)]
+    def _expect(self, ranges: Ranges, reader: HostStream) -> None:
+        """Have shards that are in hand prepared, where they can be."""
+        if isinstance(shards := self._terms.shards, Expecting):
+            coming = [shard for start, stop in ranges for shard in self._terms.order.shards(start, stop)]
             reader.submit(shards.expect, coming).detach()
 
     def _check_not_left(self) -> None:
