@@ -31,6 +31,7 @@ _MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 31  # bytes of a body: below 2^32 also where compressing makes it larger
+_READERS = 2  # what is compressed keeps both busy
 AHEAD = 16 << 20  # bytes that the disk is to bring while others are read
 _MOST_DENSE = 1100  # gzip compresses no better, and snappy far less
 _NUMBERS: dict[Compressor, int] = {"none": 0, "snappy": 1, "gzip": 2}
@@ -177,7 +178,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the records from `start` to before `stop`, by default all; only their chunks are read.
 
-        The next ones are read in a thread meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
+        The next two are read in threads meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
         """
         stop = len(self) if stop is None else stop
         if not 0 <= start <= stop <= len(self):
@@ -228,13 +229,13 @@ class RecordFile(AbstractContextManager["RecordFile"]):
 
 
 def read_ahead(chunks: Iterable[tuple[RecordFile, int]]) -> Iterator[list[bytes]]:
-    """Yield the records of each chunk; a thread reads the next two while the caller uses this one."""
+    """Yield the records of each chunk; threads read the next two while the caller uses this one."""
     ahead: deque[Future[list[bytes]]] = deque()
-    with ThreadPoolExecutor(1, "aiodist-records") as reader:
+    with ThreadPoolExecutor(_READERS, "aiodist-records") as readers:
         try:
             for file, number in _expected(chunks):
-                ahead.append(reader.submit(file.chunk, number))
-                if len(ahead) > 2:
+                ahead.append(readers.submit(file.chunk, number))
+                if len(ahead) > _READERS:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
