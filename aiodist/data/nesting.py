@@ -100,6 +100,8 @@ def nbytes_of(value: object) -> int:
     """
     if type(value) in _FLAT:
         return 0
+    if type(value) is list and set(map(type, value)) == {bytes}:  # a batch of records: each has many
+        return sum(map(len, {id(record): record for record in value}.values()))
     total = 0
     seen: set[int] = set()
     left = [value]

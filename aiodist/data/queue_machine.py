@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 _PLENTY = 64
 """Shards of few records are handed out several at a time, up to so many records."""
+_MOST = 1024
+"""So are larger ones while many records are left: so the disk can be told what is read next."""
 
 
 class Range(NamedTuple):
@@ -115,9 +117,9 @@ class Share:
 class QueueMachine:
     """Hands out the records of one epoch, each to one rank.
 
-    A hand-out is a 2p-th part of what is left for p ranks, but at least `least`, and ends with a shard once it is as
-    large as that and 64 records. So a fast rank takes more of them than a slow one, and the last ones are small: ranks
-    end at about the same time. What was given back goes out first.
+    A hand-out is at most a 2p-th part of what is left for p ranks, but at least `least`. It ends with a shard once it
+    has 64 records, or a 16p-th part of what is left, up to 1024 records. So a fast rank takes more of them than a slow
+    one, and the last ones are small: ranks end at about the same time. What was given back goes out first.
 
     Source: guided self-scheduling, Polychronopoulos and Kuck 1987, doi:10.1109/TC.1987.5009495; the queue of tasks is
     that of ElasticDL's master (its docs/designs/dynamic_data_sharding.md).
@@ -184,7 +186,7 @@ class QueueMachine:
     def _next(self) -> list[Range]:
         """Take the next hand-out from the pool."""
         want = max(self._least, -(-self._left // (2 * self._ranks)))
-        enough = min(want, max(self._least, _PLENTY))
+        enough = min(want, max(self._least, _PLENTY, min(_MOST, self._left // (16 * self._ranks))))
         taken: list[Range] = []
         count = 0
         while self._pool and count < enough:

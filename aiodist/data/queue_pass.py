@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from aiodist.data.order import Order, Part
-from aiodist.data.queue_client import QueueClient
-from aiodist.data.sharded import Shards
+from aiodist.data.queue_client import QueueClient, Ranges
+from aiodist.data.sharded import Expecting, Shards
 from aiodist.handles import Handle
 from aiodist.streams import HostStream
 
@@ -68,7 +68,7 @@ class QueuePass(Generic[T]):
         try:
             async with (
                 HostStream("shards") as reader,
-                aclosing(self._parts()) as parts,
+                aclosing(self._parts(reader)) as parts,
                 aclosing(self._read(parts, reader)) as read,
                 aclosing(self._batches(read)) as batches,
             ):
@@ -110,9 +110,10 @@ class QueuePass(Generic[T]):
         while ahead:
             yield await ahead.popleft()
 
-    async def _parts(self) -> AsyncGenerator[Part | None, None]:
+    async def _parts(self, reader: HostStream) -> AsyncGenerator[Part | None, None]:
         """Yield what is handed to this rank; None before it waits for what other ranks hold."""
         asked = self._client.take()
+        expected = False
         while True:
             ranges = await asked
             if not ranges:
@@ -122,10 +123,22 @@ class QueuePass(Generic[T]):
                 if not ranges:
                     return
             self._check_not_left()
+            if not expected:
+                self._expect(ranges, reader)
             asked = self._client.take()  # in hand before these are used up
+            expected = False
             for start, stop in ranges:
                 for part in self._terms.order.parts(start, stop):
                     yield part
+                    if not expected and asked.done():
+                        self._expect(await asked, reader)
+                        expected = True
+
+    def _expect(self, ranges: Ranges, reader: HostStream) -> None:
+        """Have shards that are in hand prepared, where they can be."""
+        if isinstance(shards := self._terms.shards, Expecting):
+            coming = [shard for start, stop in ranges for shard in self._terms.order.shards(start, stop)]
+            reader.submit(shards.expect, coming).detach()
 
     def _check_not_left(self) -> None:
         if self._left:

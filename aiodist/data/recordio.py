@@ -31,7 +31,8 @@ _MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 31  # bytes of a body: below 2^32 also where compressing makes it larger
-_READERS = 2  # one waits for the disk while the other checks what came
+_READERS = 2  # what is compressed keeps both busy
+AHEAD = 16 << 20  # bytes that the disk is to bring while others are read
 _MOST_DENSE = 1100  # gzip compresses no better, and snappy far less
 _NUMBERS: dict[Compressor, int] = {"none": 0, "snappy": 1, "gzip": 2}
 
@@ -169,10 +170,15 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         except ValueError as error:
             self._fail(chunk, f"{error}; it is damaged", error)
 
+    def expect(self, number: int) -> None:
+        """Have the disk bring a chunk that is read soon, as far as the kernel takes the advice; waits for nothing."""
+        chunk = self.chunks[number]
+        os.posix_fadvise(self._fd, chunk.offset, _HEADER.size + chunk.nbytes, os.POSIX_FADV_WILLNEED)
+
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the records from `start` to before `stop`, by default all; only their chunks are read.
 
-        The next two chunks are read in threads meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
+        The next two are read in threads meanwhile. Raises `IndexError` unless 0 <= start <= stop <= len(self).
         """
         stop = len(self) if stop is None else stop
         if not 0 <= start <= stop <= len(self):
@@ -225,10 +231,10 @@ class RecordFile(AbstractContextManager["RecordFile"]):
 def read_ahead(chunks: Iterable[tuple[RecordFile, int]]) -> Iterator[list[bytes]]:
     """Yield the records of each chunk; threads read the next two while the caller uses this one."""
     ahead: deque[Future[list[bytes]]] = deque()
-    with ThreadPoolExecutor(_READERS, "aiodist-records") as pool:
+    with ThreadPoolExecutor(_READERS, "aiodist-records") as readers:
         try:
-            for file, number in chunks:
-                ahead.append(pool.submit(file.chunk, number))
+            for file, number in _expected(chunks):
+                ahead.append(readers.submit(file.chunk, number))
                 if len(ahead) > _READERS:
                     yield ahead.popleft().result()
             while ahead:
@@ -236,6 +242,21 @@ def read_ahead(chunks: Iterable[tuple[RecordFile, int]]) -> Iterator[list[bytes]
         finally:
             for unused in ahead:
                 unused.cancel()
+
+
+def _expected(chunks: Iterable[tuple[RecordFile, int]]) -> Iterator[tuple[RecordFile, int]]:
+    """Yield the chunks, each when the disk was told of those behind it."""
+    told: deque[tuple[RecordFile, int]] = deque()
+    nbytes = 0
+    for file, number in chunks:
+        file.expect(number)
+        told.append((file, number))
+        nbytes += file.chunks[number].nbytes
+        while nbytes > AHEAD:
+            file, number = told.popleft()
+            nbytes -= file.chunks[number].nbytes
+            yield file, number
+    yield from told
 
 
 def _split(body: bytes, count: int) -> list[bytes]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Sequence, Sized
+from typing import Protocol, TypeVar, runtime_checkable
 
 from aiodist.data.order import picked
-from aiodist.data.recordio import RecordFile
+from aiodist.data.recordio import AHEAD, RecordFile
 
 T = TypeVar("T")
 
@@ -20,6 +20,14 @@ class Shards(Protocol[T]):
 
     def read(self, shard: int, within: Sequence[int], /) -> list[T]:
         """Return the records at these places of a shard, in that order; called on one thread of the queue's."""
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """Shards that prepare for being read."""
+
+    def expect(self, shards: Iterable[int], /) -> None:
+        """Note that these are read next, in this order; called on the thread that reads."""
 
 
 class IndexShards:
@@ -56,6 +64,15 @@ class RecordShards:
         self.sizes = [chunk.records for file in files for chunk in file.chunks]
         """How many records each chunk has."""
         self._last: tuple[int, list[bytes]] = (-1, [])
+
+    def expect(self, shards: Iterable[int], /) -> None:
+        """Have the disk bring the first of these chunks while others are read."""
+        ahead = 0
+        for file, number in map(self._chunks.__getitem__, shards):
+            if ahead > AHEAD:
+                break
+            ahead += file.chunks[number].nbytes
+            file.expect(number)
 
     def read(self, shard: int, within: Sequence[int], /) -> list[bytes]:
         """Return the records at these places of a chunk, which is read and checked as a whole."""

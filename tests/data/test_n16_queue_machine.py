@@ -155,7 +155,8 @@ def test_n16_hand_outs_become_small_and_stay_within_shards(sizes: list[int], ran
         want = max(least, -(-left // (2 * ranks)))
         assert len(found) <= max(want, least)
         last = max((end for end in ends if end <= found[-1]), default=0)  # where the last shard begins
-        assert sum(1 for position in found if position < last) < max(least, 64)  # what came before it was not enough
+        enough = max(least, 64, min(1024, left // (16 * ranks)))
+        assert sum(1 for position in found if position < last) < enough  # what came before it was too little
         left -= len(found)
         number += 1
     assert machine.handle(Take(0, number, waits=ranks == 1)) == [Hand(0, number, ())]
@@ -194,6 +195,9 @@ def test_n16_an_order_has_each_record_once_in_any_cuts(
     found = [(shard, place) for shard, within in parts for place in within]
     assert sorted(found) == [(shard, place) for shard, size in enumerate(sizes) for place in range(size)]
     assert found == [(s, p) for s, within in Order(sizes, shuffle, seed, epoch).parts(0, total) for p in within]
+    for start in range(total):
+        assert {part.shard for part in order.parts(start, total)} <= set(order.shards(start, total))
+        assert set(order.shards(start, start + 1)) >= {found[start][0]}
     if not shuffle:
         assert found == sorted(found)
     elif shuffle is not True:
