@@ -22,7 +22,7 @@ class Part(NamedTuple):
     within: Sequence[int]
 
 
-class Order:
+class EpochOrder:
     """The order of all records in one epoch, the same on every rank: position 0, 1, ... up to the number of records.
 
     `sizes` are the numbers of records of each shard. Cost: one permutation of the shards; the records of a shard are

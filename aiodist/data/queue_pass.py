@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from aiodist.data.order import Order, Part
+from aiodist.data.order import EpochOrder, Part
 from aiodist.data.queue_client import QueueClient, Ranges
 from aiodist.data.sharded import Expecting, Shards
 from aiodist.handles import Handle
@@ -24,7 +24,7 @@ class PassTerms(Generic[T]):
     """What a pass reads, and how."""
 
     shards: Shards[T]
-    order: Order
+    order: EpochOrder
     batch_size: int | None
     wait: bool
 

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any, Literal, overload
 
 from aiodist.communicator import Communicator
-from aiodist.data.order import Order, Shuffle, check_shuffle, picked
+from aiodist.data.order import EpochOrder, Shuffle, check_shuffle, picked
 from aiodist.data.recordio import PathLike, RecordFile, read_ahead
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.sharded import RecordShards
@@ -121,7 +121,7 @@ class Records:
     def _parts(self) -> Iterator[list[bytes]]:
         """Yield of each chunk what is this rank's."""
         sizes = [chunk.records for _, chunk in self._chunks]
-        mine = list(Order(sizes, self._shuffle, self._seed, self.epoch).parts(self._start, self._stop))
+        mine = list(EpochOrder(sizes, self._shuffle, self._seed, self.epoch).parts(self._start, self._stop))
         chunks = (self._chunks[part.shard] for part in mine)
         found = read_ahead((file, chunk.number) for file, chunk in chunks)
         for part, read in zip(mine, found, strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.watchdog import Watch
-from aiodist.data.order import Order, Shuffle, check_shuffle
+from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.queue_client import QueueClient
 from aiodist.data.queue_machine import QueueMachine, Range, merged
 from aiodist.data.queue_pass import PassTerms, QueuePass
@@ -191,7 +191,7 @@ class ShardQueue(Generic[T]):
         if self._pass is not None and self._pass.over:
             raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
         self._leave_pass()
-        order = Order(self._sizes, self._shuffle, self._seed, self.epoch)
+        order = EpochOrder(self._sizes, self._shuffle, self._seed, self.epoch)
         self._pass = QueuePass(self._client, PassTerms(self._shards, order, self._batch_size, self._wait))
         return self._pass
 
@@ -202,7 +202,7 @@ class ShardQueue(Generic[T]):
 
     def _machine(self, epoch: int, used: Iterable[Range]) -> QueueMachine:
         """Return the machine of an epoch; on the first rank, any thread."""
-        ends = Order(self._sizes, self._shuffle, self._seed, epoch).ends
+        ends = EpochOrder(self._sizes, self._shuffle, self._seed, epoch).ends
         return QueueMachine(ends, self._coll.size, self._batch_size or 1, used)
 
     # --- the end ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiodist.data.order import Order, Shuffle
+from aiodist.data.order import EpochOrder, Shuffle
 from aiodist.data.queue_machine import (
     Hand,
     HandBack,
@@ -187,14 +187,14 @@ def test_n16_a_share_knows_what_it_used() -> None:
 def test_n16_an_order_has_each_record_once_in_any_cuts(
     sizes: list[int], shuffle: Shuffle, seed: int, epoch: int, data: st.DataObject
 ) -> None:
-    order = Order(sizes, shuffle, seed, epoch)
+    order = EpochOrder(sizes, shuffle, seed, epoch)
     total = sum(sizes)
     assert (order.ends or [0])[-1] == total
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=5))})
     parts = [part for pair in pairwise(cuts) for part in order.parts(*pair)]
     found = [(shard, place) for shard, within in parts for place in within]
     assert sorted(found) == [(shard, place) for shard, size in enumerate(sizes) for place in range(size)]
-    assert found == [(s, p) for s, within in Order(sizes, shuffle, seed, epoch).parts(0, total) for p in within]
+    assert found == [(s, p) for s, within in EpochOrder(sizes, shuffle, seed, epoch).parts(0, total) for p in within]
     for start in range(total):
         assert {part.shard for part in order.parts(start, total)} <= set(order.shards(start, total))
         assert set(order.shards(start, start + 1)) >= {found[start][0]}
