@@ -27,8 +27,8 @@ from aiodist.ps import (
     Synchronous,
     Uniform,
 )
-from aiodist.ps.rows.packing import pack
-from aiodist.ps.wire import TABLE, Kind, Way, pack_pull, pack_push
+from aiodist.ps.rows.packing import pack, packed_bytes
+from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SECONDS = 20.0
@@ -358,11 +358,14 @@ CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short":
 def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     """Return an entry with rows that no table sends."""
     ids = torch.tensor(CRAFTED.get(what, list(range(40))))
-    packed = pack(ids, torch.ones(ids.numel(), 2))
+    rows = torch.ones(ids.numel(), 2)
+    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
+    pack(ids, rows, packed)
     body = bytes(packed.tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
-        return Kind.PULL, pack_pull(key, Way.MESSAGE, 0, number, 0) + ids_bytes
+        head = pack_pull(key, Way.MESSAGE, 0, number, 0) + pack_ids(Way.INLINE, len(ids_bytes), 0, 0)
+        return Kind.PULL, head + ids_bytes
     body = body[:-1] if what == "short" else body
     rule = 1 << 15 if what == "rule" else TABLE
     return Kind.PUSH, pack_push(key, rule, Way.INLINE, False, number, 0, 1.0, len(body), 0, 0) + body

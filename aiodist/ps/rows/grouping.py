@@ -23,20 +23,18 @@ class GroupedIds(NamedTuple):
     shape: torch.Size
     """Of the call's ids."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of the rows of each id, `(len(ids), dim)`, in new memory; `values` are `(numel, dim)`."""
-        count = self.ids.numel()
-        if count == self.places.numel():  # each is there once
-            order = torch.empty_like(self.places)
-            order[self.places] = torch.arange(count)
-            return values.index_select(0, order)
-        return values.new_zeros(count, values.shape[1]).index_add_(0, self.places, values)
+    def sum(self, values: Tensor, into: Tensor) -> None:
+        """Write the sum of the rows of each id into `into`, `(len(ids), dim)`; `values` are `(numel, dim)`."""
+        if self.ids.numel() == self.places.numel():  # each is there once
+            self.last(values, into)
+        else:
+            into.zero_().index_add_(0, self.places, values)
 
-    def last(self, values: Tensor) -> Tensor:
-        """Return the last row of each id, `(len(ids), dim)`, in new memory."""
-        count = self.places.numel()
-        last = torch.zeros_like(self.ids).scatter_reduce_(0, self.places, torch.arange(count), "amax")
-        return values.index_select(0, last)
+    def last(self, values: Tensor, into: Tensor) -> None:
+        """Write the last row of each id into `into`, `(len(ids), dim)`."""
+        last = torch.empty_like(self.ids)
+        last.scatter_reduce_(0, self.places, torch.arange(self.places.numel()), "amax", include_self=False)
+        torch.index_select(values, 0, last, out=into)
 
     def blocks(self) -> list[slice]:
         """Return which of `ids` are in each group."""
