@@ -413,3 +413,23 @@ async def test_p15_many_handles_at_once_come_out_in_order(coll: Communicator) ->
         assert [pull.version for pull in pulls] == list(range(1, 61))
         await ps.sync()
         await ps.barrier()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))
+async def test_p15_batches_too_long_for_an_entry_come_out_right(coll: Communicator) -> None:
+    seed = await coll.allreduce(torch.tensor(random.randrange(1 << 30)))
+    generator = torch.Generator().manual_seed(int(seed))
+    async with ParameterServer(coll, consistency=Synchronous("sum"), timeout=SECONDS) as ps:
+        table = await ps.embedding("t", 3, init=0.0, dtype=torch.float64)
+        expected = torch.zeros(40_001, 3, dtype=torch.float64)
+        for count in (20_001, 9_999, 20_001):  # of other sizes, and then in buffers that were used before
+            ids = torch.randint(0, 40_001, (count,), generator=generator)  # some twice
+            values = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+            await table.push(ids, (ps.rank + 1) * values)
+            expected.index_add_(0, ids, values, alpha=sum(range(1, coll.size + 1)))
+            out = torch.empty(count, 3, dtype=torch.float64)
+            assert await table.pull(ids, out) is out
+            torch.testing.assert_close(out, expected[ids])
+            torch.testing.assert_close(await table.pull(ids.flip(0)), expected[ids.flip(0)])
+        await ps.barrier()

@@ -94,7 +94,8 @@ class RowSGD(RowOptimizer):
     @property
     def factor(self) -> float:
         """What a step multiplies the gradient by."""
-        return self.settings["lr"] if self.settings["maximize"] else -self.settings["lr"]
+        lr = float(self.settings["lr"])
+        return lr if self.settings["maximize"] else -lr
 
     def _step(self, rows: Tensor, gradient: Tensor, columns: Columns, steps: int) -> None:
         rows.sub_(gradient, alpha=self.settings["lr"])
