@@ -74,6 +74,8 @@ class RowServing:
         way, place = context.way_to(pull.client, t)
         if pull.way == Way.OWN and t.nbytes:
             way, place = Way.OWN, Place(0, shard.key)
+        elif coded and way == Way.MEMORY:  # a codec may return its input; who looks at memory expects rows
+            way, place = Way.MESSAGE, Place(0, 0)
         head = pack_data(pull.number, version, way, coded, t.nbytes, *place)
         looks = way in (Way.OWN, Way.MEMORY)
         if looks:
