@@ -70,6 +70,7 @@ async def test_p15_what_all_workers_push_is_summed(coll: Communicator, policy: s
             return
         table = await ps.embedding("t", 30, dtype=torch.float64, seed=3)
         first = await table.pull(ids)
+        await ps.barrier()  # a worker's read and another's push have no order
         for step in range(4):
             chosen = used(ids, step)
             twice = torch.cat([chosen, chosen[:5]])
@@ -392,6 +393,7 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communic
             assert all("raised ValueError: " in str(error) or "raised IndexError" in str(error) for error in errors)
         await ps.barrier()
         assert (await table.pull(ids)).unique().tolist() == [0.0]
+        await ps.barrier()
         await table.push(ids, torch.ones(50, 2))
         await ps.barrier()
         assert (await table.pull(ids)).unique().tolist() == [-3.0]
