@@ -6,7 +6,6 @@ import json
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from aiodist.errors import PeerLost
@@ -57,6 +56,6 @@ class Answers:
 
     def recycle(self, push: Pushing) -> None:
         """Nobody looks at what was pushed any more."""
-        if push.pooled and push.value is not None:
-            self._context.pool.release(push.value.view(torch.uint8))
-        push.value = None
+        if push.buffer is not None:
+            self._context.pool.release(push.buffer)
+        push.value = push.buffer = None

@@ -19,6 +19,9 @@ from aiodist.ps.consistency import Policy
 from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
+from aiodist.ps.wire import Way
+
+_NOWHERE = Place(0, 0)
 
 
 @dataclass(eq=False)
@@ -54,6 +57,13 @@ class Context:
     def shares_memory(self, rank: int) -> bool:
         """Return whether this rank and `rank` can look into one another's arena."""
         return self.near is not None and self.world_ranks[rank] in self.near.neighbours
+
+    def way_to(self, rank: int, t: Tensor) -> tuple[Way, Place]:
+        """Return how `t` gets to another rank, and where it lies in this rank's arena."""
+        if t.nbytes <= self.coalescer.inline_bytes:
+            return Way.INLINE, _NOWHERE
+        place = self.near.locate(t) if self.near is not None and self.shares_memory(rank) else None
+        return (Way.MESSAGE, _NOWHERE) if place is None else (Way.MEMORY, place)
 
     def memory(self, rank: int, segment: int, offset: int, nbytes: int) -> Tensor:
         """Return bytes of another rank's arena; raise BackendError for a place that it never told of."""

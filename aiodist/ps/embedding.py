@@ -269,7 +269,10 @@ class Embedding(nn.Module):
             (fetch, values), *_ = gradients
             return fetch.chosen, values
         chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
-        return chosen, chosen.sum(torch.cat([values for _, values in gradients]))
+        values = torch.cat([values for _, values in gradients])
+        total = values.new_empty(chosen.ids.numel(), values.shape[1])
+        chosen.sum(values, total)
+        return chosen, total
 
     def _push(self, chosen: GroupedIds, values: Tensor) -> None:
         try:

@@ -84,8 +84,8 @@ class PullPart:
     given: Tensor | None
     spans: Sequence[Span] = ()
     """What of `into` each server has: that of the tensor, or of a table the rows that are asked for."""
-    ids: Mapping[int, bytes] = field(default_factory=dict)
-    """Of a table: the rows that are asked of each server."""
+    ids: Mapping[int, Tensor] = field(default_factory=dict)
+    """Of a table: the rows that are asked of each server; they lie still until it is over."""
     left: set[int] = field(init=False)
     copying: set[int] = field(default_factory=set)
     """The servers whose data the service thread writes into it just now."""

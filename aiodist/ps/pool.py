@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -11,19 +12,29 @@ _KEPT_BYTES = 512 << 20
 
 
 class Pool:
-    """Flat uint8 tensors by size; with the transport lock held."""
+    """Flat uint8 tensors by size; from any thread."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         """`make(nbytes)` returns a new one."""
         self._make = make
         self._free: dict[int, list[Tensor]] = {}
         self._kept_bytes = 0
+        self._lock = Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """Return a buffer with anything in it."""
-        free = self._free.pop(nbytes, None)
-        if free is None:
-            return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        with self._lock:
+            if nbytes in self._free:
+                return self._taken(nbytes)
+        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def take_room(self, nbytes: int) -> Tensor:
+        """Return a buffer of at least `nbytes`, at most an eighth more: for what has another size each time."""
+        step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
+        return self.take(-(-nbytes // step) * step)
+
+    def _taken(self, nbytes: int) -> Tensor:
+        free = self._free.pop(nbytes)
         self._kept_bytes -= nbytes
         found = free.pop()
         if free:
@@ -34,7 +45,8 @@ class Pool:
         """Keep `t`, which its user has finished with, for the next `take` of its size; at most 512 MiB are kept."""
         if not 0 < t.nbytes <= _KEPT_BYTES:
             return
-        while self._kept_bytes + t.nbytes > _KEPT_BYTES:
-            self.take(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
-        self._kept_bytes += t.nbytes
-        self._free.setdefault(t.nbytes, []).append(t)
+        with self._lock:
+            while self._kept_bytes + t.nbytes > _KEPT_BYTES:
+                self._taken(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
+            self._kept_bytes += t.nbytes
+            self._free.setdefault(t.nbytes, []).append(t)

@@ -10,11 +10,24 @@ from torch import Tensor
 
 from aiodist.backends.inplace import copy
 from aiodist.errors import AiodistError
+from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
-from aiodist.ps.request_queue import RequestQueue
-from aiodist.ps.wire import DATA_BYTES, Data, Kind, Reads, Way, bytes_in, pack_pull, pack_release, unpack
+from aiodist.ps.request_queue import RequestQueue, Sender
+from aiodist.ps.wire import (
+    DATA_BYTES,
+    Data,
+    Kind,
+    Reads,
+    Way,
+    as_bytes,
+    bytes_in,
+    pack_ids,
+    pack_pull,
+    pack_release,
+    unpack,
+)
 
 
 class Pulls:
@@ -52,8 +65,26 @@ class Pulls:
             elif self._context.shares_memory(span.rank):
                 way = Way.MEMORY
             head = pack_pull(entry.key, way, reads, number, wants)
-            senders.append(partial(self._queue.put, span.rank, Kind.PULL, head, part.ids.get(span.rank, b"")))
+            senders.append(self._sender(number, span.rank, head, part.ids.get(span.rank)))
         self._queue.issue(senders)
+
+    def _sender(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Sender:
+        """Return what asks one server: for its shard, or for the rows of `ids`."""
+        if ids is None:
+            return partial(self._queue.put, dst, Kind.PULL, head)
+        own = dst == self._context.rank
+        way, place = (Way.INLINE, (0, 0)) if own else self._context.way_to(dst, ids)
+        head += pack_ids(way, ids.nbytes, *place)
+        put = partial(self._queue.put, dst, Kind.PULL, head, as_bytes(ids) if way == Way.INLINE else b"")
+        if way != Way.MESSAGE:
+            return put
+
+        def send() -> None:
+            put()
+            if dst not in self._context.gone:
+                self._context.coalescer.send(ids, dst, number, partial(keep, ids))
+
+        return send
 
     # --- what servers say ------------------------------------------------------------------------------------
 
@@ -76,7 +107,7 @@ class Pulls:
     def _look(self, part: PullPart, src: int, data: Data) -> None:
         """Copy from the server's memory, and tell it."""
         found = (
-            self._shown(data.offset, data.number).view(torch.uint8)
+            self._shown(data.offset, data.number).view(torch.uint8)[: data.nbytes]
             if data.way == Way.OWN
             else self._context.memory(src, data.segment, data.offset, data.nbytes)
         )

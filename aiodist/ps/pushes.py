@@ -131,7 +131,7 @@ class Pushes:
     ) -> Sender:
         """Return what sends one shard's part of a push."""
         dst, nbytes = span.rank, value.nbytes
-        way, place = self._way(dst, value)
+        way, place = (Way.OWN, (0, 0)) if dst == self._context.rank else self._context.way_to(dst, value)
         raw = value.view(torch.uint8)
         data = b""
         if way == Way.OWN:
@@ -150,18 +150,6 @@ class Pushes:
                 self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
 
         return send
-
-    def _way(self, dst: int, value: Tensor) -> tuple[Way, tuple[int, int]]:
-        """Return how `value` gets to `dst`, and where it lies in this rank's arena."""
-        context = self._context
-        if dst == context.rank:
-            return Way.OWN, (0, 0)
-        if value.nbytes <= self._inline_bytes:
-            return Way.INLINE, (0, 0)
-        place = None
-        if context.near is not None and context.shares_memory(dst):
-            place = context.near.locate(value)
-        return (Way.MESSAGE, (0, 0)) if place is None else (Way.MEMORY, place)
 
     def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
         """Encode in the service thread what is large, and keep what comes after it behind it."""

@@ -33,8 +33,8 @@ class Pushing(Request):
     alpha: float
     coded: bool
     value: Tensor | None = None
-    pooled: bool = False
-    """`value` is a buffer of ours, to which nobody else writes."""
+    buffer: Tensor | None = None
+    """Of the pool, where `value` lies in it: nobody else writes to it."""
 
 
 @dataclass(eq=False, slots=True)

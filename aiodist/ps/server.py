@@ -27,8 +27,10 @@ from aiodist.ps.shards import Shards
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import (
     FILL,
+    IDS_BYTES,
     PULL_BYTES,
     PUSH_BYTES,
+    IdsHead,
     Kind,
     Order,
     PullHead,
@@ -146,33 +148,43 @@ class Server:
 
     def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
         """Return memory for the data of `push`; those of a table have another size each time."""
-        if isinstance(shard, TableShard):
-            return torch.empty(nbytes, dtype=torch.uint8)
-        push.pooled = True
-        return self.context.pool.take(nbytes)
+        pool = self.context.pool
+        push.buffer = pool.take_room(nbytes) if isinstance(shard, TableShard) else pool.take(nbytes)
+        return push.buffer[:nbytes]
 
     def _take(self, shard: Shard | None, push: Pushing, raw: Tensor) -> None:
         """Let `push` have its data as what they are."""
         push.value = raw if push.coded or shard is None else raw.view(shard.pushed_dtype)
 
-    def _received(self, shard: Shard | None, push: Pushing, error: BaseException | None) -> None:
-        if shard is None or error is not None:
-            self._answers.recycle(push)
+    def _received(self, shard: Shard | None, request: Request, error: BaseException | None) -> None:
+        if isinstance(request, Pushing) and (shard is None or error is not None):
+            self._answers.recycle(request)
         if error is not None:
-            if push.client not in self.context.gone:
-                self._answers.refuse(push, error)
+            if request.client not in self.context.gone:
+                self._answers.refuse(request, error)
         elif shard is not None:
-            push.ready = True
-            shard.arrivals.go_on(push.client)
+            request.ready = True
+            shard.arrivals.go_on(request.client)
             self._meeting.check()
         self.context.coalescer.flush()
 
     def _pull(self, client: int, body: memoryview) -> None:
         head = unpack(PullHead, body)
         pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
-        if isinstance(self._shards.get(head.key), TableShard):
-            ids = memoryview(bytearray(body[PULL_BYTES:]))  # what waits must not keep a frame alive
-            pull.rows = bytes_in(ids, 0, len(ids))
+        shard = self._shards.get(head.key)
+        if isinstance(shard, TableShard):
+            ids = unpack(IdsHead, body, PULL_BYTES)
+            if ids.way == Way.MEMORY:
+                if client in self.context.gone:
+                    return
+                pull.rows = self.context.memory(client, ids.segment, ids.offset, ids.nbytes)
+            elif ids.way == Way.MESSAGE:
+                pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8)
+                pull.ready = False
+                self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, shard, pull))
+            else:  # what waits must not keep a frame alive
+                came = memoryview(bytearray(body[PULL_BYTES + IDS_BYTES :]))
+                pull.rows = bytes_in(came, 0, ids.nbytes)
         self._expect(head.key, pull)
 
     def _release(self, client: int, body: memoryview) -> None:

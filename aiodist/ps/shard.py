@@ -13,6 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aiodist.ps import consistency
@@ -311,7 +312,7 @@ class Shard:
         if self._can_swap(pushes):
             push = pushes[0][0]
             assert push.value is not None
-            self.data, push.value = push.value, self.data
+            self.data, push.buffer = push.value, self.data.view(torch.uint8)
             over(None)
             return
         work = partial(self._compute, pushes)
@@ -379,5 +380,9 @@ class Shard:
         push, weight = pushes[0]
         rule = self._context.rules[push.rule]
         return (
-            not self.replaces and rule is RULES["copy"] and push.pooled and not push.coded and weight == push.alpha == 1
+            not self.replaces
+            and rule is RULES["copy"]
+            and push.buffer is not None
+            and not push.coded
+            and weight == push.alpha == 1
         )

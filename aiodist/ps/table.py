@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.backends.inplace import copy, flat
-from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, Progress, in_flight
 from aiodist.ps.arguments import check_version
 from aiodist.ps.consistency import Synchronous
@@ -18,12 +19,12 @@ from aiodist.ps.names import NameEntry, Names, checked
 from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rows.grouping import GroupedIds, grouped
-from aiodist.ps.rows.packing import pack
+from aiodist.ps.rows.packing import ID_BYTES, pack, packed_bytes
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, one_of
 from aiodist.ps.sharding import Span
-from aiodist.ps.wire import TABLE, as_bytes
+from aiodist.ps.wire import TABLE
 
 
 class Table:
@@ -111,17 +112,23 @@ class Table:
         handle = self._session.handle("pull_rows", chosen.ids.numel() * self._spec.row_bytes, timeout)
         claims = [] if into is None else writing(flat(into))
         in_flight.acquire_all(claims, handle)
-        rows = self._room(chosen)
+        room = self._room(chosen)
+        rows = self._rows_in(room, chosen)
 
         def result() -> Tensor:
             with torch.inference_mode(False), torch.no_grad():
-                found = rows.index_select(0, chosen.places).view(*chosen.shape, self.dim)
+                if into is None or into.is_inference():
+                    found = rows.index_select(0, chosen.places)
+                else:
+                    found = torch.index_select(rows, 0, chosen.places, out=flat(into).detach().view(-1, self.dim))
+            self._session.context.pool.release(room)
             if into is None:
-                return found
-            copy(into, found)
+                return found.view(*chosen.shape, self.dim)
+            if into.is_inference():
+                copy(into, found.view_as(into))
             return into
 
-        self._pull(Operation(handle, 1, claims, result), chosen, rows, reads, at_least)
+        self._pull(handle, claims, result, chosen, rows, reads, at_least)
         return handle
 
     def pull_grouped(
@@ -130,23 +137,44 @@ class Table:
         """Return the rows of `chosen.ids`, which `group` made: `(len(chosen.ids), dim)`. Raises and costs as `pull`."""
         self._check()
         handle = self._session.handle("pull_rows", chosen.ids.numel() * self._spec.row_bytes, timeout)
-        rows = self._room(chosen)
-        self._pull(Operation(handle, 1, [], lambda: rows), chosen, rows, reads, at_least)
+        with torch.inference_mode(False):
+            rows = torch.empty(chosen.ids.numel(), self.dim, dtype=self.dtype)
+        self._pull(handle, [], lambda: rows, chosen, rows, reads, at_least)
         return handle
 
     def _room(self, chosen: GroupedIds) -> Tensor:
+        """Return a buffer of the pool with room for the rows of `chosen`."""
+        return self._session.context.pool.take_room(chosen.ids.numel() * self._spec.row_bytes)
+
+    def _rows_in(self, room: Tensor, chosen: GroupedIds) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(chosen.ids.numel(), self.dim, dtype=self.dtype)
+            rows = room[: chosen.ids.numel() * self._spec.row_bytes].view(self.dtype)
+            return rows.view(-1, self.dim)
 
     def _pull(
-        self, operation: Operation, chosen: GroupedIds, rows: Tensor, reads: ReadMode | None, at_least: int
+        self,
+        handle: Handle[Tensor],
+        claims: Sequence[Claim],
+        result: Callable[[], Tensor],
+        chosen: GroupedIds,
+        rows: Tensor,
+        reads: ReadMode | None,
+        at_least: int,
     ) -> None:
         mode = READS[one_of("reads", self._reads if reads is None else reads, tuple(READS))]
+        pool = self._session.context.pool
+        room = pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
+
+        def over() -> Tensor:
+            pool.release(room)
+            return result()
+
         spans, ids = [], {}
         for (rank, _, _), block in zip(self._entry.spans, chosen.blocks(), strict=True):
             spans.append(Span(rank, block.start * self.dim, block.stop * self.dim))
-            ids[rank] = as_bytes(chosen.ids[block])
-        part = PullPart(operation, self._entry, rows.view(-1), None, spans, ids)
+            ids[rank] = room[block.start * ID_BYTES : block.stop * ID_BYTES]
+            ids[rank].view(torch.int64).copy_(chosen.ids[block])
+        part = PullPart(Operation(handle, 1, claims, over), self._entry, rows.view(-1), None, spans, ids)
         self._session.client.pulls.pull(part, mode, check_version(at_least))
 
     # --- pushing -----------------------------------------------------------------------------------------------
@@ -171,9 +199,11 @@ class Table:
         chosen = self.group(ids)
         given = self._checked(values, "values", chosen)
         with torch.inference_mode(False), torch.no_grad():
-            by_id = given.detach().reshape(-1, self.dim)
-            by_id = chosen.last(by_id) if rule == "copy" else chosen.sum(by_id)
-        return self._push(chosen, by_id, number, alpha, timeout)
+            room = self._room(chosen)
+            by_id = self._rows_in(room, chosen)
+            join = chosen.last if rule == "copy" else chosen.sum
+            join(given.detach().reshape(-1, self.dim), by_id)
+        return self._push(chosen, by_id, number, alpha, timeout, [room])
 
     def push_grouped(
         self,
@@ -193,9 +223,18 @@ class Table:
         values = checked(values, "values")
         if values.dtype is not self.dtype or values.shape != (chosen.ids.numel(), self.dim):
             raise self._unfit(values, "values", (chosen.ids.numel(), self.dim))
-        return self._push(chosen, values.detach(), number, alpha, timeout)
+        return self._push(chosen, values.detach(), number, alpha, timeout, [])
 
-    def _push(self, chosen: GroupedIds, values: Tensor, rule: int, alpha: float, timeout: float | None) -> Handle[None]:
+    def _push(
+        self,
+        chosen: GroupedIds,
+        values: Tensor,
+        rule: int,
+        alpha: float,
+        timeout: float | None,
+        rooms: list[Tensor],
+    ) -> Handle[None]:
+        """Push; `rooms` go back to the pool when it is over."""
         session = self._session
         if session.coll.rank not in session.settings.workers:
             workers = list(session.settings.workers)
@@ -204,20 +243,28 @@ class Table:
         handle = session.handle("push_rows", values.nbytes, timeout, depth=4)
         claims = reading(flat(values))
         in_flight.acquire_all(claims, handle)
-        operation = Operation(handle, 1, claims, _none)
-        packed = partial(self._packed, chosen, values)
+        operation = Operation(handle, 1, claims, partial(self._give_back, rooms))
+        packed = partial(self._packed, chosen, values, rooms)
         session.client.pushes.push_rows(operation, self._entry, values.nbytes, packed, rule, float(alpha))
         if session.context.coalescer.congested:
             session.progress.glance()
         return handle
 
-    def _packed(self, chosen: GroupedIds, values: Tensor) -> list[tuple[Tensor, bool]]:
-        """Return what each server gets, and whether that holds a code; from any thread."""
+    def _give_back(self, rooms: Sequence[Tensor]) -> None:
+        for room in rooms:
+            self._session.context.pool.release(room)
+
+    def _packed(self, chosen: GroupedIds, values: Tensor, rooms: list[Tensor]) -> list[tuple[Tensor, bool]]:
+        """Return what each server gets, in buffers that are added to `rooms`, and whether it is a code; any thread."""
         blocks: list[tuple[Tensor, bool]] = []
         with torch.inference_mode(False), torch.no_grad():
             for (rank, _, _), block in zip(self._entry.spans, chosen.blocks(), strict=True):
                 rows, coded = self._encoded(values[block], rank)
-                blocks.append((pack(chosen.ids[block], rows), coded))
+                nbytes = packed_bytes(chosen.ids[block], rows)
+                rooms.append(self._session.context.pool.take_room(nbytes))
+                packed = rooms[-1][:nbytes]
+                pack(chosen.ids[block], rows, packed)
+                blocks.append((packed, coded))
         return blocks
 
     def _encoded(self, rows: Tensor, rank: int) -> tuple[Tensor, bool]:
@@ -256,7 +303,3 @@ class Table:
     def __repr__(self) -> str:
         rows = "any" if self.rows is None else str(self.rows)
         return f"<Table {self.name!r} of {rows} rows, {dtype_name(self.dtype)}[{self.dim}]>"
-
-
-def _none() -> None:
-    return None

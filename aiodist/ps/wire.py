@@ -91,13 +91,22 @@ class PushHead(NamedTuple):
 
 
 class PullHead(NamedTuple):
-    """A pull: `way` is how the client wants the data. Behind it stand the ids, where rows of a table are meant."""
+    """A pull: `way` is how the client wants the data. Where rows of a table are meant, an `IdsHead` stands behind."""
 
     key: int
     way: int
     reads: int
     number: int
     wants: int
+
+
+class IdsHead(NamedTuple):
+    """How the ids of a pull travel; with `Way.INLINE` they follow."""
+
+    way: int
+    nbytes: int
+    segment: int = 0
+    offset: int = 0
 
 
 class Done(NamedTuple):
@@ -130,23 +139,25 @@ class Release(NamedTuple):
 _FORMS = {
     PushHead: struct.Struct("<QHBBxxxxQQdQqq"),
     PullHead: struct.Struct("<QBBxxxxxxQQ"),
+    IdsHead: struct.Struct("<BxxxxxxxQqq"),
     Done: struct.Struct("<QqBxxxxxxx"),
     Data: struct.Struct("<QqBBxxxxxxQqq"),
     Release: struct.Struct("<QQ"),
 }
 PUSH_BYTES = _FORMS[PushHead].size
 PULL_BYTES = _FORMS[PullHead].size
+IDS_BYTES = _FORMS[IdsHead].size
 DATA_BYTES = _FORMS[Data].size
 
-pack_push, pack_pull, pack_done, pack_data, pack_release = (form.pack for form in _FORMS.values())
+pack_push, pack_pull, pack_ids, pack_done, pack_data, pack_release = (form.pack for form in _FORMS.values())
 """The fields of `PushHead` and so on, in order, as bytes: these are not made to be packed."""
 
-_T = TypeVar("_T", PushHead, PullHead, Done, Data, Release)
+_T = TypeVar("_T", PushHead, PullHead, IdsHead, Done, Data, Release)
 
 
-def unpack(kind: type[_T], body: memoryview) -> _T:
-    """Return what was packed."""
-    return kind._make(_FORMS[kind].unpack_from(body))
+def unpack(kind: type[_T], body: memoryview, start: int = 0) -> _T:
+    """Return what was packed, and stands in `body` from `start` on."""
+    return kind._make(_FORMS[kind].unpack_from(body, start))
 
 
 _ORDER = struct.Struct("<QBxxxxxxxqQ")

@@ -18,7 +18,7 @@ from aiodist.ps.rows.grouping import grouped
 from aiodist.ps.rows.hashing import mix, owners
 from aiodist.ps.rows.index import RowIndex
 from aiodist.ps.rows.initial import first_rows
-from aiodist.ps.rows.packing import ids_in, pack, rows_in, unpack_ids
+from aiodist.ps.rows.packing import ids_in, pack, packed_bytes, rows_in, unpack_ids
 from aiodist.ps.rows.spec import settings_of
 from aiodist.ps.rows.store import RowStore
 
@@ -254,8 +254,9 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
         assert (owners(found.ids[block], servers) == number).all()
         assert torch.equal(found.ids[block], found.ids[block].sort().values)
     values = torch.randn(ids.numel(), 2, dtype=torch.float64)
-    last = found.last(values)
-    total = found.sum(values)
+    last, total = torch.full((2, found.ids.numel(), 2), torch.nan, dtype=torch.float64)
+    found.last(values, last)
+    found.sum(values, total)
     for row, one in enumerate(found.ids.tolist()):
         same = (ids.flatten() == one).nonzero().flatten()
         torch.testing.assert_close(total[row], values[same].sum(0))
@@ -265,7 +266,8 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
 def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
     wanted = spec(2, 50)
     ids, rows = torch.tensor([3, 7, 49]), torch.randn(3, 2, dtype=torch.float64)
-    packed = pack(ids, rows)
+    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
+    pack(ids, rows, packed)
     found, rest = unpack_ids(packed, wanted)
     assert torch.equal(found, ids)
     assert torch.equal(rows_in(rest, 3, wanted), rows)

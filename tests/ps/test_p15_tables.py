@@ -27,8 +27,8 @@ from aiodist.ps import (
     Synchronous,
     Uniform,
 )
-from aiodist.ps.rows.packing import pack
-from aiodist.ps.wire import TABLE, Kind, Way, pack_pull, pack_push
+from aiodist.ps.rows.packing import pack, packed_bytes
+from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SECONDS = 20.0
@@ -70,6 +70,7 @@ async def test_p15_what_all_workers_push_is_summed(coll: Communicator, policy: s
             return
         table = await ps.embedding("t", 30, dtype=torch.float64, seed=3)
         first = await table.pull(ids)
+        await ps.barrier()  # a worker's read and another's push have no order
         for step in range(4):
             chosen = used(ids, step)
             twice = torch.cat([chosen, chosen[:5]])
@@ -358,11 +359,14 @@ CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short":
 def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     """Return an entry with rows that no table sends."""
     ids = torch.tensor(CRAFTED.get(what, list(range(40))))
-    packed = pack(ids, torch.ones(ids.numel(), 2))
+    rows = torch.ones(ids.numel(), 2)
+    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
+    pack(ids, rows, packed)
     body = bytes(packed.tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
-        return Kind.PULL, pack_pull(key, Way.MESSAGE, 0, number, 0) + ids_bytes
+        head = pack_pull(key, Way.MESSAGE, 0, number, 0) + pack_ids(Way.INLINE, len(ids_bytes), 0, 0)
+        return Kind.PULL, head + ids_bytes
     body = body[:-1] if what == "short" else body
     rule = 1 << 15 if what == "rule" else TABLE
     return Kind.PUSH, pack_push(key, rule, Way.INLINE, False, number, 0, 1.0, len(body), 0, 0) + body
@@ -389,6 +393,7 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communic
             assert all("raised ValueError: " in str(error) or "raised IndexError" in str(error) for error in errors)
         await ps.barrier()
         assert (await table.pull(ids)).unique().tolist() == [0.0]
+        await ps.barrier()
         await table.push(ids, torch.ones(50, 2))
         await ps.barrier()
         assert (await table.pull(ids)).unique().tolist() == [-3.0]
@@ -409,4 +414,24 @@ async def test_p15_many_handles_at_once_come_out_in_order(coll: Communicator) ->
         assert [float(row) for row in await gather(*pulls)] == [2.0 * step for step in range(1, 61)]
         assert [pull.version for pull in pulls] == list(range(1, 61))
         await ps.sync()
+        await ps.barrier()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))
+async def test_p15_batches_too_long_for_an_entry_come_out_right(coll: Communicator) -> None:
+    seed = await coll.allreduce(torch.tensor(random.randrange(1 << 30)))
+    generator = torch.Generator().manual_seed(int(seed))
+    async with ParameterServer(coll, consistency=Synchronous("sum"), timeout=SECONDS) as ps:
+        table = await ps.embedding("t", 3, init=0.0, dtype=torch.float64)
+        expected = torch.zeros(40_001, 3, dtype=torch.float64)
+        for count in (20_001, 9_999, 20_001):  # of other sizes, and then in buffers that were used before
+            ids = torch.randint(0, 40_001, (count,), generator=generator)  # some twice
+            values = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+            await table.push(ids, (ps.rank + 1) * values)
+            expected.index_add_(0, ids, values, alpha=sum(range(1, coll.size + 1)))
+            out = torch.empty(count, 3, dtype=torch.float64)
+            assert await table.pull(ids, out) is out
+            torch.testing.assert_close(out, expected[ids])
+            torch.testing.assert_close(await table.pull(ids.flip(0)), expected[ids.flip(0)])
         await ps.barrier()

@@ -139,6 +139,15 @@ def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest(monkeypatch: pyt
     assert buffers._kept_bytes == sum(nbytes * len(free) for nbytes, free in buffers._free.items()) <= 100
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 16, 17, 1000, 1 << 20, (1 << 20) + 1])
+def test_p2_room_for_any_size_is_little_larger_and_used_again(nbytes: int) -> None:
+    buffers = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    room = buffers.take_room(nbytes)
+    assert nbytes <= room.nbytes <= nbytes + nbytes // 8
+    buffers.release(room)
+    assert nbytes == 0 or buffers.take_room(nbytes) is room
+
+
 class Answers:
     """A server that shows what it would say."""
 

@@ -18,25 +18,26 @@ class GroupedIds(NamedTuple):
     """Each once: those of the first server, then those of the second, and so on; in each group they rise."""
     places: Tensor
     """Where in `ids` each of the call's is, `(numel,)`."""
+    first: Tensor
+    """Which of the call's is the first of each of `ids`."""
     counts: list[int]
     """How many are in each group."""
     shape: torch.Size
     """Of the call's ids."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of the rows of each id, `(len(ids), dim)`, in new memory; `values` are `(numel, dim)`."""
-        count = self.ids.numel()
-        if count == self.places.numel():  # each is there once
-            order = torch.empty_like(self.places)
-            order[self.places] = torch.arange(count)
-            return values.index_select(0, order)
-        return values.new_zeros(count, values.shape[1]).index_add_(0, self.places, values)
+    def sum(self, values: Tensor, into: Tensor) -> None:
+        """Write the sum of the rows of each id into `into`, `(len(ids), dim)`; `values` are `(numel, dim)`."""
+        torch.index_select(values, 0, self.first, out=into)
+        if self.ids.numel() < self.places.numel():
+            again = torch.ones(self.places.shape, dtype=torch.bool)
+            again[self.first] = False
+            others = again.nonzero().flatten()
+            into.index_add_(0, self.places.index_select(0, others), values.index_select(0, others))
 
-    def last(self, values: Tensor) -> Tensor:
-        """Return the last row of each id, `(len(ids), dim)`, in new memory."""
-        count = self.places.numel()
-        last = torch.zeros_like(self.ids).scatter_reduce_(0, self.places, torch.arange(count), "amax")
-        return values.index_select(0, last)
+    def last(self, values: Tensor, into: Tensor) -> None:
+        """Write the last row of each id into `into`, `(len(ids), dim)`."""
+        last = self.first.scatter_reduce(0, self.places, torch.arange(self.places.numel()), "amax")
+        torch.index_select(values, 0, last, out=into)
 
     def blocks(self) -> list[slice]:
         """Return which of `ids` are in each group."""
@@ -59,12 +60,35 @@ def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
     with torch.inference_mode(False), torch.no_grad():
         flat = ids.detach().reshape(-1).to(torch.int64)
         spec.check_ids(flat)
-        unique, places = flat.unique(return_inverse=True)
+        unique, places, first = _each_once(flat)
         if servers == 1:
-            return GroupedIds(unique, places, [unique.numel()], ids.shape)
+            return GroupedIds(unique, places, first, [unique.numel()], ids.shape)
         owner = owners(unique, servers)
-        order = owner.argsort(stable=True)
-        moved = torch.empty_like(order)
-        moved[order] = torch.arange(order.numel())
+        _, order = _in_order(owner)
+        moved = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        unique, places, first = (t.index_select(0, at) for t, at in ((unique, order), (moved, places), (first, order)))
         counts = torch.bincount(owner, minlength=servers).tolist()
-        return GroupedIds(unique[order], moved[places], counts, ids.shape)
+        return GroupedIds(unique, places, first, counts, ids.shape)
+
+
+def _each_once(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids, each once, rising; where among these each of `ids` is; and the first place of each in `ids`."""
+    ordered, order = _in_order(ids)
+    new = torch.ones(ids.numel(), dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=new[1:])
+    starts = new.nonzero().flatten()
+    places = torch.empty_like(order).scatter_(0, order, new.cumsum(0).sub_(1))
+    return ordered.index_select(0, starts), places, order.index_select(0, starts)
+
+
+def _in_order(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of `t`, none negative, sorted, and where each of them is in `t`; equal ones stay in order."""
+    count = t.numel()
+    bits = count.bit_length()
+    if not count or int(t.max()) >> (63 - bits):
+        ordered, order = t.sort(stable=True)
+        return ordered, order
+    # Number and place in one: numpy sorts such numbers in a quarter of the time that torch takes for pairs.
+    keys = (t << bits).bitwise_or_(torch.arange(count))
+    keys.numpy().sort()
+    return keys >> bits, keys.bitwise_and_((1 << bits) - 1)

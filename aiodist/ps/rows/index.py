@@ -9,7 +9,8 @@ from aiodist.ps.rows.hashing import cells
 
 _EMPTY = -1
 _LEAST_CELLS = 64
-_WINDOW = torch.arange(1, 9)
+_WINDOWS = torch.arange(1, 2), torch.arange(1, 9)
+_MANY = 1 << 10
 
 
 class RowIndex:
@@ -36,16 +37,17 @@ class RowIndex:
     def find(self, ids: Tensor) -> Tensor:
         """Return the slot of each of `ids`, -1 where it has none."""
         at = cells(ids, self._mask)
-        seen, slots = self._keys[at], self._slots[at]  # the slot of an empty cell is -1
-        left = ((seen != ids) & (seen != _EMPTY)).nonzero().flatten()
-        at = at[left]
-        while left.numel():  # several cells at a time: few of these are left, and a pass costs more than its elements
-            window = (at[:, None] + _WINDOW).bitwise_and_(self._mask)
-            seen = self._keys[window]
-            here, which = ((seen == ids[left][:, None]) | (seen == _EMPTY)).to(torch.uint8).max(1)
-            slots[left] = self._slots[window.gather(1, which[:, None]).flatten()]
-            on = (here == 0).nonzero().flatten()
-            left, at = left[on], window[on, -1]
+        seen = self._keys.index_select(0, at)
+        slots = self._slots.index_select(0, at)  # that of an empty cell is -1
+        left = (seen != ids).logical_and_(seen != _EMPTY).nonzero().flatten()
+        at = at.index_select(0, left)
+        while left.numel():  # several cells at a time where few are left: a pass costs more than its elements
+            window = (at[:, None] + _WINDOWS[left.numel() < _MANY]).bitwise_and_(self._mask)
+            seen = self._keys.take(window)
+            here, which = (seen == ids.index_select(0, left)[:, None]).logical_or_(seen == _EMPTY).max(1)
+            slots[left] = self._slots.take(window.gather(1, which[:, None]).flatten())
+            on = here.logical_not_().nonzero().flatten()
+            left, at = left.index_select(0, on), window[:, -1].index_select(0, on)
         return slots
 
     def _next(self, at: Tensor) -> Tensor:

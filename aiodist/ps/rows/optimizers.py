@@ -60,14 +60,17 @@ class RowOptimizer(ABC):
         """Return what lies beside a new row: a value by name, which all of its elements have."""
         return {}
 
+    @property
+    def factor(self) -> float | None:
+        """Where a step adds the gradient, times a factor: this one; then `step` need not be called."""
+        return None
+
     def step(self, rows: Tensor, gradient: Tensor, columns: Columns, steps: int) -> None:
         """Change `rows` and what lies beside them, copies of those of the table; all are `(n, dim)`.
 
-        `gradient` is used up. This is step number `steps`, from 1.
+        `gradient` is only read. This is step number `steps`, from 1.
         """
-        if self.settings["maximize"]:
-            gradient.neg_()
-        self._step(rows, gradient, columns, steps)
+        self._step(rows, -gradient if self.settings["maximize"] else gradient, columns, steps)
 
     @classmethod
     @abstractmethod
@@ -87,6 +90,12 @@ class RowSGD(RowOptimizer):
     def defaults(cls) -> dict[str, Any]:
         """Return all settings, and their values unless others are given."""
         return {"lr": 1e-3, "maximize": False}
+
+    @property
+    def factor(self) -> float:
+        """What a step multiplies the gradient by."""
+        lr = float(self.settings["lr"])
+        return lr if self.settings["maximize"] else -lr
 
     def _step(self, rows: Tensor, gradient: Tensor, columns: Columns, steps: int) -> None:
         rows.sub_(gradient, alpha=self.settings["lr"])

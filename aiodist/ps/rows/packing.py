@@ -13,14 +13,17 @@ from aiodist.ps.rows.spec import TableSpec
 COUNT_BYTES = ID_BYTES = 8
 
 
-def pack(ids: Tensor, values: Tensor) -> Tensor:
-    """Return flat uint8 in new memory; `values` are the rows of `ids`, or a code of them, flat uint8."""
+def packed_bytes(ids: Tensor, values: Tensor) -> int:
+    """Return how many bytes `pack` fills."""
+    return COUNT_BYTES + ids.nbytes + values.nbytes
+
+
+def pack(ids: Tensor, values: Tensor, packed: Tensor) -> None:
+    """Fill flat uint8 `packed`; `values` are the rows of `ids`, or a code of them, flat uint8."""
     start = COUNT_BYTES + ids.nbytes
-    packed = torch.empty(start + values.nbytes, dtype=torch.uint8)
     packed[:COUNT_BYTES].view(torch.int64)[0] = ids.numel()
     packed[COUNT_BYTES:start].view(torch.int64).copy_(ids)
     packed[start:].view(values.dtype).copy_(values.reshape(-1))
-    return packed
 
 
 def unpack_ids(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
@@ -39,9 +42,9 @@ def ids_in(packed: Tensor, spec: TableSpec) -> Tensor:
     if packed.numel() % ID_BYTES:
         raise ValueError(f"ids in {packed.numel()} bytes: expected a multiple of {ID_BYTES}")
     ids = packed.view(torch.int64)
-    spec.check_ids(ids)
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError("ids that do not rise: expected each once, in order")
+    spec.check_ids(ids[:: max(1, ids.numel() - 1)])  # the least and the most
     return ids
 
 

@@ -8,8 +8,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from aiodist.backends.shm.memory import Place
 from aiodist.ps.answers import Answers
-from aiodist.ps.coalescer import keep
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling
 from aiodist.ps.rows.packing import ids_in
@@ -28,7 +28,7 @@ class RowServing:
         """Let the client have the rows that it asks for, as they are now."""
         if pull.client in self._context.gone:
             return
-        found: list[tuple[Tensor, bool]] = []
+        found: list[tuple[Tensor, Tensor, bool]] = []
         shard.hold(pull)
 
         def gather() -> None:
@@ -48,35 +48,47 @@ class RowServing:
         else:
             self._context.service.do(nbytes, gather, gathered)
 
-    def _gathered(self, shard: TableShard, pull: Pulling) -> tuple[Tensor, bool]:
-        """Return the rows, or a code of them, flat; in any thread."""
+    def _gathered(self, shard: TableShard, pull: Pulling) -> tuple[Tensor, Tensor, bool]:
+        """Return a buffer of the pool, and the rows in it, or a code of them, flat; in any thread."""
         assert pull.rows is not None
         with torch.inference_mode(False), torch.no_grad():
             ids = ids_in(pull.rows, shard.spec)
             shard.check_mine(ids)
-            rows = torch.empty(ids.numel(), shard.spec.dim, dtype=shard.spec.dtype)
-            shard.store.read(ids, rows)
+            nbytes = ids.numel() * shard.spec.row_bytes
+            room = self._context.pool.take_room(nbytes)
+            rows = room[:nbytes].view(shard.spec.dtype)
+            shard.store.read(ids, rows.view(-1, shard.spec.dim))
         counts = self._context.counts
         counts["served"] += 1
         counts["served_bytes"] += rows.nbytes
         codec = self._context.pull_codec
         if codec is None or not shard.spec.coded or pull.way == Way.OWN:
-            return rows.view(-1), False
+            return room, rows, False
         began = perf_counter()
-        code = codec.encode(rows.view(-1))
+        code = codec.encode(rows)
         counts["encode_seconds"] += perf_counter() - began
-        return code, True
+        return room, code, True
 
-    def _send(self, shard: TableShard, pull: Pulling, version: int, t: Tensor, coded: bool) -> None:
-        coalescer = self._context.coalescer
-        own = pull.way == Way.OWN and t.nbytes > 0
-        inline = not own and t.nbytes <= coalescer.inline_bytes
-        way = Way.OWN if own else Way.INLINE if inline else Way.MESSAGE
-        head = pack_data(pull.number, version, way, coded, t.nbytes, 0, shard.key)
-        if own:
-            shard.show(pull, t)
+    def _send(self, shard: TableShard, pull: Pulling, version: int, room: Tensor, t: Tensor, coded: bool) -> None:
+        context = self._context
+        way, place = context.way_to(pull.client, t)
+        if pull.way == Way.OWN and t.nbytes:
+            way, place = Way.OWN, Place(0, shard.key)
+        elif coded and way == Way.MEMORY:  # a codec may return its input; who looks at memory expects rows
+            way, place = Way.MESSAGE, Place(0, 0)
+        head = pack_data(pull.number, version, way, coded, t.nbytes, *place)
+        looks = way in (Way.OWN, Way.MEMORY)
+        if looks:
+            shard.show(pull, room)
         else:
-            self._context.counts["served_sent_bytes"] += t.nbytes
-        coalescer.put(pull.client, Kind.DATA, head, as_bytes(t) if inline else b"")
+            context.counts["served_sent_bytes"] += t.nbytes
+        context.coalescer.put(pull.client, Kind.DATA, head, as_bytes(t) if way == Way.INLINE else b"")
         if way == Way.MESSAGE:
-            coalescer.send(t.view(torch.uint8), pull.client, pull.number, partial(keep, t))
+            context.coalescer.send(t.view(torch.uint8), pull.client, pull.number, partial(self._sent, room, t))
+        elif not looks:
+            context.pool.release(room)
+
+    def _sent(self, room: Tensor, t: Tensor, error: BaseException | None) -> None:
+        """What the transport had to keep goes back, unless it may still look at it."""
+        if error is None:
+            self._context.pool.release(room)

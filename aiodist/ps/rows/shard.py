@@ -67,9 +67,16 @@ class TableShard(Shard):
         if self._count > 1 and not bool(self.mine(ids).all()):
             raise ValueError(f"ids that belong to other servers than {self._context.rank}")
 
-    def show(self, pull: Pulling, rows: Tensor) -> None:
-        """Let the client of this very rank look at `rows` until it says `RELEASE`."""
-        self._lookers[(pull.client, pull.number)] = rows
+    def show(self, pull: Pulling, room: Tensor) -> None:
+        """Let the client look at rows in `room`, a buffer of the pool, until it says `RELEASE`."""
+        self._lookers[(pull.client, pull.number)] = room
+
+    def release(self, client: int, number: int) -> None:
+        """A reader looks no more."""
+        room = self._lookers.get((client, number))
+        if room is not None:
+            self._context.pool.release(room)
+        super().release(client, number)
 
     def shown(self, client: int, number: int) -> Tensor:
         """Return what that client was let look at."""
@@ -159,6 +166,10 @@ class TableShard(Shard):
             for piece in pieces:
                 self.store.copy(piece.ids, piece.values * piece.factor if piece.factor != 1 else piece.values)
             return
+        if how is ADD and len(pieces) == 1:
+            (piece,) = pieces
+            self.store.add(piece.ids, piece.values, piece.factor)
+            return
         ids, total = _summed(pieces, self.spec.dim)
         if how is ADD:
             self.store.add(ids, total)
@@ -188,9 +199,10 @@ def _grouped(pieces: Sequence[RowPiece]) -> list[list[RowPiece]]:
 
 
 def _summed(pieces: Sequence[RowPiece], dim: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of all pieces, each once, and the sum of their rows, in the order of pieces, in new memory."""
+    """Return the ids of all pieces, each once, and the sum of their rows, in the order of pieces."""
     if len(pieces) == 1:
-        return pieces[0].ids, pieces[0].values * pieces[0].factor
+        (piece,) = pieces
+        return piece.ids, piece.values if piece.factor == 1 else piece.values * piece.factor
     ids, places = torch.cat([piece.ids for piece in pieces]).unique(return_inverse=True)
     total = pieces[0].values.new_zeros(ids.numel(), dim)
     for piece, at in zip(pieces, places.split([piece.ids.numel() for piece in pieces]), strict=True):

@@ -66,11 +66,14 @@ class RowStore:
     # --- writing -----------------------------------------------------------------------------------------------
 
     def step(self, ids: Tensor, gradient: Tensor) -> None:
-        """Do a step of the optimizer for these rows, each of them there once; `gradient` is used up."""
+        """Do a step of the optimizer for these rows, each of them there once; `gradient` is only read."""
         optimizer = self.optimizer
         assert optimizer is not None
         self.steps += 1
         if not ids.numel():
+            return
+        if (factor := optimizer.factor) is not None:
+            self.add(ids, gradient, factor)
             return
         slots = self._slots(ids)
         found = {name: column.index_select(0, slots) for name, column in self._columns.items()}
@@ -79,10 +82,10 @@ class RowStore:
         for name, changed in (("rows", rows), *found.items()):
             _write(self._columns[name], slots, changed)
 
-    def add(self, ids: Tensor, values: Tensor) -> None:
-        """Add to these rows, each of them there once."""
+    def add(self, ids: Tensor, values: Tensor, factor: float = 1.0) -> None:
+        """Add `factor * values` to these rows, each of them there once."""
         slots = self._slots(ids)  # first: it may move the rows
-        self._columns["rows"].index_add_(0, slots, values)
+        self._columns["rows"].index_add_(0, slots, values, alpha=factor)
 
     def copy(self, ids: Tensor, values: Tensor) -> None:
         """Replace these rows, each of them there once; what the optimizer keeps stays."""
