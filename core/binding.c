@@ -61,7 +61,7 @@ static PyObject *memory_map(Memory *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *memory_wake(Memory *self, PyObject *event) {
+static PyObject *memory_set_event(Memory *self, PyObject *event) {
     long given = PyLong_AsLong(event);
     if (given == -1 && PyErr_Occurred()) return NULL;
     if (self->event >= 0) return PyErr_Format(PyExc_ValueError, "it has an event already");
@@ -71,7 +71,7 @@ static PyObject *memory_wake(Memory *self, PyObject *event) {
 }
 
 static PyMethodDef memory_methods[] = {
-    {"wake", (PyCFunction)memory_wake, METH_O, "wake(event): that rank's loop sleeps at this eventfd, which is owned from now on."},
+    {"set_event", (PyCFunction)memory_set_event, METH_O, "set_event(event): that rank's loop sleeps at this eventfd, which is owned from now on."},
     {"map", (PyCFunction)memory_map, METH_VARARGS, "map(segment, buffer): it is mapped here, once."},
     {0},
 };

@@ -100,7 +100,7 @@ class Neighbour:
                 self._descriptors[message["segment"]] = (fd, message["nbytes"])
         elif "event" in message:
             for fd in fds:
-                self.core.wake(fd)
+                self.core.set_event(fd)
         elif "left" in message:
             self.places.pop(message["left"], None)
             self.left.add(message["left"])
