@@ -243,14 +243,14 @@ class Table:
         handle = session.handle("push_rows", values.nbytes, timeout, depth=4)
         claims = reading(flat(values))
         in_flight.acquire_all(claims, handle)
-        operation = Operation(handle, 1, claims, partial(self._give_back, rooms))
+        operation = Operation(handle, 1, claims, partial(self._release, rooms))
         packed = partial(self._packed, chosen, values, rooms)
         session.client.pushes.push_rows(operation, self._entry, values.nbytes, packed, rule, float(alpha))
         if session.context.coalescer.congested:
             session.progress.glance()
         return handle
 
-    def _give_back(self, rooms: Sequence[Tensor]) -> None:
+    def _release(self, rooms: Sequence[Tensor]) -> None:
         for room in rooms:
             self._session.context.pool.release(room)
 
