@@ -110,6 +110,7 @@ typedef struct core_bell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
     _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: its process alone writes it
     _Atomic uint64_t rung_at;             // when it was last
+    _Atomic int core;                     // 1 + where its engine drives much just now, 0 for nowhere: its process writes it
     // The loop of this process waits for what others say: the first of them to say something writes its event, too. The
     // engine is rung all the same, for the loop may be at other things; that one of both looks saves a hop of threads.
     _Alignas(64) _Atomic bool loop_waits;

@@ -12,6 +12,7 @@
 // submits something looks at `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring` of
 // lane.c, core_engine_notice) make sure that one of the two sees what the other did.
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 
@@ -23,6 +24,7 @@ enum {
     SLICE = 200000,        // how long a lane is driven before the next one has its turn
     DOZE = 1000000,
     LINGER = 200000000,    // after the last operation
+    MUCH = 1 << 20,        // bytes under way from which on engines keep to cores of their own
 };
 
 enum look { IDLE, OTHERS, STUCK, MOVED_ON };
@@ -38,6 +40,30 @@ struct core_engine {
     _Atomic bool stopping;
 };
 
+// Has the calling thread go on, on another core than this one; there it may be moved again.
+static void leave_core(int core, unsigned ranks) {
+    cpu_set_t all, others;
+    if (sched_getaffinity(0, sizeof all, &all) < 0 || (unsigned)CPU_COUNT(&all) < ranks) return;
+    others = all;
+    CPU_CLR((size_t)core, &others);
+    if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
+
+// Engines are woken where there is room at that moment, and two of one lane on one core take twice as long, for some
+// milliseconds until the kernel moves one: so the one of the higher rank moves at once, where cores are enough.
+static void keep_apart(core_engine *engine, const core_lane *lane) {
+    int core = sched_getcpu();
+    if (core < 0) return;
+    atomic_store_explicit(&engine->bell->core, core + 1, memory_order_relaxed);
+    for (unsigned q = 0; q < lane->rank; q++) {
+        const core_bell *bell = lane->peers[q].bell;
+        if (bell != NULL && atomic_load_explicit(&bell->core, memory_order_relaxed) == core + 1) {
+            leave_core(core, lane->ranks);
+            return;
+        }
+    }
+}
+
 // Drives each lane once.
 static enum look look(core_engine *engine) {
     enum look found = IDLE;
@@ -49,6 +75,7 @@ static enum look look(core_engine *engine) {
         uint64_t driven_at = atomic_load_explicit(&lane->driven_at, memory_order_relaxed);
         enum drive drive = HELD;
         if (driven_at == 0 || core_now() - driven_at > KEEP_OFF) drive = lane_drive(lane, SLICE);
+        if (drive == DROVE && core_lane_load(lane) >= MUCH) keep_apart(engine, lane);
         enum look now = drive == HELD ? OTHERS : drive == STILL ? STUCK : MOVED_ON;
         if (now == OTHERS) engine->others = true;
         if (now > found) found = now;
@@ -75,6 +102,7 @@ static bool doze(core_engine *engine, enum core_sleep how) {
     sleeps = sleeps && !atomic_load(&engine->stopping);
     if (sleeps) {
         uint64_t fell_asleep = core_now();
+        atomic_store_explicit(&engine->bell->core, 0, memory_order_relaxed);
         // Nobody rings when others stop driving what they drove.
         core_bell_wait(engine->bell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
         learn(engine, fell_asleep);
