@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import get_ident
+from threading import get_ident, get_native_id
 from typing import TypeVar
 
 import torch
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _PRIORITY = -10
 _LOOK_SECONDS = 0.5
+_NICE = 19
 _REST = 14.0
 """How long the thread for files rests behind each part, in times that it took."""
 
@@ -91,7 +92,7 @@ class Writer:
         self.stream = HostStream(f"files {self.coll.name}")
         await self.stream.__aenter__()
         self.coll.admit(self)
-        self._thread = await self.stream.submit(get_ident)
+        self._thread = await self.stream.submit(_lower_priority)
         self._cores = _own_cores(self.coll.local_size)
 
     async def rest(self, seconds: float, *, on_device: bool) -> None:
@@ -125,6 +126,13 @@ class Writer:
 
     def __repr__(self) -> str:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
+
+
+def _lower_priority() -> int:
+    """Have the calling thread run when no other wants its core (setpriority(2) is of threads); return its number."""
+    with suppress(OSError):  # a container may refuse it
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+    return get_ident()
 
 
 def _own_cores(ranks: int) -> int:
