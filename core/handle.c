@@ -76,7 +76,9 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
     PyObject *progress, *op, *called = NULL, *account = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, named, "OO|LnOO", names, &progress, &op, &self->seq, &self->nbytes, &called, &account))
         return -1;
-    if (is_set(called) && !PyArg_ParseTuple(called, "Oi", &self->called.code, &self->called.instruction)) return -1;
+    origin place = {NULL, 0};
+    if (is_set(called) && !PyArg_ParseTuple(called, "Oi", &place.code, &place.instruction)) return -1;
+    self->called = place;
     Py_INCREF(progress), Py_INCREF(op), Py_XINCREF(self->called.code), Py_XINCREF(account);
     self->progress = progress;
     self->op = op;

@@ -122,7 +122,7 @@ static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
 static bool same(PyObject *a, PyObject *b) { return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
 
 static Known *known_at(Issuer *self, const dl_tensor *t) {
-    uint64_t hash = t->dtype_code * 256u + t->dtype_bits;
+    uint64_t hash = (t->dtype_code * 256u + t->dtype_bits) * UINT64_C(0x9E3779B97F4A7C15);
     for (int32_t i = 0; i < t->ndim; i++) hash = (hash ^ (uint64_t)t->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
     return &self->known[(hash >> 32) % KNOWN];
 }
