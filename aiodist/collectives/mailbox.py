@@ -9,6 +9,7 @@ behaves the same.
 from __future__ import annotations
 
 import struct
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +28,9 @@ from aiodist.handles import join
 from aiodist.types import ANY
 
 _HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
-_BEHIND, _INLINE, _IN_PIECES = range(3)
-"""Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them."""
+_BEHIND, _INLINE, _IN_PIECES, _RETURNED = range(4)
+"""Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them; or
+the receive that they were for was given up."""
 _META_AT = _HEADER.size
 _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
@@ -46,6 +48,8 @@ class Arrived:
     source: int
     tag: int
     nbytes: int
+    kind: int
+    """What it carries: `Mailbox.TENSOR` or `Mailbox.OBJECT`."""
 
 
 @dataclass(eq=False)
@@ -53,6 +57,7 @@ class Wanted:
     """A receive that waits for its message."""
 
     kind: int
+    """Of the messages that it takes; ANY takes both."""
     src: int
     tag: int
     into: Tensor | None
@@ -61,6 +66,8 @@ class Wanted:
     """What it does on a device, where `into` lies on one, or the message may."""
     work_later: Callable[[], DeviceWork] | None = None
     """Makes it, where the message may and this process has used no device yet: it opens none for what may not come."""
+    given: _Unexpected | None = None
+    """The message that it was matched with."""
 
     def cancel(self) -> None:
         """Nothing of it will be done on a device."""
@@ -79,6 +86,11 @@ class _Unexpected:
     meta: Meta
     form: int
     data: Tensor | None = field(repr=False)
+    place: int = 0
+    """Among all that came."""
+    error: BaseException | None = None
+    """What it came to, where it was put back; `waiting` is told when that is known, or its data."""
+    waiting: list[Done] = field(default_factory=list)
 
     def __str__(self) -> str:
         what = self.meta if self.kind == Mailbox.TENSOR else f"an object of {self.meta.nbytes} bytes"
@@ -102,6 +114,7 @@ class Mailbox:
         self._unexpected: list[_Unexpected] = []
         self._listening = False
         self._sent = 0
+        self._heard_of = 0
         self._parting: Done | None = None
         self._farewell_heard = False
 
@@ -233,14 +246,40 @@ class Mailbox:
             self._parting(error)
 
     def _arrived(self, message: _Unexpected) -> None:
+        self._heard_of += 1
+        message.place = self._heard_of
+        if not self._matched(message):
+            self._unexpected.append(message)
+
+    def put_back(self, wanted: Wanted) -> Callable[[Arrived | None, BaseException | None], None] | None:
+        """Have what `wanted` was given, and nobody will see, go to the next receive that matches; in its place.
+
+        Return what to tell when the transfer, which may go on, is over; None where nothing has matched.
+        """
+        if (message := wanted.given) is None:
+            return None
+        message.form, message.data = _RETURNED, None
+        if not self._matched(message):
+            insort(self._unexpected, message, key=lambda other: other.place)
+
+        def over(arrived: Arrived | None, error: BaseException | None) -> None:
+            message.data = None if arrived is None else bytes_of(arrived.data.cpu())
+            message.error = error
+            tell((then, None) for then in message.waiting)
+
+        return over
+
+    def _matched(self, message: _Unexpected) -> bool:
+        """Return True, and deliver it, where a receive waits for such a message."""
         for wanted in self._wanted:
             if _matches(wanted, message):
                 self._wanted.remove(wanted)
                 self._deliver(message, wanted)
-                return
-        self._unexpected.append(message)
+                return True
+        return False
 
     def _deliver(self, message: _Unexpected, wanted: Wanted) -> None:
+        wanted.given = message
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
@@ -252,7 +291,7 @@ class Mailbox:
             if error is not None or refusal is not None:
                 wanted.finish(None, error or refusal)
             else:
-                wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes), None)
+                wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes, message.kind), None)
 
         def take(told: Done) -> None:
             nonlocal into, work
@@ -276,9 +315,13 @@ class Mailbox:
         guarded(take, finish)
 
     def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
-        if message.data is not None:
+        if message.error is not None:
+            done(message.error)
+        elif message.data is not None:
             copy(flat, message.data)
             done(None)
+        elif message.form == _RETURNED:
+            message.waiting.append(lambda _: guarded(partial(self._take, message, flat), done))
         elif message.form == _IN_PIECES:
             assert self.device_messages is not None
             pieces = self.device_messages.cut(flat)
@@ -308,7 +351,7 @@ class Mailbox:
             on_host(message.data, None)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
-            guarded(partial(self._transport.irecv, host, message.source, message.payload), partial(on_host, host))
+            guarded(partial(self._take, message, host), partial(on_host, host))
 
 
 def _read(frame: Tensor) -> _Unexpected:
@@ -326,7 +369,11 @@ def _fail(wanted: Wanted, error: BaseException | None) -> None:
 
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:
-    return wanted.kind == message.kind and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
+    return (
+        wanted.kind in (ANY, message.kind)
+        and wanted.src in (ANY, message.source)
+        and wanted.tag in (ANY, message.tag)
+    )
 
 
 def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:
