@@ -370,9 +370,7 @@ def _fail(wanted: Wanted, error: BaseException | None) -> None:
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:
     return (
-        wanted.kind in (ANY, message.kind)
-        and wanted.src in (ANY, message.source)
-        and wanted.tag in (ANY, message.tag)
+        wanted.kind in (ANY, message.kind) and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
     )
 
 

@@ -139,10 +139,10 @@ class PointToPoint(Base):
         """Return an iterator over the messages from `src` with `tag`, as they come: `async for message in ...`.
 
         It yields tensors (of `send`) and objects (of `send_object`), each as a `Message`: its source, tag and data. It
-        posts one receive for each turn, when the turn begins, and receives match in the order of issue. So a `recv(ANY)`
-        that was issued before wins the next message, and one that is issued while the body of the loop runs wins what
-        comes meanwhile. Leaving the loop loses no message, and neither does cancelling it: the receive is withdrawn,
-        and a message that had matched goes to the next receive. It ends only so, or by an error.
+        posts one receive for each turn, when the turn begins, and receives match in the order of issue. So a plain
+        `recv()` that was issued before wins the next message, and one that is issued while the body of the loop runs
+        wins what comes meanwhile. Leaving the loop loses no message, and neither does cancelling it: the receive is
+        withdrawn, and a message that had matched goes to the next receive. It ends only so, or by an error.
 
         Raises ValueError at the call for a `src` or `tag` out of range; while it waits what `recv` raises:
         OperationTimeout when no message comes for `timeout` seconds, PeerLost where `src` is gone. Unpickling an object

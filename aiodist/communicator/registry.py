@@ -33,6 +33,8 @@ from aiodist.handles.combinators import all_over
 from aiodist.handles.progress import transport_lock
 
 if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
+
     from aiodist.communicator.levels import Levels
     from aiodist.control import Channel, Exit
     from aiodist.topology import Topology
@@ -159,6 +161,8 @@ class Registry(Generic[C]):
         self._closing: list[C] = []
         self.kept: OpenBlock | None = None
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
+        self.portal: BlockingPortal | None = None
+        """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,6 +204,7 @@ class Registry(Generic[C]):
     ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
         gate = partial(self._gate, transport, ranks, repertoire.within) if transport.size > 1 else None
+        thread = thread or self.portal is not None
         dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate, thread=thread)
         dispatcher.timeout = self._timeout
         if self.accelerator is not None:
