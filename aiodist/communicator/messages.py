@@ -38,15 +38,24 @@ class Message(NamedTuple):
 class PointToPoint(Base):
     """`send`, `recv`, `sendrecv` and `messages`."""
 
-    def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
+    def send(
+        self,
+        t: Tensor | list[Tensor],
+        dst: int,
+        tag: int = 0,
+        *,
+        synchronous: bool = False,
+        timeout: float | None = None,
+    ) -> Handle[None]:
         """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
 
+        With `synchronous=True` not before a receive has matched it, for which it takes an answer of some 60 bytes.
         `t` has any shape, which `recv()` restores. A list is sent as so many messages. Raises ValueError for a `dst` or
         `tag` out of range. Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
-        return self._send("send", ts, dst, tag, Mailbox.TENSOR, timeout)
+        return self._send("send", ts, dst, tag, Mailbox.TENSOR, timeout, synchronous)
 
     def recv(
         self, t: Tensor | list[Tensor] | None = None, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -186,14 +195,16 @@ class PointToPoint(Base):
 
         handle.add_done_callback(tell)
 
-    def _send(self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None) -> Handle[None]:
+    def _send(
+        self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None, synchronous: bool
+    ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
         handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, Peer(None, dst, tag))
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:
-            yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
+            yield [partial(mailbox.send, t, dst, tag, kind, synchronous=synchronous) for t in ts]
 
         self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
         attach(handle, work, ts)

@@ -60,10 +60,7 @@ def trains() -> None:
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
 
         async def step() -> float:
-            opt.zero_grad()
-            loss: torch.Tensor = await net.step(lambda: net(x).square().mean())
-            await net.run(opt.step)
-            return loss.item()
+            return (await net.step(lambda: net(x).square().mean(), opt)).item()
 
         losses = [coll.portal.call(step) for _ in range(3)]
         assert losses[2] < losses[1] < losses[0]
