@@ -18,13 +18,14 @@ from aiodist.compat.buffers import Blocks, Buffer, blocks_of, buffer_of
 from aiodist.compat.kinds import ANY_SOURCE, ANY_TAG, IN_PLACE, OPS, PROC_NULL, UNDEFINED, Op, Status
 from aiodist.compat.requests import Request
 from aiodist.handles import Handle, gather
+from aiodist.types import ReduceOp
 
 SUM = OPS["SUM"]
 
 _LEFT_OUT = {
     "probe iprobe mprobe improbe": "recv() of an object, which need not know the size",
     "Probe Iprobe Mprobe Improbe": "recv() of an object, or `coll.recv()`, which need not know the size",
-    "Send_init Ssend_init Bsend_init Rsend_init Recv_init": "Isend() and Irecv() each time: issuing takes a microsecond",
+    "Send_init Ssend_init Bsend_init Rsend_init Recv_init": "Isend() and Irecv() each time, which takes a microsecond",
     "Alltoallw Ialltoallw": "alltoall() of objects",
     "Create Create_group Get_group": "Split(), or `coll.group(ranks)`",
     "Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent Cart_map Graph_map": "Split()",
@@ -352,7 +353,7 @@ class Comm:
         """As `Igather`, of blocks of different lengths: [data, counts, displacements, datatype] on root."""
         into = blocks_of(recvbuf, self.size, written=True) if self.rank == root else None
         mine = into[root].clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
-        return self._request(self.coll.gather(mine, root), into and partial(_fill, into))
+        return self._request(self.coll.gather(mine, root), None if into is None else partial(_fill, into))
 
     def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
         """As `Iscatter`, of blocks of different lengths."""
@@ -382,9 +383,11 @@ class Comm:
         mine = into if into and _in_place(sendbuf) else buffer_of(sendbuf)
         if (t := _summable(mine, op)) is not None:
             out = None if into is None else into.octets.view(t.dtype)
-            return self._request(self.coll.reduce(t, op.native or "sum", root, out=out))
+            return self._request(self.coll.reduce(t, op.native or ReduceOp.SUM, root, out=out))
         gathered = self.coll.gather(mine.octets, root)
-        return self._request(gathered, into and (lambda parts: _write(into.octets, _joined(parts, mine, op))))
+        return self._request(
+            gathered, None if into is None else (lambda parts: _write(into.octets, _joined(parts, mine, op)))
+        )
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
         """Reduce all ranks' buffers into every one."""
@@ -418,7 +421,7 @@ class Comm:
         out = into.octets[: counts[self.rank] * size]
         if (t := _summable(mine, op)) is not None:
             t = t.clone() if _in_place(sendbuf) else t
-            return self._request(self.coll.reduce_scatter(t, op.native or "sum", counts, out=out.view(t.dtype)))
+            return self._request(self.coll.reduce_scatter(t, op.native or ReduceOp.SUM, counts, out=out.view(t.dtype)))
         block = slice(first * size, (first + counts[self.rank]) * size)
         return self._request(
             self.coll.allgather(mine.octets), lambda parts: _write(out, _joined([p[block] for p in parts], mine, op))
@@ -478,7 +481,8 @@ def _summable(buffer: Buffer, op: Op) -> Tensor | None:
     t = buffer.numbers()
     if op.native is None or t is None:
         return None
-    orders, bits = op.native in ("max", "min"), op.native in ("band", "bor", "bxor")
+    orders = op.native in (ReduceOp.MAX, ReduceOp.MIN)
+    bits = op.native in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
     fits = not (t.is_complex() and orders) and not (bits and (t.is_floating_point() or t.is_complex()))
     return t if fits and (t.dtype is not torch.bool or orders or bits) else None
 
