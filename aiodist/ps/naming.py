@@ -19,10 +19,9 @@ from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_settings, check_timeout, listed
 from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.optimizers import OptimizerRule
-from aiodist.ps.rows import Normal, TableSpec, Uniform, row_optimizer
-from aiodist.ps.rows.initial import Constant, initial_of
+from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
+from aiodist.ps.rows.initial import initial_of
 from aiodist.ps.rows.shard import TableShard
-from aiodist.ps.rows.spec import settings_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Start, one_of
@@ -148,9 +147,9 @@ class Naming:
             dim=dim,
             rows=rows,
             dtype=dtype,
-            initial=initial_of(init),
+            init=initial_of(init),
             seed=seed,
-            optimizer=settings_of(row_optimizer(chosen)) if isinstance(chosen, OptimizerRule) else None,
+            optimizer=chosen if isinstance(chosen, OptimizerRule) else None,
             coded=coded,
         )
         check_timeout(timeout)

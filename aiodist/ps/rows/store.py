@@ -60,7 +60,7 @@ class RowStore:
         if missing.numel() < ids.numel():
             torch.index_select(self._columns["rows"], 0, slots.clamp_(min=0), out=into)
         first = into.new_empty(missing.numel(), self._spec.dim)
-        first_rows(self._spec.initial, self._spec.seed, ids[missing], first)
+        first_rows(self._spec.init, self._spec.seed, ids[missing], first)
         into.index_copy_(0, missing, first)
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class RowStore:
             made = ids[missing]
             start, stop = len(self), len(self) + missing.numel()
             self._reserve(stop)
-            first_rows(self._spec.initial, self._spec.seed, made, self._columns["rows"][start:stop])
+            first_rows(self._spec.init, self._spec.seed, made, self._columns["rows"][start:stop])
             for name, value in self._fresh.items():
                 if name != "rows":
                     self._columns[name][start:stop] = value
