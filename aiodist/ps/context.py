@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +51,15 @@ class Context:
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes to the count of that name."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.counts[name] += perf_counter() - began
 
     def living(self) -> list[int]:
         """Return the servers that are there."""

@@ -77,13 +77,16 @@ class Pushes:
         entry: NameEntry,
         nbytes: int,
         pack: Callable[[], Sequence[tuple[Tensor, bool]]],
-        rule: int,
-        alpha: float,
+        how: tuple[int, float],
+        *,
+        later: bool,
     ) -> None:
-        """Push `nbytes` of rows of a table; `pack` returns each server's block, and whether it holds a code, in order.
+        """Push `nbytes` of rows of a table by a rule and an alpha.
 
-        `pack` may run in the service thread.
+        `pack` returns each server's block, and whether it holds a code, in order. With `later` it takes long, and may
+        run in the service thread.
         """
+        rule, alpha = how
         number, _ = self._begin(operation, entry, nbytes)
         found: list[Sequence[tuple[Tensor, bool]]] = []
 
@@ -93,7 +96,7 @@ class Pushes:
                 for span, (block, coded) in zip(entry.spans, found[0], strict=True)
             ]
 
-        self._encode(number, nbytes, lambda: found.append(pack()), senders)
+        self._encode(number, nbytes if later else 0, lambda: found.append(pack()), senders)
 
     def _encode(
         self, number: int, nbytes: int, work: Callable[[], None], senders: Callable[[], Sequence[Sender]]

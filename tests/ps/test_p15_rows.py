@@ -19,7 +19,7 @@ from aiodist.ps.rows.hashing import mix, owners
 from aiodist.ps.rows.index import RowIndex
 from aiodist.ps.rows.initial import first_rows
 from aiodist.ps.rows.optimizers import RowOptimizer
-from aiodist.ps.rows.packing import ids_in, pack, packed_bytes, rows_in, unpack_ids
+from aiodist.ps.rows.packing import ids_in, pack_head, rows_in, unpack_ids, write_rows
 from aiodist.ps.rows.store import RowStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
@@ -255,8 +255,13 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
         assert torch.equal(found.ids[block], found.ids[block].sort().values)
     values = torch.randn(ids.numel(), 2, dtype=torch.float64)
     last, total = torch.full((2, found.ids.numel(), 2), torch.nan, dtype=torch.float64)
-    found.last(values, last)
-    found.sum(values, total)
+    found.gather(values, [last[block] for block in found.blocks()], last=True)
+    found.gather(values, [total[block] for block in found.blocks()])
+    back = torch.full((ids.numel(), 2), torch.nan, dtype=torch.float64)
+    for number, block in enumerate(found.blocks()):
+        found.scatter(number, total[block], back)
+    found.repeat(back)
+    assert torch.equal(back, total[found.places])
     for row, one in enumerate(found.ids.tolist()):
         same = (ids.flatten() == one).nonzero().flatten()
         torch.testing.assert_close(total[row], values[same].sum(0))
@@ -266,8 +271,8 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
 def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
     wanted = spec(2, 50)
     ids, rows = torch.tensor([3, 7, 49]), torch.randn(3, 2, dtype=torch.float64)
-    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
-    pack(ids, rows, packed)
+    packed = torch.empty(8 + ids.nbytes + rows.nbytes, dtype=torch.uint8)
+    pack_head(ids, packed).copy_(rows.view(torch.uint8).flatten())
     found, rest = unpack_ids(packed, wanted)
     assert torch.equal(found, ids)
     assert torch.equal(rows_in(rest, 3, wanted), rows)
@@ -285,3 +290,12 @@ def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
             ids_in(torch.tensor(wrong).view(torch.uint8), wanted)
     with pytest.raises(ValueError, match="ids in 9 bytes: expected a multiple of 8"):
         ids_in(torch.zeros(9, dtype=torch.uint8), wanted)
+
+
+@pytest.mark.parametrize(("dim", "offset"), [(4, 0), (4, 1), (4, 4), (3, 0)])
+def test_p15_rows_are_written_wherever_they_lie(dim: int, offset: int) -> None:
+    rows = torch.randn(5 * dim + offset)[offset:].view(5, dim)
+    into, at = torch.zeros(9 * dim + offset)[offset:].view(9, dim), torch.tensor([8, 0, 3, 5, 1])
+    write_rows(into, at, rows)
+    assert torch.equal(into[at], rows)
+    assert into.count_nonzero() == 5 * dim

@@ -98,4 +98,5 @@ def said_of(initial: Initial) -> list[Any]:
 
 def initial_from(said: list[Any]) -> Initial:
     """Return what `said_of` said; raise KeyError, ValueError or TypeError for what it never says."""
-    return {"Uniform": Uniform, "Normal": Normal, "Constant": Constant}[said[0]](**said[1])
+    kinds: dict[str, type[Initial]] = {"Uniform": Uniform, "Normal": Normal, "Constant": Constant}
+    return kinds[said[0]](**said[1])
