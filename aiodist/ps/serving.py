@@ -78,6 +78,9 @@ class Serving:
         found: list[tuple[Tensor, Tensor, bool]] = []
         shard.hold(pull)
 
+        def gather() -> None:
+            found.append(self._gathered(shard, pull))
+
         def gathered(error: BaseException | None) -> None:
             if error is not None:
                 self._answers.refuse(pull, error)
@@ -86,10 +89,10 @@ class Serving:
             shard.read_over(pull)
 
         nbytes = pull.rows.nbytes // ID_BYTES * shard.spec.row_bytes
-        run = self._context.service.run  # a read that waits for no step goes behind those that change rows
-        (run if shard.busy else partial(self._context.service.do, nbytes))(
-            lambda: found.append(self._gathered(shard, pull)), gathered
-        )
+        if shard.busy:  # a read that waits for no step
+            self._context.service.run(gather, gathered)
+        else:
+            self._context.service.do(nbytes, gather, gathered)
 
     def _gathered(self, shard: TableShard, pull: Pulling) -> tuple[Tensor, Tensor, bool]:
         """Return a buffer of the pool, and the rows in it, or a code of them, flat; in any thread."""
