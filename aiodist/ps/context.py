@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aiodist.backends.shm import Neighbourhood
@@ -60,6 +61,13 @@ class Context:
             yield
         finally:
             self.counts[name] += perf_counter() - began
+
+    def decoded(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return what a client has encoded, as a flat tensor; in any thread. ValueError where nothing is encoded."""
+        if self.codec is None:
+            raise ValueError("a code, and no codec: expected plain data")
+        with self.timed("decode_seconds"):
+            return self.codec.decode(code, dtype, numel)
 
     def living(self) -> list[int]:
         """Return the servers that are there."""

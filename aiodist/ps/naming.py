@@ -92,7 +92,7 @@ class Naming:
                 raise ValueError(
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
-            return NameEntry(name, None, (number, chosen), place(name, 1, 1, servers, 2), codec)
+            return NameEntry(name, None, number, chosen, place(name, 1, 1, servers, 2), codec)
         t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
@@ -101,7 +101,7 @@ class Naming:
                 f"since {self._settings.consistency!r} takes means"
             )
         spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
-        return NameEntry(name, t, (number, chosen), spans)
+        return NameEntry(name, t, number, chosen, spans)
 
     def _check_new(self, name: str) -> None:
         """Raise KeyError unless the name is new here."""
@@ -153,7 +153,7 @@ class Naming:
             coded=coded,
         )
         check_timeout(timeout)
-        entry = NameEntry(name, None, self._settings.rule(None), spread(name, self._settings.servers), table=spec)
+        entry = NameEntry(name, None, *self._settings.rule(None), spread(name, self._settings.servers), table=spec)
         self._names.announce([name])
         return self._session.run("embedding", self._making(entry), timeout)
 
@@ -170,7 +170,7 @@ class Naming:
         too, and RuntimeError while it is changed or read. Cost: a copy.
         """
         with transport_lock:
-            return self._quiet_table(name).state_dict()
+            return self._quiet_table(name).store.state_dict()
 
     def load_table_state(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Take what `table_state` gave, of any number of servers: those of its rows that belong to this server.

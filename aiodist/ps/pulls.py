@@ -115,7 +115,7 @@ class Pulls:
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
                 self._context.coalescer.put(src, Kind.RELEASE, pack_release(part.entry.key, data.number))
-            self._read(data.number, src, error)
+            self.over(data.number, src, error)
 
         self._fill(part, src, found, looked)
 
@@ -125,7 +125,7 @@ class Pulls:
 
     def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
         """Take what came with the entry, or comes in a message behind it."""
-        over = partial(self._read, data.number, src)
+        over = partial(self.over, data.number, src)
         arrived = self._codes.expect(part, src, over) if data.coded else None
         if data.way == Way.INLINE:
             raw = bytes_in(body, DATA_BYTES, data.nbytes)
@@ -153,11 +153,7 @@ class Pulls:
 
         self._context.coalescer.receive(target, src, data.number, received)
 
-    def refuse(self, number: int, src: int, error: BaseException) -> None:
-        """Server `src` has nothing for a pull."""
-        self._read(number, src, error)
-
-    def _read(self, number: int, src: int, error: BaseException | None) -> None:
+    def over(self, number: int, src: int, error: BaseException | None) -> None:
         """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
         part = self._parts.get(number)
         if part is None:
@@ -190,7 +186,7 @@ class Pulls:
         """`rank` died: what it should have sent never comes."""
         for number, part in list(self._parts.items()):
             if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
-                self._read(number, rank, error)
+                self.over(number, rank, error)
 
     def abort(self, error: AiodistError) -> None:
         """Fail everything."""
