@@ -46,7 +46,7 @@ class Serving:
             way, place = self._way_to(pull, data, shard.key)
             if way != Way.INLINE:
                 shard.hold(pull)
-            self._give(pull, version, data, way, place, lambda _: shard.release(pull.client, pull.number))
+            self._send(pull, version, data, way, place, lambda _: shard.release(pull.client, pull.number))
 
     def _serve_code(self, outgoing: Outgoing, shard: Shard, pull: Pulling, version: int) -> None:
         shard.hold(pull)
@@ -60,7 +60,7 @@ class Serving:
             if error is not None:
                 self._answers.refuse(pull, error)
             else:
-                self._give(pull, version, codes[0], *self._way_to(pull, codes[0]), coded=True)
+                self._send(pull, version, codes[0], *self._way_to(pull, codes[0]), coded=True)
             if pull.client in self._context.gone or shard.retired:
                 self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
@@ -84,7 +84,7 @@ class Serving:
             if error is not None:
                 self._answers.refuse(pull, error)
             elif pull.client not in self._context.gone:
-                self._give_rows(shard, pull, version, *found[0])
+                self._send_rows(shard, pull, version, *found[0])
             shard.read_over(pull)
 
         nbytes = pull.rows.nbytes // ID_BYTES * shard.spec.row_bytes
@@ -110,7 +110,7 @@ class Serving:
         with self._context.timed("encode_seconds"):
             return room, codec.encode(rows), True
 
-    def _give_rows(self, shard: TableShard, pull: Pulling, version: int, room: Tensor, t: Tensor, coded: bool) -> None:
+    def _send_rows(self, shard: TableShard, pull: Pulling, version: int, room: Tensor, t: Tensor, coded: bool) -> None:
         way, place = self._way_to(pull, t, None if coded else shard.key)
         if way in (Way.OWN, Way.MEMORY):
             shard.show(pull, room)
@@ -119,7 +119,7 @@ class Serving:
             if error is None:  # else the transport may still look at it
                 self._context.pool.release(room)
 
-        self._give(pull, version, t, way, place, over, coded=coded)
+        self._send(pull, version, t, way, place, over, coded=coded)
         if way == Way.INLINE:
             over(None)
 
@@ -136,7 +136,7 @@ class Serving:
         way, place = self._context.way_to(pull.client, t)
         return (Way.MESSAGE, Place(0, 0)) if key is None and way == Way.MEMORY else (way, place)
 
-    def _give(
+    def _send(
         self,
         pull: Pulling,
         version: int,
