@@ -27,7 +27,7 @@ from aiodist.ps import (
     Synchronous,
     Uniform,
 )
-from aiodist.ps.rows.packing import pack, packed_bytes
+from aiodist.ps.rows.packing import pack_head
 from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
@@ -360,8 +360,8 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     """Return an entry with rows that no table sends."""
     ids = torch.tensor(CRAFTED.get(what, list(range(40))))
     rows = torch.ones(ids.numel(), 2)
-    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
-    pack(ids, rows, packed)
+    packed = torch.empty(8 + ids.nbytes + rows.nbytes, dtype=torch.uint8)
+    pack_head(ids, packed).copy_(rows.view(torch.uint8).flatten())
     body = bytes(packed.tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
