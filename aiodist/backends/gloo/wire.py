@@ -239,16 +239,24 @@ class GlooPeer:
         return work, buffer, memoryview(cast(Any, buffer.numpy())) if view is None else view
 
     def _came(self, buffer: Tensor, view: memoryview) -> None:
+        if self.error is not None:
+            return
         frame = Frame.read(buffer, view)
         self._received += 1
+        if not 0 <= frame.acknowledged - self._acknowledged <= len(self._sent):
+            sent = f"{self._acknowledged + len(self._sent)} were sent to it, and {self._acknowledged} acknowledged"
+            self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {frame.acknowledged} frames: {sent}"))
+            return
         for _ in range(frame.acknowledged - self._acknowledged):
             self._sent.popleft()
         self._acknowledged = frame.acknowledged
         if self._received - self._told >= _CREDIT:
             self.send(CREDITS)
         if frame.kind == TAKEN:
-            _, done = self._offers.pop(frame.number)
-            done(None)
+            if (offer := self._offers.pop(frame.number, None)) is None:
+                self._gone(BackendError(f"gloo: rank {self.rank} took data number {frame.number}: none was offered"))
+            else:
+                offer[1](None)
         elif frame.kind != CREDITS:
             self._wire.came(self.rank, frame)
 
