@@ -21,36 +21,9 @@ from torch import Tensor, dtype
 
 from aiodist._core import KEY_BITS
 from aiodist.errors import AiodistError, BackendError
-from aiodist.handles import Done
-from aiodist.streams.memory import dtype_name
+from aiodist.handles import Done as Done
+from aiodist.streams.memory import dtype_name as dtype_name
 from aiodist.types import REDUCTIONS, ReduceOp
-
-__all__ = [
-    "DTYPES",
-    "MOST_NAMES",
-    "NAMED",
-    "Begin",
-    "Capabilities",
-    "Done",
-    "Exchange",
-    "Native",
-    "Operation",
-    "Refused",
-    "Transport",
-    "Wanted",
-    "again",
-    "dtype_name",
-    "guarded",
-    "ignore",
-    "keeping",
-    "key_of",
-    "name_in",
-    "number_of_use",
-    "once",
-    "ours",
-    "tag_of",
-    "tell",
-]
 
 E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
@@ -282,8 +255,6 @@ class Native(Protocol):
 
     finishes: bool
     """Allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int
-    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, not by their keys."""
     recallable: bool
@@ -294,9 +265,6 @@ class Native(Protocol):
 
     def start(self, operation: Operation, key: int, done: Done) -> None:
         """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what begins an allreduce of `numel` elements of `kind`: the hot path. None: no single call does."""
 
 
 class Transport(Protocol):

@@ -48,19 +48,20 @@ class NativeCollectives(Implementation):
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
-        self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
-        self.recallable = native.recallable
+        self.finishes, self.in_order, self.recallable = native.finishes, native.in_order, native.recallable
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what the library begins with one call, where nothing has to be converted before."""
+        """Return what a library begins with one call, where nothing has to be converted before."""
         short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
-        if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
+        # What tells operations apart by their keys is memory: there the compiled core issues it.
+        if short or not self.in_order or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
-        return self._native.plan_allreduce(kind, numel, op)
+        start = self._native.start
+        return lambda t, number, done: start(Operation("allreduce", t, op=op), number, done)
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         yield [partial(self._native.start, operation, ep.key)]

@@ -17,7 +17,6 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, key_of, ours
 from aiodist.collectives.traffic import Traffic
-from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 T = TypeVar("T")
@@ -105,8 +104,6 @@ class Implementation(ABC):
     name: str
     finishes: bool = False
     """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int = LARGE_BYTES
-    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
     recallable: bool = False

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, rounds, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,12 @@ class Core:
 # --- recursive doubling: the whole buffer in each step, for short ones --------------------------------------------
 
 
-def allreduce(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: 2 * n if size > 1 else n)
+def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Exchange all `n` elements with a partner in each of log2(size) steps; scratch: n.
 
     Both partners combine the lower one's partial result with the higher one's, in that order: equal to the bit.
     """
-    return Schedule(2 * n if size > 1 else n, (partial(_allreduce, rank, size, n),))
-
-
-def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
@@ -89,12 +86,9 @@ def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
         yield step(Send(rank - 1, 0, n))
 
 
-def scan(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: n)
+def scan(rank: int, size: int, n: int) -> Iterator[Step]:
     """Send what I have to the rank 1, 2, 4 and so on above me, and combine what comes from below."""
-    return Schedule(n, (partial(_scan, rank, size, n),))
-
-
-def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
     for distance in (1 << i for i in range(rounds(size))):
         sends = [Send(rank + distance, 0, n)] if rank + distance < size else []
         receives = [Recv(rank - distance, 0, n, combine=True)] if rank >= distance else []
@@ -104,15 +98,12 @@ def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
 # --- recursive halving: half of what was sent before in each step, for long ones ----------------------------------
 
 
-def halving_allreduce(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: n)
+def halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Reduce-scatter by halving, then allgather by doubling (Rabenseifner): 2 log2(size) messages.
 
     2 n (size - 1) / size elements where `size` is a power of two; n more for a rank that acts for another.
     """
-    return Schedule(n, (partial(_halving_allreduce, rank, size, n),))
-
-
-def _halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
@@ -175,15 +166,12 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
                 yield step(send, Recv(peer, at + mine[0], at + mine[1], combine=True))
 
 
-def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+@one_lane(lambda rank, size, blocks: blocks.total)
+def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     """Exchange all I have with a partner, log2(size) times, and have twice as much after each.
 
     All elements but some block where `size` is a power of two; all of them besides for a rank that acts for another.
     """
-    return Schedule(blocks.total, (partial(_allgather, rank, size, blocks),))
-
-
-def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, blocks.start(rank), blocks.stop(rank)))

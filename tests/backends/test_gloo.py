@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
 from aiodist.backends.base import Wanted
-from aiodist.backends.gloo import library, meeting, wire
+from aiodist.backends.gloo import frames, library, meeting, wire
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError
@@ -162,17 +162,6 @@ async def test_three_ranks_agree(numel: int) -> None:
         await over(*(natively(w, "allreduce", t, ReduceOp.SUM) for w, t in zip(all_three, ts, strict=True)))
         assert torch.equal(ts[0], ts[1])
         assert torch.equal(ts[0], ts[2])
-
-
-@pytest.mark.parametrize("numel", [7, LONG])
-async def test_a_planned_allreduce_of_any_length(numel: int) -> None:
-    async with worlds(2) as both:
-        ts = [torch.ones(numel), torch.ones(numel)]
-        natives = [world.native for world in both if world.native is not None]
-        planned = [native.plan_allreduce(torch.float32, numel, ReduceOp.SUM) for native in natives]
-        begin = [one for one in planned if one is not None]
-        await over(*(start(partial(one, t, 0)) for one, t in zip(begin, ts, strict=True)))
-        assert ts[0].tolist() == ts[1].tolist() == [2] * numel
 
 
 async def test_many_in_flight_end_in_order_of_issue() -> None:
@@ -358,7 +347,7 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("claimed", [1 << 40, 1, -1])
 async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(claimed: int) -> None:
     async with worlds(2) as (zero, one):
-        lie = wire.Frame.write(wire.CREDITS, 0, 0, 0, 0, claimed, None)
+        lie = frames.Frame.write(frames.CREDITS, 0, 0, 0, 0, claimed, None)
         assert one._wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
@@ -373,7 +362,7 @@ async def test_a_rank_that_took_what_was_never_offered_is_given_up_by_name() -> 
         assert one._wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
-            one._wire.peers[0].send(wire.TAKEN, number=7)
+            one._wire.peers[0].send(frames.TAKEN, number=7)
         (error,) = await outcome([waiting])
         assert str(error) == "gloo: rank 1 took data number 7: none was offered"
 

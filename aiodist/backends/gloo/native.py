@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, again
+from aiodist.backends.base import Done, Operation, Wanted, again
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
     FOREVER,
@@ -26,7 +26,7 @@ from aiodist.backends.gloo.library import (
 from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
-from aiodist.handles import LARGE_BYTES, join
+from aiodist.handles import join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
@@ -56,7 +56,6 @@ class GlooNative:
     """
 
     finishes = False
-    inline_bytes = LARGE_BYTES
     in_order = True
     recallable = False
 
@@ -71,10 +70,6 @@ class GlooNative:
     def supports(self, wanted: Wanted) -> bool:
         """Return True where gloo has the dtype and the operator."""
         return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
-
-    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce."""
-        return lambda t, key, done: self.start(Operation("allreduce", t, op=op), key, done)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
         """Begin an operation; with the transport lock held."""

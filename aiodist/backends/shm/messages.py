@@ -16,12 +16,12 @@ from time import perf_counter
 
 from torch import Tensor
 
-from aiodist._core import arrived
+from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
+from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
-from aiodist.backends.shm.peers import Peer
-from aiodist.backends.shm.rings import move_bytes, numbers_for
+from aiodist.backends.shm.peers import NUMBERS, Peer
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
@@ -60,7 +60,7 @@ class Messages:
         """How many bytes this pass may still copy."""
         self.peers: dict[int, Peer] = {}
         if near is not None:
-            numbers = numbers_for(near)
+            numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
             self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())
         self._gone: set[int] = set()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import maxsize
 from zlib import crc32
-
-from torch import dtype
 
 from aiodist.backends.base import Done, Operation, Wanted, again
 from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
-from aiodist.types import ReduceOp
 
 
 class ShmNative:
@@ -21,7 +17,6 @@ class ShmNative:
     """
 
     finishes = True
-    inline_bytes = maxsize
     in_order = False
     recallable = True
 
@@ -74,9 +69,6 @@ class ShmNative:
         if self._led is None:
             self._led = self.open("steps", led=True)
         return self._led
-
-    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> None:
-        """Return None: what goes from the call on is issued in the compiled core."""
 
     def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`, now."""
