@@ -64,14 +64,24 @@ def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
 
     Both partners combine the lower one's partial result with the higher one's, in that order: equal to the bit.
     """
-    core = Core.of(size)
+    return _beside(Core.of(size), rank, n, _doubled)
+
+
+def _beside(core: Core, rank: int, n: int, steps: Callable[[Core, int, int], Iterator[Step]]) -> Iterator[Step]:
+    """Run `steps` on the ranks of the core; those beside it hand their elements over before, and get all of them."""
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, 0, n))
         return
-    here, there = 0, n  # my partial result, and room for a partner's
     if core.acts(rank):
-        yield step(Recv(rank - 1, there, there + n), Copy(there, there + n, here, combine=True))
+        yield step(Recv(rank - 1, 0, n, combine=True))
+    yield from steps(core, rank, n)
+    if core.acts(rank):
+        yield step(Send(rank - 1, 0, n))
+
+
+def _doubled(core: Core, rank: int, n: int) -> Iterator[Step]:
+    here, there = 0, n  # my partial result, and room for a partner's
     index = core.index(rank)
     for half in core.halves():
         peer = core.rank(index ^ half)
@@ -82,8 +92,6 @@ def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
         here, there = lower, higher
     if here:
         yield step(Copy(here, here + n, 0))
-    if core.acts(rank):
-        yield step(Send(rank - 1, 0, n))
 
 
 @one_lane(lambda rank, size, n: n)
@@ -104,20 +112,15 @@ def halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
 
     2 n (size - 1) / size elements where `size` is a power of two; n more for a rank that acts for another.
     """
-    core = Core.of(size)
-    if core.stands_by(rank):
-        yield step(Send(rank + 1, 0, n))
-        yield step(Recv(rank + 1, 0, n))
-        return
-    if core.acts(rank):
-        yield step(Recv(rank - 1, 0, n, combine=True))
+    return _beside(Core.of(size), rank, n, _halved)
+
+
+def _halved(core: Core, rank: int, n: int) -> Iterator[Step]:
     halves = list(_halves(core, rank, Blocks.even(n, core.count).start))
     for _, peer, mine, theirs in halves:
         yield step(Send(peer, *theirs), Recv(peer, *mine, combine=True))
     for _, peer, mine, theirs in reversed(halves):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
-    if core.acts(rank):
-        yield step(Send(rank - 1, 0, n))
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
