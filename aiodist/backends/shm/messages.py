@@ -49,19 +49,16 @@ class _Copy:
 class Messages:
     """See the module; everything but making it runs with the transport lock held."""
 
-    def __init__(self, near: Neighbourhood | None, progress: Progress) -> None:
-        """`near` is None for a rank that is alone."""
+    def __init__(self, near: Neighbourhood, progress: Progress) -> None:
         self.near = near
         self.progress = progress
-        self.rank = 0 if near is None else near.rank
+        self.rank = near.rank
         self.boxes: dict[int, Box] = {}
         """By communicator: what waits to be received, and receives that wait."""
         self.budget = 0
         """How many bytes this pass may still copy."""
-        self.peers: dict[int, Peer] = {}
-        if near is not None:
-            numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
-            self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
+        numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
+        self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())
         self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()

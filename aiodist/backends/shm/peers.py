@@ -56,11 +56,9 @@ class Peer:
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
         """`numbers` are this rank's for all its neighbours."""
-        near = messages.near
-        assert near is not None
         self.rank = neighbour.rank
         self._messages = messages
-        self._near = near
+        self._near = near = messages.near
         self._neighbour = neighbour
         self._ring_bytes = ring_bytes(len(near.members))
         at = near.members.index(neighbour.rank) * NUMBERS_BYTES

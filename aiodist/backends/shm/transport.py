@@ -45,8 +45,8 @@ class ShmTransport:
             messages.join(self._comm, self._world_ranks)
 
     @property
-    def near(self) -> Neighbourhood | None:
-        """Return the ranks whose memory it uses; None for a rank that is alone."""
+    def near(self) -> Neighbourhood:
+        """Return the ranks whose memory it uses."""
         return self._messages.near
 
     def capabilities(self) -> Capabilities:
@@ -92,7 +92,7 @@ class ShmTransport:
 
     async def _part(self) -> None:
         """Wait until no other rank waits for what lies in this one's memory: all have closed theirs too."""
-        neighbours = () if self.near is None else tuple(self.near.neighbours.values())
+        neighbours = self.near.neighbours.values()
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
             for neighbour in neighbours:
@@ -107,10 +107,9 @@ class ShmTransport:
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def open_world(near: Neighbourhood | None) -> ShmTransport:
-    """Return a transport over all ranks of `near`, or of a rank that is alone; once in the life of `near`.
+def open_world(near: Neighbourhood) -> ShmTransport:
+    """Return a transport over all ranks of `near`; once in the life of `near`.
 
     Every one of them must do so. Raises MemoryError where there is no memory for the queues.
     """
-    messages = Messages(near, Progress.current())
-    return ShmTransport(messages, _WORLD, (0,) if near is None else near.members)
+    return ShmTransport(Messages(near, Progress.current()), _WORLD, near.members)
