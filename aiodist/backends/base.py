@@ -171,7 +171,6 @@ class Wanted(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensor."""
         return self.numel * self.kind.itemsize
 
     def __str__(self) -> str:

@@ -141,7 +141,6 @@ class Repertoire:
 
     @property
     def carrier(self) -> str:
-        """The library that carries the communicator."""
         return self._transport.name
 
     @property
@@ -219,7 +218,6 @@ class Repertoire:
         return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
 
     def edited(self, edits: Sequence[Edit]) -> Repertoire:
-        """Return the one after `edits`."""
         table = self.table
         for edit in edits:
             if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices that are not here

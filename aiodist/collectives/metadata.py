@@ -30,12 +30,10 @@ class Meta(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the data."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -243,7 +243,6 @@ class Nested:
     program: Program[None]
 
     def __call__(self, done: Done) -> None:
-        """Run it."""
         over = False
         failed: BaseException | None = None
 

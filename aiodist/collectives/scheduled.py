@@ -50,11 +50,9 @@ class SubEndpoint(Endpoint):
         self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
 
     def send(self, t: Tensor, dst: int) -> Call:
-        """Return the call that sends `t` to rank `dst` of these."""
         return super().send(t, self.ranks[dst])
 
     def recv(self, t: Tensor, src: int) -> Call:
-        """Return the call that receives `t` from rank `src` of these."""
         return super().recv(t, self.ranks[src])
 
 
@@ -213,7 +211,6 @@ class _Scratch:
         return self._room[self._taken - count : self._taken]
 
     def release(self) -> None:
-        """Say that the step is over."""
         self._taken = 0
 
 

@@ -31,7 +31,6 @@ class Core:
         return cls(count, size - count)
 
     def rank(self, index: int) -> int:
-        """Return the rank at `index`."""
         return 2 * index + 1 if index < self.extra else index + self.extra
 
     def index(self, rank: int) -> int:

@@ -128,15 +128,12 @@ class Blocks:
         return i * self._even + min(i, self._rest)
 
     def stop(self, i: int) -> int:
-        """Return the end of block `i`."""
         return self.start(i + 1)
 
     def count(self, i: int) -> int:
-        """Return the elements of block `i`."""
         return self.start(i + 1) - self.start(i)
 
     def counts(self) -> list[int]:
-        """Return the elements of each."""
         return [self.count(i) for i in range(self.parts)]
 
 

@@ -153,9 +153,7 @@ async def _open_shared_memory(
 ) -> Transport:
     """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
     if channel.size == 1:
-        alone = LocalTransport(LocalHub(), 0, 1)
-        alone.name = "shm"
-        return alone
+        return LocalTransport(LocalHub(), 0, 1, name="shm")
     near, reason, _ = await meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
     if near is not None and len(near.members) == channel.size:
         return open_shared_memory(near)

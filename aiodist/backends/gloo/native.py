@@ -68,7 +68,6 @@ class GlooNative:
     _aborter: threading.Thread | None = None
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True where gloo has the dtype and the operator."""
         return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
 
     def start(self, operation: Operation, _: int, done: Done) -> None:

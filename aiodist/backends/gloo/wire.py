@@ -79,7 +79,6 @@ class Wire:
                 member.lost(peer.rank, peer.error)
 
     def leave(self, comm: int) -> None:
-        """Throw the frames of `comm` away."""
         self._open.pop(comm, None)
         self._early.pop(comm, None)
         self._closed.add(comm)
@@ -95,7 +94,6 @@ class Wire:
             self.progress.attend()
 
     def came(self, src: int, frame: Frame) -> None:
-        """Deliver `frame`."""
         member = self._open.get(frame.comm)
         if member is not None:
             member.came(src, frame)
@@ -103,7 +101,6 @@ class Wire:
             self._early.setdefault(frame.comm, []).append((src, frame.kept()))
 
     def lost(self, rank: int, error: BackendError) -> None:
-        """Tell every communicator that `rank` cannot be reached."""
         if not self._closing:
             for member in list(self._open.values()):
                 member.lost(rank, error)

@@ -85,7 +85,6 @@ class MpiNative:
         return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
-        """Begin an operation."""
         _STARTS[operation.kind](self, operation, done)
 
     def _allreduce(self, o: Operation, done: Done) -> None:

@@ -85,7 +85,6 @@ class Lanes:
             self.progress.resume()
 
     def close(self) -> None:
-        """Poll no more."""
         self.progress.remove_poller(self)
         self.progress.remove_driven(self)
         self.progress.loop.remove_reader(self.completions.event)

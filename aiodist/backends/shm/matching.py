@@ -28,7 +28,6 @@ class Record(NamedTuple):
 
     @property
     def place(self) -> Place | None:
-        """Return the place that it names."""
         return Place(self.segment, self.offset) if self.segment >= 0 else None
 
 

@@ -86,7 +86,6 @@ class Messages:
     # --- sending and receiving ---------------------------------------------------------------------------------
 
     def send(self, send: Send, to: int) -> None:
-        """Send to rank `to` of the world."""
         if self._failure is not None:
             send.done(self._failure)
             return
@@ -117,7 +116,6 @@ class Messages:
             self._deliver(message, receive)
 
     def receive(self, receive: Receive) -> None:
-        """Receive what has come, or what will."""
         if self._failure is not None:
             receive.done(self._failure)
             return

@@ -49,7 +49,6 @@ class ShmNative:
         return wanted.operation in KINDS
 
     def start(self, operation: Operation, key: int, done: Done) -> None:
-        """Begin an operation."""
         o = operation
         if self._closed is not None:
             done(again(self._closed))

@@ -210,7 +210,6 @@ class Peer:
         return moved
 
     def look(self) -> None:
-        """Send what could not be sent over the socket."""
         self._neighbour.flush()
 
     def is_gone(self, now: float) -> bool:

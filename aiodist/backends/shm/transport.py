@@ -46,11 +46,9 @@ class ShmTransport:
 
     @property
     def near(self) -> Neighbourhood:
-        """Return the ranks whose memory it uses."""
         return self._messages.near
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=True, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
@@ -69,7 +67,6 @@ class ShmTransport:
         self._messages.receive(Receive(t, self._comm, source, tag, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return the transport among `ranks`, at once."""
         return ShmTransport(self._messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
 
     async def aclose(self, *, drained: bool) -> None:
