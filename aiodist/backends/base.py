@@ -157,6 +157,7 @@ DTYPES = (
     torch.uint64,
 )
 """In the order of their codes on the wire: append only."""
+dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 
 
 class Wanted(NamedTuple):

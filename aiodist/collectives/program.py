@@ -240,13 +240,13 @@ def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
 class Nested:
     """The call that runs a program of its own; code that wraps calls can wrap that program's too."""
 
-    program: Program[None]
+    program: Program[Any]
 
     def __call__(self, done: Done) -> None:
         over = False
         failed: BaseException | None = None
 
-        def finish(_: None, error: BaseException | None) -> None:
+        def finish(_: object, error: BaseException | None) -> None:
             nonlocal failed
             if over:
                 done(error)
@@ -302,11 +302,7 @@ def _joined(calls: Sequence[Call]) -> list[Call]:
         else:
             items[call.key] = list(call.items)
             joined.append(Joint(call.key, items[call.key], call.start))
-    return joined + [Nested(_without_results(lockstep(programs))) for programs in apart.values()]
-
-
-def _without_results(program: Program[Any]) -> Program[None]:
-    yield from program
+    return joined + [Nested(lockstep(programs)) for programs in apart.values()]
 
 
 def meet(done: Done) -> None:

@@ -75,19 +75,12 @@ class Scheduled(Implementation):
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
     `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
-    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`). Raises
-    ValueError for an unknown name and for too many chunks.
+    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`).
     """
 
     recallable = True
 
     def __init__(self, name: str, chunks: int | None = None, limits: Mapping[str, int] = USUAL_LIMITS) -> None:
-        known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
-        if name not in known:
-            raise ValueError(f"no schedule {name!r}: there are {', '.join(sorted(known))}")
-        most = max(names[name].most_chunks for names in SCHEDULES.values() if name in names)
-        if chunks is not None and not 1 <= chunks <= most:
-            raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
         self.name = name
         self.chunks = chunks
         self._limits = limits

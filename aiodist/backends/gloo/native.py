@@ -83,7 +83,7 @@ class GlooNative:
         parts = pieces(numbers)
         over = join(len(parts), done)
         for part in parts:
-            self._start(partial(_CALLS[o.kind], o, part), over)
+            self._start(partial(_begin, o, part), over)
 
     def _start(self, call: Callable[[ProcessGroup], Work], over: Done) -> None:
         if self._group is None:
@@ -151,19 +151,11 @@ def _future_error(future: torch.futures.Future[Any]) -> BackendError | None:
     return None
 
 
-def _allreduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
-    options = c10d.AllreduceOptions()
+def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
+    options = c10d.AllreduceOptions() if o.kind == "allreduce" else c10d.ReduceOptions()
     options.reduceOp = _OPS[o.op]
     options.timeout = FOREVER
-    return group.allreduce([t], options)
-
-
-def _reduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
-    options = c10d.ReduceOptions()
-    options.reduceOp = _OPS[o.op]
+    if isinstance(options, c10d.AllreduceOptions):
+        return group.allreduce([t], options)
     options.rootRank = o.root
-    options.timeout = FOREVER
     return group.reduce([t], options)
-
-
-_CALLS = {"allreduce": _allreduce, "reduce": _reduce}

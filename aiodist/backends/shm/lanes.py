@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 
 from aiodist import _core
-from aiodist.backends.base import DTYPES, Done, Operation, Refused, again
+from aiodist.backends.base import Done, Operation, Refused, again, dtype_code
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
@@ -37,7 +37,6 @@ class Kind(IntEnum):
 
 
 KINDS = {kind.name.lower(): kind for kind in Kind}
-dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 op_code = {op: code for code, op in enumerate(ReduceOp)}.__getitem__
 
 

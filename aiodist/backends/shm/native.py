@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from aiodist.backends.base import Done, Operation, Wanted, again
-from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
+from aiodist.backends.base import Done, Operation, Wanted, again, dtype_code
+from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, op_code
 
 
 class ShmNative:
