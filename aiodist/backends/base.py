@@ -266,6 +266,9 @@ class Native(Protocol):
     def start(self, operation: Operation, key: int, done: Done) -> None:
         """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
 
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return what begins an allreduce of `numel` elements of `kind`: the hot path. None: no single call does."""
+
 
 class Transport(Protocol):
     """One communicator's connection to its peers."""

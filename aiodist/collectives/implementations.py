@@ -57,11 +57,9 @@ class NativeCollectives(Implementation):
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
         """Return what a library begins with one call, where nothing has to be converted before."""
         short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
-        # What tells operations apart by their keys is memory: there the compiled core issues it.
-        if short or not self.in_order or not self._native.supports(Wanted("allreduce", kind, op, numel)):
+        if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
-        start = self._native.start
-        return lambda t, number, done: start(Operation("allreduce", t, op=op), number, done)
+        return self._native.plan_allreduce(kind, numel, op)
 
     def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
         yield [partial(self._native.start, operation, ep.key)]

@@ -164,6 +164,17 @@ async def test_three_ranks_agree(numel: int) -> None:
         assert torch.equal(ts[0], ts[2])
 
 
+@pytest.mark.parametrize("numel", [7, LONG])
+async def test_a_planned_allreduce_of_any_length(numel: int) -> None:
+    async with worlds(2) as both:
+        ts = [torch.ones(numel), torch.ones(numel)]
+        natives = [world.native for world in both if world.native is not None]
+        planned = [native.plan_allreduce(torch.float32, numel, ReduceOp.SUM) for native in natives]
+        begin = [one for one in planned if one is not None]
+        await over(*(start(partial(one, t, 0)) for one, t in zip(begin, ts, strict=True)))
+        assert ts[0].tolist() == ts[1].tolist() == [2] * numel
+
+
 async def test_many_in_flight_end_in_order_of_issue() -> None:
     async with worlds(2) as both:
         sizes = [3, LONG, 5, LONG + 1, 1, 7]

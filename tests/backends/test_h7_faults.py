@@ -42,7 +42,7 @@ PLACES: Places = {
     "mailbox": (lambda coll: coll._dispatcher.mailbox, ("_send", "_take", "_arrived", "_listen")),
     "native": (
         lambda coll: coll._dispatcher.transport.native,
-        ("start",),
+        ("start", "plan_allreduce"),
     ),
     "shared memory": (
         lambda coll: coll._dispatcher.repertoire.within,
@@ -107,7 +107,7 @@ class Fault:
         self._left = k
         self._after = after
         real = getattr(owner, name)
-        setattr(owner, name, self._around(real))
+        setattr(owner, name, self._planned(real) if name == "plan_allreduce" else self._around(real))
 
     def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -123,6 +123,9 @@ class Fault:
             return result
 
         return call
+
+    def _planned(self, plan: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self._around(plan(*args))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

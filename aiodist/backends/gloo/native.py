@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation, Wanted, again
+from aiodist.backends.base import Begin, Done, Operation, Wanted, again
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
     FOREVER,
@@ -69,6 +69,9 @@ class GlooNative:
 
     def supports(self, wanted: Wanted) -> bool:
         return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
+
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
+        return lambda t, key, done: self.start(Operation("allreduce", t, op=op), key, done)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
         """Begin an operation; with the transport lock held."""

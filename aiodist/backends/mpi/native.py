@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation, Wanted, ours
+from aiodist.backends.base import Begin, Done, Operation, Wanted, ours
 from aiodist.backends.inplace import bytes_of, divide, flat
-from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES
+from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.handles import LARGE_BYTES, join
 from aiodist.types import REDUCTIONS, ReduceOp
@@ -17,6 +19,7 @@ from aiodist.types import REDUCTIONS, ReduceOp
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
 _PIPELINED_BYTES = 1 << 20
 _PIPELINED_AT_ONCE = 2
+_SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
 
 
 class Pipeline:
@@ -68,6 +71,7 @@ class MpiNative:
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm
+        self._requests = requests
         self._start = partial(start, requests)
         self._pipeline = pipeline
 
@@ -94,6 +98,34 @@ class MpiNative:
             if op is ReduceOp.MEAN:
                 done = _divided(t, self._comm.size, done)
             self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
+
+    def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
+        """Return what begins an allreduce, with all that can be known ahead worked out."""
+        call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
+        mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
+        in_place, track = MPI.IN_PLACE, self._requests.track
+        if nbytes >= LARGE_BYTES:
+            return lambda t, _, done: self._allreduce(Operation("allreduce", t, op=op), done)
+        specs: dict[int, list[Any]] = {}
+
+        def described(at: int) -> list[Any]:
+            if len(specs) >= _SPECS:
+                specs.clear()
+            made = specs[at] = [address(at, nbytes), numel, mpi_type]
+            return made
+
+        def begin(t: Tensor, _: int, done: Done) -> None:
+            at = t.data_ptr()
+            if mean:
+                done = _divided(t, ranks, done)
+            try:
+                request = call(in_place, specs.get(at) or described(at), mpi_op)
+            except MPI.Exception as error:
+                done(as_backend_error(error))
+            else:
+                track(request, done, nbytes)
+
+        return begin
 
     def _broadcast(self, o: Operation, done: Done) -> None:
         self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
+from torch import dtype
+
 from aiodist.backends.base import Done, Operation, Wanted, again, dtype_code
 from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, op_code
+from aiodist.types import ReduceOp
 
 
 class ShmNative:
@@ -68,6 +71,9 @@ class ShmNative:
         if self._led is None:
             self._led = self.open("steps", led=True)
         return self._led
+
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> None:
+        """Return None: what goes from the call on is issued in the compiled core."""
 
     def give_up(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`, now."""
