@@ -67,8 +67,6 @@ class ReductionPlan(NamedTuple):
     what: Fingerprint
     nbytes: int
     start: Begin
-    inline_bytes: int
-    """From here on it begins on the progress thread, unless the communicator says otherwise."""
 
 
 class QueuePlan(NamedTuple):
@@ -326,8 +324,8 @@ class Dispatcher:
         done = once(partial(self._quick_done, handle, claim, t))
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
-        elif plan.nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
-            then = self.progress.counted(done) if plan.nbytes < plan.inline_bytes else done
+        elif plan.nbytes >= self.large_bytes:
+            then = self.progress.counted(done) if plan.nbytes < LARGE_BYTES else done
             self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
         else:
             self._start(self._quickly(plan, t, handle.seq, done, large=False))

@@ -426,8 +426,7 @@ class Registry(Generic[C]):
 
     def _outside(self, name: str, size: int) -> C:
         error = CommunicatorError(f"this rank is outside communicator {name!r}")
-        nobodys = LocalTransport(LocalHub(), -1, size)
-        nobodys.name = "none"
+        nobodys = LocalTransport(LocalHub(), -1, size, name="none")
         return self._make(Dispatcher.refusing(name, nobodys, self._channel, error), None, self)
 
     # --- closing -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from aiodist import Communicator
 from aiodist.codecs import QSGD, Half
 from aiodist.errors import BufferInFlight, MismatchError, RemoteError
 from aiodist.handles import gather
+from aiodist.handles.progress import transport_lock
 from aiodist.ps import (
     SGD,
     Adagrad,
@@ -383,10 +384,11 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communic
             number = client.queue.number()
             kind, entry = crafted(what, ps._names["t"].key, number)
             errors: list[BaseException | None] = []
-            for rank in (0, 1):
-                client._asked[(rank, number)] = [], errors.append
-                coalescer.put(rank, kind, entry, request=True)
-            coalescer.flush()
+            with transport_lock:
+                for rank in (0, 1):
+                    client._asked[(rank, number)] = [], errors.append
+                    coalescer.put(rank, kind, entry, request=True)
+                coalescer.flush()
             await table.pull(ids)  # behind it
             assert len(errors) == 2
             assert all(isinstance(error, RemoteError) for error in errors)
