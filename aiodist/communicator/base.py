@@ -204,11 +204,16 @@ class Base:
         expects: bool = False,
     ) -> Handle[Any]:
         """`expects`: where no tensor says so, results may yet lie on this rank's device."""
-        if terms.name is not None:
-            return self._issue_named(what, program, claims, ts, terms, convert, outs)
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
+        if terms.name is not None:
+            if where:
+                why = "expected the CPU, since a device takes operations in one order"
+                raise ValueError(f"name= with a tensor on {next(iter(where))}: {why}")
+            return self._dispatcher.collective(
+                what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert, when=self._named(terms)
+            )
         tag = tag_of(self.seq)
         work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
         if work:
@@ -234,26 +239,6 @@ class Base:
             raise
         attach(handle, work, (ts, outs, claims))
         return handle
-
-    def _issue_named(
-        self,
-        what: Fingerprint,
-        program: Program[Any],
-        claims: Sequence[Claim],
-        ts: Sequence[Tensor],
-        terms: Terms,
-        convert: Callable[[Any], Any] | None,
-        outs: Sequence[Tensor | None],
-    ) -> Handle[Any]:
-        devices = sorted({str(t.device) for t in (*ts, *outs) if t is not None and not t.is_cpu})
-        if devices:
-            raise ValueError(
-                f"name= with a tensor on {devices[0]}: expected the CPU, since a device takes operations in one order"
-            )
-        nbytes = sum(t.nbytes for t in ts)
-        return self._dispatcher.named(
-            self._named(terms), what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert
-        )
 
     def _named(self, terms: Terms) -> Named:
         """Return the next use of the name; raise where it cannot be issued."""
