@@ -35,8 +35,8 @@ class Channel(ABC):
     """One rank's end of the control channel.
 
     In a forked child every call raises `RuntimeError`: the connection is the parent's. So does every call after
-    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`,
-    `add` and `delete` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
+    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`
+    and `add` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
     by `on_lost`.
 
     What arrives is handed on by one thread, on which all callbacks run. `subscribe` and `unsubscribe` change one dict
@@ -81,10 +81,6 @@ class Channel(ABC):
         """
         total: int = await self.request("add", key, amount)
         return total
-
-    async def delete(self, key: str) -> None:
-        """Forget `key`; nothing happens when it is not there."""
-        await self.request("delete", key)
 
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
         """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
