@@ -195,13 +195,3 @@ class Channel(ABC):
         except BaseException as error:  # noqa: BLE001  (even SystemExit must not end the thread that listens)
             message = f"a callback of the control channel raised: {fn!r}"
             self._loop.call_exception_handler({"message": message, "exception": error})
-
-
-def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
-    """Give a future its result or its error, unless it has one."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)

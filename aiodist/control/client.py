@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
-from aiodist.control.channel import Channel, settle
+from aiodist.control.channel import Channel
 from aiodist.control.link import Link, Pulse
 from aiodist.control.roster import HUB, Exit, name_ranks
+from aiodist.control.thread import settle
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aiodist.control.channel import settle
 from aiodist.control.link import Link
 from aiodist.control.roster import Refused
+from aiodist.control.thread import settle
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
 HANDSHAKE_TIMEOUT: Final = 10.0

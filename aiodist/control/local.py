@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiodist.control.channel import Channel, settle
+from aiodist.control.channel import Channel
 from aiodist.control.roster import Exit
 from aiodist.control.store import Store
+from aiodist.control.thread import settle
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack
 
 
