@@ -270,9 +270,10 @@ class Watchdog:
             if stalled is None or stalled.published:
                 continue
             stalled.published = True
-            if not isinstance(meets, Peer):
-                name, count = (meets.name, meets.count) if isinstance(meets, Use) else ("", handle.seq)
-                self._send(list(self._reached), "stalled", name, count + 1)
+            if isinstance(meets, Use):
+                self._send(list(self._reached), "stalled", meets.name, meets.count + 1)
+            elif meets is True:
+                self._send(list(self._reached), "stalled", "", handle.seq + 1)
 
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
         """Return the first of the collectives in the order, behind which the others come, and what has no place in it.
