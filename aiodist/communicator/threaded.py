@@ -60,7 +60,8 @@ class ThreadedCommunicator(Communicator):
 
         Raises RuntimeError unless `aiodist.start` opened the world.
         """
-        if (portal := self.parts.registry.portal) is None:
+        portal: BlockingPortal | None = self.parts.registry.portal
+        if portal is None:
             raise RuntimeError(f"communicator {self.name!r} has no portal: only a world of aiodist.start() has one")
         return portal
 
