@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
@@ -48,10 +48,6 @@ class EpochOrder:
             if start < (end := min(stop, self.ends[at])):
                 yield Part(shard, self._within(shard)[start - first : end - first])
             start, at = end, at + 1
-
-    def shards(self, start: int, stop: int) -> Sequence[int]:
-        """Return the shards of these positions; `stop` is above `start`."""
-        return self._shards[bisect_right(self.ends, start) : bisect_left(self.ends, stop) + 1]
 
     def _within(self, shard: int) -> Sequence[int]:
         size = self._sizes[shard]

@@ -18,7 +18,8 @@ from anyio import CancelScope
 from aiodist.data.device import DeviceLike, ToDevice, device_of
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.data.nesting import nbytes_of
-from aiodist.data.reading import Counting, reader_of
+from aiodist.data.reading import reader_of
+from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -218,7 +219,7 @@ class Prefetched(Generic[T]):
             make = _WORKERS[plan.kind]
             self._workers = make(plan.transform, plan.workers, self._deliver)
         after = self._measure if self._workers is None else self._workers.put
-        self._counted = source.counted_pass() if isinstance(source, Counting) else None
+        self._counted = source.counted_pass() if isinstance(source, ShardQueue) else None
         self._reader = reader_of(self._counted or source, after, plan.name)
         self._items: deque[Item] = deque()
         """Ordered and not taken, in order."""
@@ -251,8 +252,11 @@ class Prefetched(Generic[T]):
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
         made = self._arrived(made)
-        if self._counted is not None and made.outcome is Outcome.VALUE:
-            self._counted.taken()
+        if self._counted is not None:
+            if made.outcome is Outcome.VALUE:
+                self._counted.taken()
+            else:
+                self._counted.leave()
         self._take(made, waited)
         if made.outcome is Outcome.VALUE:
             return cast(T, made.value)

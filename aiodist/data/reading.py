@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 from aiodist.data.items import Item, Made, Outcome
 from aiodist.handles import Handle, Progress
@@ -19,27 +19,6 @@ _LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loo
 
 Deliver = Callable[[Item, Made], None]
 """Takes what was read for an item; called on the reader's thread."""
-
-
-class CountedPass(Protocol):
-    """A pass over a source that keeps account of what its consumer has taken; iterated over as any source."""
-
-    def taken(self) -> None:
-        """The consumer has the next item; on the loop."""
-
-    def leave(self) -> None:
-        """The consumer takes no more; on the loop."""
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """Return its items."""
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A source that keeps such account: what was read ahead and not taken is not lost to it."""
-
-    def counted_pass(self) -> CountedPass:
-        """Begin a pass."""
 
 
 class WorkQueue(Generic[T]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence, Sized
+from functools import lru_cache
+from typing import Protocol, TypeVar
 
 from aiodist.data.order import picked
-from aiodist.data.recordio import AHEAD, RecordFile
+from aiodist.data.recordio import RecordFile
 
 T = TypeVar("T")
 
@@ -20,14 +21,6 @@ class Shards(Protocol[T]):
 
     def read(self, shard: int, within: Sequence[int], /) -> list[T]:
         """Return the records at these places of a shard, in that order; called on one thread of the queue's."""
-
-
-@runtime_checkable
-class Expecting(Protocol):
-    """Shards that prepare for being read."""
-
-    def expect(self, shards: Iterable[int], /) -> None:
-        """Note that these are read next, in this order; called on the thread that reads."""
 
 
 class IndexShards:
@@ -57,26 +50,21 @@ class IndexShards:
 
 
 class RecordShards:
-    """The chunks of RecordIO files; the one that was read last is kept, since a rank may be handed more of it."""
+    """The chunks of RecordIO files; those that were read last are kept, since a rank may be handed more of them."""
+
+    threads = 2
+    """So many may read, each other chunks: the checksums keep both busy."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._chunks = [(file, chunk.number) for file in files for chunk in file.chunks]
         self.sizes = [chunk.records for file in files for chunk in file.chunks]
         """How many records each chunk has."""
-        self._last: tuple[int, list[bytes]] = (-1, [])
-
-    def expect(self, shards: Iterable[int], /) -> None:
-        """Have the disk bring the first of these chunks while others are read."""
-        ahead = 0
-        for file, number in map(self._chunks.__getitem__, shards):
-            if ahead > AHEAD:
-                break
-            ahead += file.chunks[number].nbytes
-            file.expect(number)
+        self._chunk = lru_cache(self.threads)(self._read)
 
     def read(self, shard: int, within: Sequence[int], /) -> list[bytes]:
         """Return the records at these places of a chunk, which is read and checked as a whole."""
-        if shard != self._last[0]:
-            file, number = self._chunks[shard]
-            self._last = shard, file.chunk(number)
-        return picked(self._last[1], within)
+        return picked(self._chunk(shard), within)
+
+    def _read(self, shard: int) -> list[bytes]:
+        file, number = self._chunks[shard]
+        return file.chunk(number)
