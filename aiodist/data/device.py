@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.data.nesting import rebuilt
 from aiodist.handles import Done, Handle, Progress, join
 from aiodist.streams import CudaStream, OnStream, Staging
@@ -73,7 +73,7 @@ class ToDevice:
 
     def put(self, item: Item, made: Made) -> None:
         """Have `item` copied, and its handle resolved then; from any thread."""
-        if made.outcome is not Outcome.VALUE:
+        if made.error is not None:
             item.handle.resolve(made)
             return
         began = perf_counter()

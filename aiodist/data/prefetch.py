@@ -16,7 +16,7 @@ import torch
 from anyio import CancelScope
 
 from aiodist.data.device import DeviceLike, ToDevice, device_of
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import reader_of
 from aiodist.data.shard_queue import ShardQueue
@@ -253,17 +253,15 @@ class Prefetched(Generic[T]):
             raise RuntimeError(f"{self} was closed while this task waited for an item")
         made = self._arrived(made)
         if self._counted is not None:
-            if made.outcome is Outcome.VALUE:
+            if made.error is None:
                 self._counted.taken()
             else:
                 self._counted.leave()
         self._take(made, waited)
-        if made.outcome is Outcome.VALUE:
+        if made.error is None:
             return cast(T, made.value)
-        if made.outcome is Outcome.END:
-            raise StopAsyncIteration
         try:
-            raise made.value
+            raise made.error
         finally:
             del made  # else the error's traceback holds the error
 
@@ -313,7 +311,7 @@ class Prefetched(Generic[T]):
         if item.settled or self._closed:
             return
         item.settled = True
-        if made.outcome is Outcome.VALUE:
+        if made.error is None:
             self._expect(made.nbytes)
             if item.permit.nbytes != made.nbytes:
                 item.permit.resize(made.nbytes)
@@ -335,7 +333,7 @@ class Prefetched(Generic[T]):
 
     def _arrived(self, made: Made) -> Made:
         """Return the first item as its consumer gets it, or the error of the part that torch moves only now."""
-        if self._device is None or made.outcome is not Outcome.VALUE:
+        if self._device is None or made.error is not None:
             return made
         try:
             self._device.take(made)
@@ -350,7 +348,7 @@ class Prefetched(Generic[T]):
         self._fill()
         taken = self._taken
         self._taken = PrefetchedStatistics(
-            taken.items + (made.outcome is Outcome.VALUE),
+            taken.items + (made.error is None),
             taken.nbytes + made.nbytes,
             taken.waited_seconds + waited,
             taken.reading_seconds + made.reading,
@@ -381,7 +379,7 @@ class Prefetched(Generic[T]):
                 item = self._items.popleft()
                 item.release()
                 if not item.handle.done():  # a task that is not the one that left may wait for it
-                    item.handle.resolve(Made(Outcome.END))
+                    item.handle.resolve(Made(error=StopAsyncIteration()))
 
     def __repr__(self) -> str:
         return f"<Prefetched {self._plan.name!r}>"
