@@ -58,12 +58,13 @@ def _places(value: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 def _filled(value: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401
     """Return a container such as `value` with these items; the items as they are, where that cannot be had."""
+    kind: Any = type(value)
     plain = items if isinstance(value, Mapping) else list(items.values())
     try:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*plain)
+            return kind(*plain)
         if isinstance(value, Sequence | Mapping) and not isinstance(value, MutableSequence | MutableMapping):
-            return type(value)(plain)
+            return kind(plain)
         clone = copy(value)  # it may hold more than its items
         for place, item in items.items():
             if is_dataclass(value):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
-
-T = TypeVar("T")
 
 Shuffle = bool | Literal["shards"]
 """True: the shards and the records within each. "shards": the shards alone. False: nothing."""
@@ -55,13 +53,6 @@ class EpochOrder:
             return range(size)
         places: list[int] = np.random.default_rng([*self._seeds, shard]).permutation(size).tolist()
         return places
-
-
-def picked(records: list[T], within: Sequence[int]) -> list[T]:
-    """Return the records at these places; a range of them is one slice."""
-    if isinstance(within, range):
-        return records[within.start : within.stop]
-    return [records[place] for place in within]
 
 
 def check_shuffle(shuffle: Shuffle) -> None:

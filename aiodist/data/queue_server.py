@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.data.queue_machine import Hand, HandBack, Instruction, Lost, QueueMachine, Range, Take, Used
+from aiodist.data.queue_machine import Hand, HandBack, Instruction, QueueMachine, Range, Take, Used
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class QueueServer:
         """`rank` is gone: others get what it held; on the loop."""
         with self._lock:
             for _, machine in self._laps.values():
-                self._perform(machine.handle(Lost(rank)))
+                self._perform(machine.handle(HandBack(rank, None)))
             self._leave(rank)
 
     def unsubscribe(self) -> None:

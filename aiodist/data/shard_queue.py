@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,7 +22,7 @@ from aiodist.data.queue_server import Lap, QueueServer, Wires
 from aiodist.data.sharded import Shards
 from aiodist.data.shards import check_batch_size, check_natural
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, PeerError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 
 T = TypeVar("T")
 
@@ -102,12 +103,11 @@ class ShardQueue(Generic[T]):
         terms = ", ".join(f"{what}={value!r}" for what, value in self._settings.items())
         report = Watch.of(Progress.current(), wires.channel).report.after
         self._client = QueueClient(wires, terms, coll.name, timeout=coll.timeout, report=report)
-        self._over: Handle[None] = Handle(Progress.current(), f"closing {self.name}", 0)
-        self._over.polled = False
-        self._over.detach()
+        self._over = asyncio.Event()
+        """On the first rank: all have closed it, or nobody waits for them any more."""
         self._server: QueueServer | None = None
         if coll.rank == 0:
-            over = partial(Progress.current().post, self._all_left)
+            over = partial(Progress.current().post, self._over.set)
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
@@ -220,7 +220,7 @@ class ShardQueue(Generic[T]):
         self._leave_pass()
         self._client.close(CommunicatorClosed(f"{self.name} is closed", comm=self._coll.name), orderly=True)
         if self._server is not None:
-            await self._over
+            await self._over.wait()
         if self._failure is not None:
             raise self._failure
         self._forget()
@@ -237,13 +237,8 @@ class ShardQueue(Generic[T]):
         self._closed = True
         self._failure = error
         self._client.close(error, orderly=False)
-        self._all_left()
+        self._over.set()
         self._forget()
-
-    def _all_left(self) -> None:
-        """All ranks have closed it, or nobody waits for them any more."""
-        if not self._over.done():
-            self._over.resolve(None)
 
     def _forget(self) -> None:
         """Hear nothing any more."""
@@ -265,6 +260,6 @@ class ShardQueue(Generic[T]):
             self._end(error)
 
     def __repr__(self) -> str:
-        waits = self._closed and self._server is not None and not self._over.done()
+        waits = self._closed and self._server is not None and not self._over.is_set()
         present = f", which ranks {self._server.present} have not closed" if waits and self._server else ""
         return f"<ShardQueue {self.name!r}{present}>"

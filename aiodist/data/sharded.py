@@ -1,13 +1,9 @@
-"""Data in shards, as a queue hands it out: indices of a dataset, and records of files."""
+"""Data in shards, as a queue hands it out, and the indices of a dataset as such."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from functools import lru_cache
 from typing import Protocol, TypeVar
-
-from aiodist.data.order import picked
-from aiodist.data.recordio import RecordFile
 
 T = TypeVar("T")
 
@@ -20,7 +16,10 @@ class Shards(Protocol[T]):
         """How many records each shard has; the same on every rank."""
 
     def read(self, shard: int, within: Sequence[int], /) -> list[T]:
-        """Return the records at these places of a shard, in that order; called on one thread of the queue's."""
+        """Return the records at these places of a shard, in that order; called on one thread of the queue's.
+
+        Where there is an attribute `threads`, so many threads call it at a time, each for other shards.
+        """
 
 
 class IndexShards:
@@ -47,24 +46,3 @@ class IndexShards:
         """Return the indices at these places of a shard."""
         first = shard * self._shard_size
         return [first + place for place in within]
-
-
-class RecordShards:
-    """The chunks of RecordIO files; those that were read last are kept, since a rank may be handed more of them."""
-
-    threads = 2
-    """So many may read, each other chunks: the checksums keep both busy."""
-
-    def __init__(self, files: Sequence[RecordFile]) -> None:
-        self._chunks = [(file, chunk.number) for file in files for chunk in file.chunks]
-        self.sizes = [chunk.records for file in files for chunk in file.chunks]
-        """How many records each chunk has."""
-        self._chunk = lru_cache(self.threads)(self._read)
-
-    def read(self, shard: int, within: Sequence[int], /) -> list[bytes]:
-        """Return the records at these places of a chunk, which is read and checked as a whole."""
-        return picked(self._chunk(shard), within)
-
-    def _read(self, shard: int) -> list[bytes]:
-        file, number = self._chunks[shard]
-        return file.chunk(number)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -273,6 +274,24 @@ async def test_n16_what_was_ready_before_an_error_is_used_first(coll: Communicat
         mine = await taken(queue)
     if coll.size > 1:
         assert await together(coll, mine) == list(range(256))
+
+
+@pytest.mark.ranks(1)
+async def test_n16_shards_with_threads_are_read_on_several(coll: Communicator) -> None:
+    meeting = threading.Barrier(2)
+    readers: dict[int, int] = {}
+
+    class Together(IndexShards):
+        threads = 2
+
+        def read(self, shard: int, within: Sequence[int], /) -> list[int]:
+            if shard < 2:
+                meeting.wait(20)
+            assert readers.setdefault(shard, threading.get_ident()) == threading.get_ident()
+            return super().read(shard, within)
+
+    assert await taken(ShardQueue(Together(200, 16), coll, batch_size=7)) == list(range(200))
+    assert len(set(readers.values())) == 2
 
 
 # --- the place of all ranks ------------------------------------------------------------------------------------
