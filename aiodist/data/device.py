@@ -108,13 +108,17 @@ class ToDevice:
         item.handle.resolve(made)
         self.over()
 
-    def take(self, made: Made) -> None:
-        """Make `made` its consumer's, whose stream is the current one; on the loop, and may raise what torch does."""
-        stream = torch.cuda.current_stream(self._device)
-        for t in made.copies:
-            t.record_stream(stream)
-        if made.late:
-            made.value = rebuilt(made.value, self._moved)
+    def take(self, made: Made) -> Made:
+        """Return `made` as its consumer gets it, whose stream is the current one, or what torch raises; on the loop."""
+        try:
+            stream = torch.cuda.current_stream(self._device)
+            for t in made.copies:
+                t.record_stream(stream)
+            if made.late:
+                made.value = rebuilt(made.value, self._moved)
+        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
+            return made.failed(error)
+        return made
 
     def _moved(self, x: Any) -> Any:  # noqa: ANN401
         return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)

@@ -251,7 +251,8 @@ class Prefetched(Generic[T]):
         waited = perf_counter() - began
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
-        made = self._arrived(made)
+        if self._device is not None:
+            made = self._device.take(made)
         if self._counted is not None:
             if made.error is None:
                 self._counted.taken()
@@ -307,8 +308,11 @@ class Prefetched(Generic[T]):
     # --- taking --------------------------------------------------------------------------------------------
 
     def _settle(self, item: Item, made: Made) -> None:
-        """On the loop, once for each item: have the scheduler know its size, or end the stream with it."""
-        if item.settled or self._closed:
+        """On the loop, when an item is ready and when it is taken, which may fail too.
+
+        The scheduler learns its size, or the stream ends with it.
+        """
+        if self._closed or (item.settled and made.error is None):
             return
         item.settled = True
         if made.error is None:
@@ -330,17 +334,6 @@ class Prefetched(Generic[T]):
         for item in reversed(self._items):
             if not item.settled:
                 item.permit.resize(nbytes)
-
-    def _arrived(self, made: Made) -> Made:
-        """Return the first item as its consumer gets it, or the error of the part that torch moves only now."""
-        if self._device is None or made.error is not None:
-            return made
-        try:
-            self._device.take(made)
-        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
-            self._items[0].settled = False
-            return made.failed(error)
-        return made
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
