@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiodist.control import exchange
 from aiodist.env import Environment
 
 if TYPE_CHECKING:
@@ -36,10 +35,11 @@ async def pinned(channel: Channel, topology: Topology, environment: Environment)
     """
     if environment.pin is False or topology.local_size == 1:
         return _held(None, None)
-    allowed = sorted(os.sched_getaffinity(0))
-    told = await exchange(channel, "cores", allowed)
+    allowed = tuple(sorted(os.sched_getaffinity(0)))
+    said = ",".join(map(str, allowed)).encode()
+    await channel.set(f"cores/{channel.rank}", said)
     here = topology.ranks_on(topology.host_of[topology.rank])
-    alike = [rank for rank in here if told[rank] == allowed]
+    alike = [rank for rank in here if await channel.get(f"cores/{rank}") == said]
     mine = share(allowed, alike.index(channel.rank), len(alike))
     hold = environment.pin or (len(mine) > 1 and len(mine) < len(allowed))
     return _held(mine if hold else None, None if _threads_chosen(allowed, environment) else len(mine))
