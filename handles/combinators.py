@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Gathered(Handle[list[Any]]):
-    """What `gather` returns: its members tell what it waits for. They lie in `keep` until it is done."""
+class Together(Handle[T]):
+    """A handle over others, such as `gather` returns: they lie in `keep` until it is done."""
 
     __slots__ = ()
 
     def unfinished(self) -> list[Handle[Any]]:
+        """Return the operations that it waits for: those of its members."""
         return [part for member in self.keep or () for part in member.unfinished()]
 
     def late(self) -> dict[int, str]:
+        """Return the ranks that these are known to wait for."""
         return {rank: where for member in self.keep or () for rank, where in member.late().items()}
 
 
@@ -63,7 +65,9 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
         if not isinstance(member, Handle):
             raise TypeError(f"aiodist.gather takes handles, got {type(member).__name__}: use asyncio.gather")
         member.check_loop(progress)
-    outer = _Gathered(progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here())
+    outer: Together[list[Any]] = Together(
+        progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here()
+    )
     outer.keep = handles
     gathering = _Gathering(outer, handles, return_exceptions)
     if not handles:

@@ -43,12 +43,14 @@ from contextlib import contextmanager
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
 from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
+
+T = TypeVar("T")
 
 LARGE_BYTES = 1 << 22
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
@@ -175,6 +177,13 @@ class Progress(_core.Pacer):
             # loop has not run for long, so it stays until the loop has.
             loop.call_soon(progress._ran)
         return progress
+
+    def own(self, key: object, make: Callable[[], T]) -> T:
+        """Return what belongs to this loop by `key`, made at first use; from any thread."""
+        found = self.belongings.get(key)
+        if found is None:
+            found = self.belongings.setdefault(key, make())
+        return found  # type: ignore[no-any-return]
 
     def install(self) -> None:
         """Be what `current` returns on this loop, in place of one that it would make."""
@@ -439,7 +448,8 @@ class Progress(_core.Pacer):
             return False
         self._inside = True
         try:
-            self.poll()
+            if self.poll():
+                self._quiet_since = perf_counter()
         finally:
             self._inside = False
             transport_lock.release()
@@ -497,15 +507,8 @@ class Progress(_core.Pacer):
         if self.large or any(driven.heavy for driven in self._driven):
             self._park()
             return
-        self.polls += 1
-        if transport_lock.acquire(False):
-            self._inside = True
-            try:
-                if self.poll():
-                    self._quiet_since = now
-            finally:
-                self._inside = False
-                transport_lock.release()
+        self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
+        self.glance()
         if now - self._quiet_since < _POLL_SECONDS:
             if self.crowded:
                 os.sched_yield()

@@ -159,12 +159,8 @@ class _ForwardHook:
         if not torch.compiler.is_dynamo_compiling():
             self._call(module, *args)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _pass
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., None]]]:
+        return _ForwardHook, (_pass,)
 
 
 def _pass(module: nn.Module, *args: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerError
 from aiodist.nn.accounts import PassAccount, explained, some_in_join
@@ -65,7 +65,10 @@ class Terms:
     """What is reduced are no gradients: it stays in the buckets."""
 
 
-class PassMachine:
+L = TypeVar("L", bound=Load)
+
+
+class PassMachine(Generic[L]):
     """One pass on one rank; every method is an event, and belongs to the loop.
 
     ========  ==========  =============================================  =============================================
@@ -73,9 +76,9 @@ class PassMachine:
     ========  ==========  =============================================  =============================================
     WAITING   goes on     not yet: the pass before is not over           begin: BACKWARD; backward_ended: HELD
     HELD      is over     not yet                                        begin: AGREEING or ENDING
-    BACKWARD  goes on     when they are full, in the order of `order`    backward_ended: AGREEING where there is a
+    BACKWARD  goes on     when they are full, in `sequence`                backward_ended: AGREEING where there is a
                                                                          `window` and buckets are left, else ENDING
-    AGREEING  is over     none, while the ranks agree on an order        told: ENDING, once `order` is that of all
+    AGREEING  is over     none, while the ranks agree on an order        told: ENDING, once `sequence` is that of all
                                                                          ranks; also when nothing more can be sent
     ENDING    is over     all that are left                              OVER, when the last answer is there
     OVER      is over     none are left                                  nothing
@@ -87,7 +90,7 @@ class PassMachine:
     """
 
     def __init__(
-        self, buckets: Sequence[Load], terms: Terms, *, rank: int, window: int | None = None, waits: bool = False
+        self, buckets: Sequence[L], terms: Terms, *, rank: int, window: int | None = None, waits: bool = False
     ) -> None:
         """Where the order may still change `window` says how many bytes may be in flight; two buckets may, in any case.
 
@@ -95,7 +98,7 @@ class PassMachine:
         """
         self.phase = Phase.WAITING if waits or terms.header else Phase.BACKWARD
         self.stages = [Stage.FILLING for _ in buckets]
-        self.order = list(range(len(buckets)))
+        self.sequence = list(range(len(buckets)))
         """In which buckets are sent."""
         self.status: PassStatus | None = None
         self.error: BaseException | None = None
@@ -104,7 +107,7 @@ class PassMachine:
         self._rank = rank
         self._window = window
         self._next = 0
-        """How many of `order` were sent, or cannot be."""
+        """How many of `sequence` were sent, or cannot be."""
         self._moving: set[int] = set()
         self._answers = 0
         """How many of other ranks' answers are still to come, to header, status and accounts."""
@@ -189,7 +192,7 @@ class PassMachine:
         self.phase = Phase.ENDING
         if self._unsendable is not None:
             self._leave_out(self._unsendable)
-        if self._window is not None and self._next < len(self.order):
+        if self._window is not None and self._next < len(self.sequence):
             self.phase = Phase.AGREEING
         refused = self.terms.refused
         if refused is not None and StatusKind.JOIN not in refused.kinds:
@@ -242,8 +245,8 @@ class PassMachine:
         self._moving.remove(index)
 
     def _issue(self) -> None:
-        while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.order):
-            index = self.order[self._next]
+        while self.phase in (Phase.BACKWARD, Phase.ENDING) and self._next < len(self.sequence):
+            index = self.sequence[self._next]
             if self.stages[index] is not Stage.FULL or not self._fits(index):
                 return
             self._next += 1
@@ -301,7 +304,7 @@ class PassMachine:
             self._send_account(self._failure)
         if self.phase is Phase.AGREEING:
             # No rank has sent more than so many: all go on from there in the order in which forward wants them.
-            self.order[status.issued :] = reversed(self.order[status.issued :])
+            self.sequence[status.issued :] = reversed(self.sequence[status.issued :])
             self.phase = Phase.ENDING
             self._issue()
         for index in ready if self._counts else ():
@@ -331,12 +334,12 @@ class PassMachine:
         self._tell_failed(self.error)
 
     def _lose(self) -> None:
-        self._next = len(self.order)
+        self._next = len(self.sequence)
         if self.phase is Phase.AGREEING:
             self.phase = Phase.ENDING
 
     def _conclude(self) -> None:
-        if self.phase is Phase.ENDING and not self._moving and not self._answers and self._next == len(self.order):
+        if self.phase is Phase.ENDING and not self._moving and not self._answers and self._next == len(self.sequence):
             self.phase = Phase.OVER
             if self.error is not None:
                 self._tell_failed(self.error)

@@ -52,7 +52,7 @@ class Observer(Protocol):
         """Nothing of it is in flight any more; call `over` when the next may begin."""
 
 
-class Reduction(PassMachine):
+class Reduction(PassMachine[Bucket]):
     """One pass over all buckets; every rank makes the same passes in the same order.
 
     `settled[i]` is done when bucket i may be used: one on a CUDA device behind its reduction, which may only be under

@@ -17,6 +17,7 @@ from aiodist.communicator.arguments import check_rank
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.errors import MismatchError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, in_flight
+from aiodist.handles.combinators import Together
 from aiodist.nn.devices import DeviceEnding, cuda_devices
 from aiodist.nn.layout import (
     Parcel,
@@ -217,18 +218,6 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
 # --- issuing ----------------------------------------------------------------------------------------------------------
 
 
-class _Combined(Handle[None]):
-    """A handle over operations that were issued together. They lie in `keep` until it is done."""
-
-    __slots__ = ()
-
-    def unfinished(self) -> list[Handle[Any]]:
-        return [part for member in self.keep or () for part in member.unfinished()]
-
-    def late(self) -> dict[int, str]:
-        return {rank: where for member in self.keep or () for rank, where in member.late().items()}
-
-
 def _issue(
     op: str, calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
 ) -> Handle[None]:
@@ -237,7 +226,7 @@ def _issue(
     Raises, with none of them made, where memory is in flight already: what is copied belongs to the handle as well.
     """
     progress = Progress.current()
-    outer = _Combined(progress, op, origin=Origin.here())
+    outer: Together[None] = Together(progress, op, origin=Origin.here())
     held = [c for parcel in parcels for c in _claims(parcel, parcel.targets)]
     in_flight.acquire_all(held, outer)
     try:
@@ -277,10 +266,10 @@ def _span(t: Tensor) -> Tensor:
 
 
 class _Finisher:
-    """Waits for the operations of a `_Combined`, then ends it; on the loop."""
+    """Waits for the operations of a handle over several, then ends it; on the loop."""
 
     def __init__(
-        self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int, ending: DeviceEnding
+        self, outer: Together[None], held: list[Claim], finish: Callable[[], None], left: int, ending: DeviceEnding
     ) -> None:
         self._outer = outer
         self._held = held

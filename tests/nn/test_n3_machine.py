@@ -72,7 +72,7 @@ class Wire:
             then(self.lost, [])
 
 
-class Pass(PassMachine):
+class Pass(PassMachine[Load]):
     """One pass on one rank, and what its machine wanted."""
 
     def __init__(self, rank: Rank, number: int, terms: Terms, *, waits: bool) -> None:
