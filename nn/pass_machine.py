@@ -76,7 +76,7 @@ class PassMachine(Generic[L]):
     ========  ==========  =============================================  =============================================
     WAITING   goes on     not yet: the pass before is not over           begin: BACKWARD; backward_ended: HELD
     HELD      is over     not yet                                        begin: AGREEING or ENDING
-    BACKWARD  goes on     when they are full, in `sequence`                backward_ended: AGREEING where there is a
+    BACKWARD  goes on     when they are full, in `sequence`              backward_ended: AGREEING where there is a
                                                                          `window` and buckets are left, else ENDING
     AGREEING  is over     none, while the ranks agree on an order        told: ENDING, once `sequence` is that of all
                                                                          ranks; also when nothing more can be sent
