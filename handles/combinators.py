@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiodist.handles.handle import Handle
@@ -29,6 +29,29 @@ class Together(Handle[T]):
     def late(self) -> dict[int, str]:
         """Return the ranks that these are known to wait for."""
         return {rank: where for member in self.keep or () for rank, where in member.late().items()}
+
+
+class Ending:
+    """Waits for a handle on the loop: calls `then` with its error, or None, when it is over.
+
+    Where its deadline passes before, `late` is called with it and the error; the operation goes on, and so does this.
+    """
+
+    __slots__ = ("_late", "_then")
+
+    def __init__(
+        self, then: Callable[[BaseException | None], None], late: Callable[[Handle[Any], OperationTimeout], object]
+    ) -> None:
+        self._then = then
+        self._late = late
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        """See `Waiter`."""
+        if late is not None and not handle.done():
+            self._late(handle, late)
+            handle.add_waiter(self)
+        else:
+            self._then(handle.outcome_error())
 
 
 class _Gathering:

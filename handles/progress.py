@@ -1,13 +1,7 @@
 """What drives pending operations: `Progress`, one per event loop, and the process's progress thread.
 
-A transport makes progress only while somebody calls into it. Three callers take turns:
-
-1. an `await` *spins* for a few tens of microseconds: most small operations end here, with no suspension;
-2. the loop *polls* once per iteration for a fraction of a millisecond;
-3. then it is *parked*: the progress thread polls with growing pauses and wakes the loop once per batch.
-
-The thread also takes over when the loop has not polled for a millisecond (user code computes on it), and drives
-large transfers from the start, since one native poll of those lasts milliseconds.
+A transport makes progress only while somebody calls into it: an await, the loop, or the progress thread, in turns that
+docs/design/handles.md tells.
 
 [Note: transport lock] Native calls are serialised by one lock for the process. Only the progress thread holds it
 for long, and nobody waits for it while holding the GIL: the loop's thread tries it, and where it is taken leaves
@@ -47,7 +41,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
-from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
 
 T = TypeVar("T")
@@ -342,7 +335,7 @@ class Progress(_core.Pacer):
         self._inbox.clear()
         self._forked = True
 
-    def check_not_forked(self, handle: Pending) -> None:
+    def check_not_forked(self, handle: _core.Handle) -> None:
         """Raise `RuntimeError` in a forked child, where `handle` will never be over."""
         if self._forked:
             raise RuntimeError(f"{handle} was issued before os.fork: a child cannot wait for it")
@@ -470,7 +463,7 @@ class Progress(_core.Pacer):
             finally:
                 self._inside = False
 
-    def spin(self, handle: Pending) -> None:
+    def spin(self, handle: _core.Handle) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
         if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
             return

@@ -27,7 +27,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
-from aiodist.nn.paths import WINDOW_BYTES, Arrival, Paths
+from aiodist.nn.paths import WINDOW_BYTES, Paths, arrival
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.sentries import Sentries
@@ -243,7 +243,7 @@ class Reducer:
             except Exception as error:  # noqa: BLE001  - told to the thread that waits
                 told.reject(error)
             else:
-                handle.add_waiter(Arrival(self._paths, self.late, come))
+                handle.add_waiter(arrival(self._paths, self.late, come))
 
         self.progress.post(begin)
         return told

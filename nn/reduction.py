@@ -24,7 +24,7 @@ from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.pass_machine import PassMachine, Terms
 from aiodist.nn.pass_status import PassStatus, StatusKind
-from aiodist.nn.paths import Arrival, Paths
+from aiodist.nn.paths import Paths, arrival
 from aiodist.nn.queued import Queued
 from aiodist.nn.rows import RowBucket
 from aiodist.nn.spans import Spans
@@ -221,7 +221,7 @@ class Reduction(PassMachine[Bucket]):
             self.unsent(index, error)
         else:
             self.spans.issued(index)
-            handle.add_waiter(self._arrival(partial(self._came, index)))
+            handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
             if self.buckets[index].on_device:
                 self.queued(index)
 
@@ -313,10 +313,7 @@ class Reduction(PassMachine[Bucket]):
                 else:
                     then(handle.result())
 
-            handle.add_waiter(self._arrival(come))
-
-    def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
-        return Arrival(self.paths, self._tell_late, then)
+            handle.add_waiter(arrival(self.paths, self._tell_late, come))
 
     def _tell_late(self, error: OperationTimeout) -> None:
         if self._late is None:

@@ -164,7 +164,7 @@ class _Transfer:
     ) -> None:
         """`after` are copies within the device, when the others are over."""
         self.stream = self._via = stream
-        self.on_queued: Callable[[], None] = _nothing
+        self.on_queued: Callable[[], object] = lambda: None
         """Called when all is queued, or none will be."""
         self._staging = staging
         self._pairs = pairs
@@ -346,7 +346,3 @@ def _over(keep: object, finish: Done, error: BaseException | None) -> None:
 
 def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
     return stream.device_index, stream.cuda_stream
-
-
-def _nothing() -> None:
-    pass
