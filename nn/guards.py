@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -106,8 +107,8 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        for tensor in _tensors((args, kwargs)):
-            if tensor in self._parameters:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor in self._parameters:
                 self.users.setdefault(tensor, set()).add(self.running[-1] if self.running else None)
         return func(*args, **kwargs)
 
@@ -134,16 +135,6 @@ def _in_compiled_code() -> bool:
     while frame is not None and frame.f_globals is not vars(compiler):
         frame = frame.f_back
     return frame is not None
-
-
-def _tensors(x: object) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from _tensors(item)
-    elif isinstance(x, Mapping):
-        yield from _tensors(list(x.values()))
 
 
 class _ForwardHook:

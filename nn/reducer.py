@@ -99,6 +99,10 @@ class Reducer:
         sizes: Sizes,
         hook: CommHook,
     ) -> None:
+        self.data = data
+        """The communicator of the gradients."""
+        self.op = op
+        """How gradients are reduced."""
         self.hook = hook
         self.statistics = DataParallelStatistics(0, 0, 0, 0, 0.0, 0.0)
         self.last: Reduction | None = None
@@ -175,16 +179,6 @@ class Reducer:
         for slot in self.slots:
             if self._taken.get(slot.parameter) == id(self):
                 del self._taken[slot.parameter]
-
-    @property
-    def data(self) -> Communicator:
-        """That of the gradients."""
-        return self._paths.data
-
-    @property
-    def op(self) -> Literal["mean", "sum"]:
-        """How gradients are reduced."""
-        return self._paths.op
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -267,11 +261,12 @@ class Reducer:
 
     def packed_status(self, kind: StatusKind, *, opinion: bool) -> Tensor:
         """Return what this rank asks, or tells those that do; without `opinion` it trains what they train."""
-        data = self._paths.data
         columns = [0.0] * len(self.slots)
         if opinion:
             columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self.slots]
-        return PassStatus.pack(columns, data.size, data.rank, kind=kind, steps=self.steps.made if opinion else None)
+        return PassStatus.pack(
+            columns, self.data.size, self.data.rank, kind=kind, steps=self.steps.made if opinion else None
+        )
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
         """Return the handle of what the status of all ranks says; the last pass must be over."""
@@ -356,7 +351,7 @@ class Reducer:
 
     def refuse(self, error: BaseException) -> None:
         """Have all ranks know that this one cannot make another pass."""
-        for comm in (self._paths.data, self._paths.status):
+        for comm in (self.data, self._paths.status):
             self.progress.post(partial(comm.abort, f"rank {comm.rank} cannot reduce gradients any more: {error}"))
 
     def _surplus(self, reduction: Reduction) -> RuntimeError | None:
@@ -400,7 +395,7 @@ class Reducer:
             with torch.no_grad():
                 for slot in self.slots:
                     if slot.holder.grad is not None:
-                        slot.holder.grad.div_(self._paths.data.size)
+                        slot.holder.grad.div_(self.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -464,7 +459,7 @@ class Reducer:
 
     def summed(self) -> None:
         """The gradients are the reduced ones from now on."""
-        self._summed = self._paths.op == "sum" and self._paths.data.size > 1
+        self._summed = self.op == "sum" and self.data.size > 1
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
