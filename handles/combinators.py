@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiodist.handles.done import join
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
@@ -32,15 +33,15 @@ class Together(Handle[T]):
 
 
 class Ending:
-    """Waits for a handle on the loop: calls `then` with its error, or None, when it is over.
+    """Waits for handles on the loop: calls `then` with each when it is over.
 
-    Where its deadline passes before, `late` is called with it and the error; the operation goes on, and so does this.
+    Where a deadline passes before, `late` is called with the handle and the error; it goes on, and so does this.
     """
 
     __slots__ = ("_late", "_then")
 
     def __init__(
-        self, then: Callable[[BaseException | None], None], late: Callable[[Handle[Any], OperationTimeout], object]
+        self, then: Callable[[Handle[Any]], None], late: Callable[[Handle[Any], OperationTimeout], object]
     ) -> None:
         self._then = then
         self._late = late
@@ -51,7 +52,7 @@ class Ending:
             self._late(handle, late)
             handle.add_waiter(self)
         else:
-            self._then(handle.outcome_error())
+            self._then(handle)
 
 
 class _Gathering:
@@ -143,26 +144,11 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncIterator[Handle[T]]
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     """Return a future that is done when they are; to wait for them like this is not to look at their results."""
     over: asyncio.Future[None] = loop.create_future()
-    waiter = _Countdown(over, len(handles))
+    one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
+    waiter = Ending(lambda _: one_over(None), lambda *_: None)
     for handle in handles:
         handle.add_observer(waiter)
     return over
-
-
-class _Countdown:
-    """Waits for many handles on behalf of nobody."""
-
-    def __init__(self, over: asyncio.Future[None], left: int) -> None:
-        self._over = over
-        self._left = left
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it was told of its own deadline, and goes on
-            handle.add_waiter(self)
-            return
-        self._left -= 1
-        if self._left == 0 and not self._over.done():
-            self._over.set_result(None)
 
 
 def _value(handle: Handle[Any]) -> Any:  # noqa: ANN401

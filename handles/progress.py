@@ -619,29 +619,24 @@ class _ProgressThread:
                 sys.setswitchinterval(self._switch_seconds)
 
     def wake(self, progress: Progress) -> None:
-        """Look after `progress` now; from any thread."""
         if not progress.watched:
             self.add(progress)
         self.ring()
 
     def ring(self) -> None:
-        """Have the thread look now; from any thread."""
         self.asleep = False
         self._bell.ring()
 
     def sleep_at(self, bell: _core.Bell) -> None:
-        """Sleep at `bell` from now on."""
         before, self._bell = self._bell, bell
         before.ring()
         bell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
     def leave(self, bell: _core.Bell) -> None:
-        """Sleep at `bell` no more."""
         if self._bell is bell:
             self.sleep_at(_core.Bell())
 
     def add(self, progress: Progress) -> None:
-        """Look after `progress` from now on; from any thread."""
         for other in tuple(Progress._held):
             if other.loop.is_closed() and not other.pending():  # it had no turn to find that
                 other.let_go()

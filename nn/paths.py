@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Lane, Progress
+from aiodist.handles import Handle, Lane, Progress
 from aiodist.handles.combinators import Ending
 from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.devices import Devices
@@ -42,7 +42,8 @@ def arrival(
 ) -> Ending:
     """Return what waits for a handle on behalf of a pass."""
 
-    def over(error: BaseException | None) -> None:
+    def over(handle: Handle[Any]) -> None:
+        error = handle.outcome_error()
         if asyncio.current_task() is None and not paths.devices:
             then(error)
         else:

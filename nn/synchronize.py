@@ -240,8 +240,9 @@ def _issue(
     if ending.works:
         attach(outer, ending.works, handles)
     # The task that waits for the whole is told of a deadline too.
+    one_over = join(len(handles), _ending(outer, held, finish, ending))
     waiter = Ending(
-        join(len(handles), _ending(outer, held, finish, ending)), lambda handle, _: outer.set_deadline(0.0, handle.late)
+        lambda handle: one_over(handle.outcome_error()), lambda handle, _: outer.set_deadline(0.0, handle.late)
     )
     for handle in handles:
         if handle.done():
