@@ -146,7 +146,7 @@ class PassMachine(Generic[L]):
         """Tell those who wait for the pass, or for one of its buckets; what is in flight goes on."""
         raise NotImplementedError
 
-    def _give_up(self, why: str, *, wholly: bool) -> None:
+    def _abort(self, why: str, *, wholly: bool) -> None:
         """Give up the communicator of the gradients, with `wholly` that of the status too."""
         raise NotImplementedError
 
@@ -316,14 +316,14 @@ class PassMachine(Generic[L]):
         """Some ranks are in a `join` block, and some are not: they have no pass in common."""
         text = some_in_join(status)
         self._fail(MismatchError(text, rank=self._rank))
-        self._give_up(text, wholly=True)
+        self._abort(text, wholly=True)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def _leave_out(self, error: Exception) -> None:
         """Send no more, which the others would wait for: nobody can go on."""
         self._lose()
-        self._give_up(f"rank {self._rank} cannot send its gradients: {error}", wholly=False)
+        self._abort(f"rank {self._rank} cannot send its gradients: {error}", wholly=False)
         self._fail(error)
 
     def _fail(self, error: BaseException, *, lost: bool = True) -> None:

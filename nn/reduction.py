@@ -322,7 +322,7 @@ class Reduction(PassMachine[Bucket]):
 
     # --- on the loop: the end ---------------------------------------------------------------------------------------
 
-    def _give_up(self, why: str, *, wholly: bool) -> None:
+    def _abort(self, why: str, *, wholly: bool) -> None:
         self.paths.data.abort(why)
         if wholly:
             self.paths.status.abort(why)

@@ -142,7 +142,7 @@ class Pass(PassMachine[Load]):
         assert self.stages[index] is Stage.REDUCED
         self.arrived.append(index)
 
-    def _give_up(self, why: str, *, wholly: bool) -> None:
+    def _abort(self, why: str, *, wholly: bool) -> None:
         assert not self.ended
         self._on.walk.lose(CommunicatorAborted(why), wholly=wholly)
 
