@@ -11,8 +11,7 @@ from sys import _getframe
 from types import CodeType
 from typing import NamedTuple
 
-from aiodist import errors
-from aiodist.handles.pending import Pending
+from aiodist import _core, errors
 
 _SHOWN = 3
 
@@ -99,7 +98,7 @@ def described(op: str, seq: int, origin: Origin | None) -> str:
     return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"
 
 
-def listed(handles: Iterable[Pending]) -> str:
+def listed(handles: Iterable[_core.Handle]) -> str:
     """Return what messages call operations: each by name, of a kind with more than three their number and the first."""
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorError, OperationTimeout, PeerError
+from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles import Handle
+from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.comm_hooks import Allreduce, CommHook
 from aiodist.nn.compression import Compression, Compressor, checked_compression
@@ -411,7 +412,7 @@ class DataParallel(ModuleLike):
         """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
         if self._coll.timeout is None:
             return await work
-        over = _Over(self.reducer.progress.loop.create_future())
+        over = FutureWaiter(self.reducer.progress.loop.create_future())
         self.reducer.waiting.append(over.future)
         work.add_waiter(over)
         try:
@@ -460,17 +461,6 @@ class DataParallel(ModuleLike):
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
-
-
-class _Over:
-    """Waits for a handle on behalf of a future that others may fail earlier."""
-
-    def __init__(self, future: asyncio.Future[None]) -> None:
-        self.future = future
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class _Guest:
