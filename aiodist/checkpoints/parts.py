@@ -205,7 +205,9 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     sums = []
     for t in tensors:
         raw = t.detach().reshape(-1).view(torch.uint8)
-        end = raw.numel() // 8 * 8 if raw.data_ptr() % 8 == 0 else 0
+        if raw.storage_offset() % 8:
+            raw = raw.clone()
+        end = raw.numel() // 8 * 8
         sums.append(raw[:end].view(torch.int64).sum() + raw[end:].sum().to(torch.int64))
     return [int(each) for each in sums]
 
