@@ -59,9 +59,7 @@ def check_blocks(sums: Sequence[Mapping[str, int]]) -> None:
         for block, value in mine.items():
             first, expected = known.setdefault(block, (rank, value))
             if value != expected:
-                raise MismatchError(
-                    f"ranks {first} and {rank} disagree on the values of {block}, a block of both"
-                )
+                raise MismatchError(f"ranks {first} and {rank} disagree on the values of {block}, a block of both")
 
 
 async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> None:
