@@ -50,7 +50,11 @@ _BACKGROUND_BYTES = 32 << 10
 
 @runtime_checkable
 class Driver(Stateful, Protocol):
-    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`."""
+    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`.
+
+    One that makes one pass of all ranks in each `train` may say so with an attribute `pass_lag`: 0 where that `train`
+    raises what failed on another rank, 1 where the next one does. Else `Engine` has ranks ask each other before a step.
+    """
 
     def train(self, forward: Forward) -> object:
         """Do one step on the compute thread, with the settings of `forward`, whose loss `net.step` returns."""

@@ -43,6 +43,8 @@ class PipelinedOptimizer:
     parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`.
     """
 
+    pass_lag = 1
+
     def __init__(
         self,
         net: DataParallel,
