@@ -1,4 +1,4 @@
-"""Calls between two ranks: tensors in messages, and the messages that come, whatever they carry."""
+"""Calls between two ranks: tensors in messages, and the iterator over messages of both kinds."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class PointToPoint(Base):
             try:
                 arrived = await handle
             except BaseException:
-                self._dispatcher.progress.exclusively(partial(self._give_up, handle, wanted))
+                self._dispatcher.progress.exclusively(partial(self._cancel, handle, wanted))
                 raise
             of_object = arrived.kind == Mailbox.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
@@ -183,7 +183,7 @@ class PointToPoint(Base):
         self._dispatcher.receive(handle, wanted)
         return handle, wanted
 
-    def _give_up(self, handle: Handle[Arrived], wanted: Wanted) -> None:
+    def _cancel(self, handle: Handle[Arrived], wanted: Wanted) -> None:
         """Withdraw a receive, and what it was given; the transport lock is held."""
         if handle.cancel() or (over := self._dispatcher.mailbox.put_back(wanted)) is None:
             return

@@ -208,6 +208,6 @@ async def test_n17_blocks_that_differ_between_the_ranks_that_have_them(coll: Com
     net, opt = await shared_training(coll, 2)
     if coll.rank == 3:
         with torch.no_grad():
-            net.module.wide.weight[0, 0] += 1
+            net.module.get_parameter("wide.weight")[0, 0] += 1
     with pytest.raises(aiodist.MismatchError, match=r"ranks 1 and 3 disagree on the values of net/wide.weight"):
         await aiodist.save(path, net, opt, coll=coll)

@@ -1,4 +1,4 @@
-"""T5: `async for message in coll.messages()`, for ranks that serve others: whatever ends the loop, nothing is lost."""
+"""T5: `async for message in coll.messages()`, for ranks that serve others: however the loop ends, nothing is lost."""
 
 from __future__ import annotations
 
