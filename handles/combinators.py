@@ -32,7 +32,7 @@ class Together(Handle[T]):
         return {rank: where for member in self.keep or () for rank, where in member.late().items()}
 
 
-class Ending:
+class EndWaiter:
     """Waits for handles on the loop: calls `then` with each when it is over.
 
     Where a deadline passes before, `late` is called with the handle and the error; it goes on, and so does this.
@@ -145,7 +145,7 @@ def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) ->
     """Return a future that is done when they are; to wait for them like this is not to look at their results."""
     over: asyncio.Future[None] = loop.create_future()
     one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
-    waiter = Ending(lambda _: one_over(None), lambda *_: None)
+    waiter = EndWaiter(lambda _: one_over(None), lambda *_: None)
     for handle in handles:
         handle.add_observer(waiter)
     return over

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Lane, Progress
-from aiodist.handles.combinators import Ending
+from aiodist.handles.combinators import EndWaiter
 from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.devices import Devices
 
@@ -39,7 +39,7 @@ class Paths:
 
 def arrival(
     paths: Paths, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]
-) -> Ending:
+) -> EndWaiter:
     """Return what waits for a handle on behalf of a pass."""
 
     def over(handle: Handle[Any]) -> None:
@@ -51,4 +51,4 @@ def arrival(
             # The thread that polls devices holds the transport lock.
             paths.progress.post(partial(then, error))
 
-    return Ending(over, lambda _, error: late(error))
+    return EndWaiter(over, lambda _, error: late(error))

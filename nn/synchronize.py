@@ -17,7 +17,7 @@ from aiodist.communicator.arguments import check_rank
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.errors import MismatchError
 from aiodist.handles import LARGE_BYTES, Done, Handle, Origin, Progress, in_flight, join
-from aiodist.handles.combinators import Ending, Together
+from aiodist.handles.combinators import EndWaiter, Together
 from aiodist.nn.devices import DeviceEnding, cuda_devices
 from aiodist.nn.layout import (
     Parcel,
@@ -241,7 +241,7 @@ def _issue(
         attach(outer, ending.works, handles)
     # The task that waits for the whole is told of a deadline too.
     one_over = join(len(handles), _ending(outer, held, finish, ending))
-    waiter = Ending(
+    waiter = EndWaiter(
         lambda handle: one_over(handle.outcome_error()), lambda handle, _: outer.set_deadline(0.0, handle.late)
     )
     for handle in handles:

@@ -42,7 +42,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RankBlocks:
     """A buffer cut into a block for each rank."""
 
     buffer: Buffer
@@ -72,7 +72,7 @@ def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:  
     return Buffer(whole.octets[start : start + nbytes], whole.dtype)
 
 
-def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> Blocks:  # noqa: ANN401
+def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> RankBlocks:  # noqa: ANN401
     """Return the blocks that `spec` means, [buffer, counts, displacements, datatype]: counts and places in elements.
 
     One count goes for all, one displacement is the distance of neighbours; without them blocks are as equal as can be,
@@ -93,7 +93,7 @@ def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> Blocks:  # noq
     slices = [slice(int(at) * size, (int(at) + int(n)) * size) for n, at in zip(counts, places, strict=True)]
     for part in slices:
         _check(part.start, part.stop - part.start, whole)
-    return Blocks(whole, slices)
+    return RankBlocks(whole, slices)
 
 
 def _check(start: int, nbytes: int, whole: Buffer) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.threaded import ThreadedCommunicator
-from aiodist.compat.buffers import Blocks, Buffer, blocks_of, buffer_of
+from aiodist.compat.buffers import Buffer, RankBlocks, blocks_of, buffer_of
 from aiodist.compat.kinds import ANY_SOURCE, ANY_TAG, IN_PLACE, OPS, PROC_NULL, UNDEFINED, Op, Status
 from aiodist.compat.requests import Request
 from aiodist.handles import Handle, gather
@@ -497,7 +497,7 @@ def _write(into: Tensor, array: np.ndarray[Any, Any]) -> None:
     into[: array.nbytes].numpy()[:] = array.view(np.uint8)
 
 
-def _fill(blocks: Blocks, parts: Sequence[Tensor]) -> None:
+def _fill(blocks: RankBlocks, parts: Sequence[Tensor]) -> None:
     """Copy what came from each rank into its block; raise ValueError where that is too short."""
     for rank, part in enumerate(parts):
         room = blocks[rank]

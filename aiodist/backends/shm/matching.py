@@ -63,7 +63,7 @@ class Receive:
 
 
 @dataclass(eq=False, slots=True)
-class Message:
+class Envelope:
     """A message that nothing has received; its bytes are `data`, or the rank `src` has them yet."""
 
     comm: int
@@ -79,7 +79,7 @@ class Message:
     """It is this rank's own."""
 
 
-Box = Matching[Receive, Message]
+Box = Matching[Receive, Envelope]
 """The receives and messages of one communicator that have not met."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
-from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
+from aiodist.backends.shm.matching import Box, Envelope, Receive, Send, too_long
 from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import NUMBERS, Peer
@@ -108,7 +108,7 @@ class Messages:
         if box is None:
             self.over(send, BackendError("the communicator is closed"))
             return
-        message = Message(send.comm, to, send.tag, send.t.nbytes, own=send)
+        message = Envelope(send.comm, to, send.tag, send.t.nbytes, own=send)
         receive = box.match(to, send.tag)
         if receive is None:
             box.keep(message)
@@ -146,7 +146,7 @@ class Messages:
             rank = receive.src if receive.src in self._gone else None
         return None if rank is None else self.peers[rank].lost()
 
-    def _deliver(self, message: Message, receive: Receive) -> None:
+    def _deliver(self, message: Envelope, receive: Receive) -> None:
         if message.own is not None:
             self._to_myself(message.own, receive)
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES, Rings
 from aiodist.backends.base import ours
-from aiodist.backends.shm.matching import Message, Receive, Record, Send, too_long
+from aiodist.backends.shm.matching import Envelope, Receive, Record, Send, too_long
 from aiodist.backends.shm.memory import Place, move_bytes
 from aiodist.backends.shm.neighbours import Neighbour, memory_of
 from aiodist.errors import BackendError
@@ -251,7 +251,7 @@ class Peer:
         box = self._messages.box(comm)
         receive = None if box is None else box.match(self.rank, tag)
         if box is not None and receive is None:
-            box.keep(Message(comm, self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
+            box.keep(Envelope(comm, self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
             return None
         self.give_back(size + _RECORD_BYTES)
         if receive is None:
@@ -295,14 +295,14 @@ class Peer:
         if box is None:
             self._say(_REFUSED, record.number)
             return
-        message = Message(record.comm, self.rank, record.tag, record.nbytes, number=record.number, place=record.place)
+        message = Envelope(record.comm, self.rank, record.tag, record.nbytes, number=record.number, place=record.place)
         receive = box.match(self.rank, record.tag)
         if receive is None:
             box.keep(message)
         else:
             self.receive(receive, message)
 
-    def receive(self, receive: Receive, message: Message) -> None:
+    def receive(self, receive: Receive, message: Envelope) -> None:
         """Get the bytes of a long message."""
         try:
             self._get(receive, message)
@@ -310,7 +310,7 @@ class Peer:
             self._say(_REFUSED, message.number)
             self._messages.over(receive, ours(error))
 
-    def _get(self, receive: Receive, message: Message) -> None:
+    def _get(self, receive: Receive, message: Envelope) -> None:
         messages, nbytes, number = self._messages, message.nbytes, message.number
         receive.nbytes = nbytes
         error: BaseException | None = too_long(nbytes, receive)
@@ -455,7 +455,7 @@ class Peer:
 
     # --- giving up -------------------------------------------------------------------------------------------------
 
-    def refuse(self, message: Message) -> None:
+    def refuse(self, message: Envelope) -> None:
         """Nobody will receive `message`."""
         if message.data is None:
             self._say(_REFUSED, message.number)
