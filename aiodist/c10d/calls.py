@@ -55,6 +55,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def __init__(self, coll: Communicator, home: Home, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(coll.rank, coll.size)
         self._store = store
+        self._name = self._desc = ""
         self.coll = coll
         self.home = home
         self._timeout = timeout.total_seconds()
@@ -186,6 +187,22 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802  - c10d's names
         return "aiodist"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+        dist.distributed_c10d._register_process_group(name, self)
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    _set_group_name, group_name = setGroupName, property(getGroupName)
+    _set_group_desc, group_desc = setGroupDesc, property(getGroupDesc)
 
     def get_group_store(self) -> dist.Store:
         return self._store

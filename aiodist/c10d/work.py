@@ -94,25 +94,20 @@ class HandleWork(dist.Work):
         return list(self._tensors)
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors, completed by the loop's thread: the last reader of DDP's buckets is C++."""
+        """Return a future of the tensors, for DDP's reducer and hooks.
+
+        A thread of its own waits and runs the callbacks: those of PowerSGD wait for other futures in turn.
+        """
         if self._future is None:
             over: Future[None] = Future()
             self._future = over.then(self._outcome)
-            progress = self._handles[0]._progress
-            progress.on_loop(lambda: self._watch(over))
+            threading.Thread(target=self._complete, args=(over,), name="aiodist-future", daemon=True).start()
         return self._future
 
-    def _watch(self, over: Future[None]) -> None:
-        left = len(self._handles)
-
-        def count(_: Handle[object]) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                over.set_result(None)
-
+    def _complete(self, over: Future[None]) -> None:
         for handle in self._handles:
-            handle.add_done_callback(count)
+            handle.block()
+        over.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
         if (error := self.exception()) is not None:
