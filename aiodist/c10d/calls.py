@@ -193,7 +193,6 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
-        dist.distributed_c10d._register_process_group(name, self)
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._desc
