@@ -12,6 +12,12 @@ from aiodist.c10d.hooks import ddp_hook
 from aiodist.c10d.rendezvous import register
 from aiodist.c10d.wrapping import wrap
 
-__all__ = ["AiodistProcessGroup", "ddp_hook", "wrap"]
+__all__ = ["AiodistProcessGroup", "ddp_hook", "register_backend", "wrap"]
 
-register("aiodist", create)
+
+def register_backend() -> None:
+    """Tell torch of the backend; importing this module does it, and torch's entry point from 2.14 on."""
+    register("aiodist", create)
+
+
+register_backend()

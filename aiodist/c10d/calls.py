@@ -83,9 +83,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
         return self._work(lambda: [self._scatter_reduced(output, input, opts)], [output])
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED
-    ) -> HandleWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
         pairs = list(zip(outputs, inputs, strict=True))
         return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs)
 
@@ -101,7 +99,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
         rooms = [room_for(ts) for ts in outputs]
 
         def issue() -> list[Handle[Any]]:
-            return [self.coll.allgather(movable(t), out=movable(room)) for (room, _), t in zip(rooms, inputs, strict=True)]
+            return [
+                self.coll.allgather(movable(t), out=movable(room)) for (room, _), t in zip(rooms, inputs, strict=True)
+            ]
 
         return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
 
@@ -123,9 +123,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
         def issue() -> list[Handle[Any]]:
             outs = [movable(room) for room, _ in rooms] or [None] * len(inputs)
-            return [
-                self.coll.gather(movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)
-            ]
+            return [self.coll.gather(movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
 
         return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
 
@@ -185,19 +183,19 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     # --- who it is, and its end -----------------------------------------------------------------------------------
 
-    def getBackendName(self) -> str:  # noqa: N802  - c10d's names
+    def getBackendName(self) -> str:
         return "aiodist"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._desc
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+    def setGroupDesc(self, desc: str) -> None:
         self._desc = desc
 
     _set_group_name, group_name = setGroupName, property(getGroupName)

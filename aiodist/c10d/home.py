@@ -37,9 +37,7 @@ class Home:
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
         """Open a world on a loop in a thread, whose ranks meet in `store`."""
         stack = ExitStack()
-        portal = stack.enter_context(
-            start_blocking_portal("asyncio", {"use_uvloop": True}, name="aiodist-loop")
-        )
+        portal = stack.enter_context(start_blocking_portal("asyncio", {"use_uvloop": True}, name="aiodist-loop"))
         with stack:
             meeting = Meeting(rank, size, _exchange(store, rank, size))
             block = opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)

@@ -24,7 +24,9 @@ async def wrap(coll: Communicator) -> dist.ProcessGroup:
     own = await coll.dup(thread=True)
     store = None
     if coll.rank == 0:
-        store = dist.TCPStore(socket.gethostname() if coll.nodes > 1 else "127.0.0.1", 0, coll.size, True, _STORE_TIMEOUT, False)
+        store = dist.TCPStore(
+            socket.gethostname() if coll.nodes > 1 else "127.0.0.1", 0, coll.size, True, _STORE_TIMEOUT, False
+        )
     host, port = await coll.broadcast_object(None if store is None else (store.host, store.port))
     if store is None:
         store = await asyncio.to_thread(dist.TCPStore, host, port, coll.size, False, _STORE_TIMEOUT)

@@ -29,7 +29,15 @@ from aiodist.streams import CudaStream, event_handle
 from aiodist.topology import Topology
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
-from aiodist.world.opening import Limits, Meeting, current_place, find_neighbours, find_place, find_topology, unless_lost
+from aiodist.world.opening import (
+    Limits,
+    Meeting,
+    current_place,
+    find_neighbours,
+    find_place,
+    find_topology,
+    unless_lost,
+)
 from aiodist.world.pinning import pinned
 from aiodist.world.tracebacks import fold_tracebacks
 

@@ -21,7 +21,6 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-import aiodist.c10d
 from aiodist import AiodistError
 
 SECONDS = 30
@@ -62,7 +61,11 @@ def run(tests, set_rng_seed, name, rank, size, folder):
     case = Case(name)
     case.rank, case.file_name = rank, str(folder / f"store-{name}")
     dist.init_process_group(
-        "aiodist", init_method=f"file://{case.file_name}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+        "aiodist",
+        init_method=f"file://{case.file_name}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=SECONDS),
     )
     try:
         dist.barrier()
