@@ -282,7 +282,7 @@ def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
     """Return `t` flat and the operator, as a communicator takes them."""
     op = opts.reduceOp
     line, name = flat(t), _OPS[op.op]
-    if op.op is _Op.PREMUL_SUM:
+    if op.op == _Op.PREMUL_SUM:
         line.mul_(op.__getstate__()[1])
     return line, name
 
