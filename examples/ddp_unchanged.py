@@ -1,4 +1,4 @@
-"""DDP as torch's tutorial has it, over aiodist: two lines differ from gloo's. `aiodist run -n 2 examples/ddp_unchanged.py`."""
+"""torch's DDP over aiodist: two lines differ from gloo's. `aiodist run -n 2 examples/ddp_unchanged.py`."""
 
 import torch
 import torch.distributed as dist

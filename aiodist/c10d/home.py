@@ -72,7 +72,7 @@ class Home:
             leave()
 
     def _at_exit(self) -> None:
-        """The program ends without `destroy_process_group`: in order, or for an exception, which the others are told."""
+        """The program ends without `destroy_process_group`; the others are told of an exception that ended it."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             trace = "".join(traceback.format_exception(error))

@@ -83,7 +83,7 @@ def init(
 
 
 @asynccontextmanager
-async def opened(
+async def opened(  # noqa: C901  - one branch for each way a rank is given its place
     limits: Limits,
     *,
     backend: str | None = None,

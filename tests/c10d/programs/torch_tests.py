@@ -1,8 +1,8 @@
-"""One rank of those that run torch's own tests of process groups, one after the other: `torch_tests.py RESULTS NAME...`.
+"""One rank of those that run torch's own tests of process groups: `torch_tests.py RESULTS NAME...`.
 
 The tests come with torch (`torch/testing/_internal/distributed/distributed_test.py`). They are those that gloo has to
-pass (BACKEND=gloo is what they are chosen by), over "aiodist". Without names all are run. RESULTS is a folder: each rank
-writes a line of JSON for each test into its file there.
+pass (BACKEND=gloo is what they are chosen by), over "aiodist". Without names all are run, one after the other. RESULTS
+is a folder: each rank writes a line of JSON for each test into its file there.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def run(tests, set_rng_seed, name, rank, size, folder):
         return "skipped", str(skip)
     except SystemExit as code:
         return "skipped", f"exit code {code.code}"
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  - whatever a test ends with
         return "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
         with contextlib.suppress(RuntimeError, AiodistError):  # a test that failed may leave ranks at different places
