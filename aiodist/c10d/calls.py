@@ -150,7 +150,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    # --- messages and meetings -----------------------------------------------------------------------------------------
+    # --- messages and meetings ---------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> HandleWork:
         return self._work(lambda: [self.coll.send(movable(t.contiguous()), dst, tag) for t in tensors], tensors)

@@ -1,4 +1,4 @@
-"""One rank that trains and communicates in every way of torch's: over backend argv[1], JSON of what came into argv[2]."""
+"""One rank that trains and communicates in every way of torch: over backend argv[1], JSON of what came into argv[2]."""
 
 import json
 import sys
