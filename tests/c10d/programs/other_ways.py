@@ -22,7 +22,7 @@ def own():
     t = torch.ones(2)
     dist.all_reduce(t, dist._make_nccl_premul_sum(2.0))
     assert t.tolist() == [4.0, 4.0], t
-    t = torch.ones(4, dtype=torch.float8_e4m3fn) * (rank + 1)
+    t = torch.full((4,), rank + 1.0).to(torch.float8_e4m3fn)
     dist.broadcast(t, 1)
     assert t.float().tolist() == [2.0] * 4
     work = dist.all_reduce(torch.ones(3), async_op=True)
