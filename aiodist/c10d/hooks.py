@@ -1,7 +1,5 @@
 """DDP's buckets in the arena: the last factor between DDP over aiodist and shared memory."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -38,6 +36,7 @@ class _Arena:
             self._moved.add(self.group.coll.share_(buffer).data_ptr())
 
 
+# torch looks at the annotations themselves, which a __future__ import would make strings.
 def _reduce(arena: _Arena, bucket: dist.GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
     arena.take(buffer)

@@ -117,7 +117,7 @@ def test_t5_a_killed_rank_is_named_within_a_second():
     [
         ["aiodist.cli", "run", "-n", "2", "--mpi", "none"],
         ["aiodist.cli", "run", "-n", "2"],
-        ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"],
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     ],
     ids=["aiodist", "aiodist-mpi", "torchrun"],
 )
