@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiodist import checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
+    from aiodist import c10d, checkpoints, codecs, data, engine, handles, nn, ps, streams, testing
     from aiodist.checkpoints import load, save
     from aiodist.communicator import Communicator
     from aiodist.engine import Engine
@@ -69,6 +69,7 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_handle",
+    "c10d",
     "checkpoints",
     "codecs",
     "data",
@@ -125,7 +126,9 @@ _HOMES: Final = {
     "start": "aiodist.world.background",
     "timeout": "aiodist.handles",
 }
-_MODULES: Final = frozenset({"checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"})
+_MODULES: Final = frozenset(
+    {"c10d", "checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"}
+)
 
 
 def _version() -> str:

@@ -344,6 +344,15 @@ class Registry(Generic[C]):
         self._edits_before[name] = len(self._edits.get(parent.name, ()))
         return name
 
+    async def among(self, parent: C, name: str, ranks: Sequence[int]) -> C:
+        """Return a communicator of `ranks` of `parent` on which other threads may issue; those ranks alone ask for it.
+
+        They give it the same `name`, which is new below `parent`.
+        """
+        path = f"{parent.name}/{name}"
+        self._edits_before[path] = len(self._edits.get(parent.name, ()))
+        return await self.join(parent, path, tuple(ranks), shared=False, thread=True)
+
     async def join(
         self,
         parent: C,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from aiodist.collectives.cuda.accelerator import means_here, visible_devices
 from aiodist.collectives.cuda.peers import peers_here
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
-from aiodist.collectives.operations import allgather, broadcast_bytes
+from aiodist.collectives.operations import allgather
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.program import run as run_program
@@ -67,29 +67,45 @@ class RankPlace:
     """For each rank the first of its host."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that know their numbers and have a way to tell each other a few bytes: enough to find one another."""
+
+    rank: int
+    size: int
+    exchange: Callable[[bytes], Awaitable[list[bytes]]]
+    """Returns what each rank said, by rank; all ranks call it equally often."""
+
+
 current_place: ContextVar[RankPlace | None] = ContextVar("aiodist_place", default=None)
 """Set around each rank by `aiodist.testing.run_ranks`; None in a process of its own."""
 
 
-async def find_place(environment: Environment, asked: str | None, limits: Limits) -> RankPlace:
+async def find_place(
+    environment: Environment, asked: str | None, limits: Limits, meeting: Meeting | None = None
+) -> RankPlace:
     """Return this process's place among all ranks of its job. What fails half-way is closed again.
 
-    `asked` is the backend that carries the data; None takes the one that fits how the job was started.
+    `asked` is the backend that carries the data; None takes the one that fits how the job was started. The ranks of a
+    `meeting` are the job; by themselves they take shared memory where they are on one host.
     """
     backend = _backend(asked, environment)
     if backend == "local":
         return RankPlace(LocalTransport(LocalHub(), 0, 1), in_process(1)[0], (0,))
     mpi = None
-    if environment.rendezvous is None and (backend == "mpi" or environment.mpi):
+    if meeting is None and environment.rendezvous is None and (backend == "mpi" or environment.mpi):
         mpi = await _start_mpi(environment, limits)
     try:
-        channel = await _meet(environment, mpi, limits)
+        channel = await (_meet(environment, mpi, limits) if meeting is None else _meet_over(meeting, limits))
     except BaseException:
         if mpi is not None:
             await mpi.aclose(drained=False)
         raise
     try:
         hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
+        chosen = asked or environment.backend
+        if meeting is not None and chosen is None and environment.shared_memory and len(set(hosts)) == 1:
+            backend = "shm"
         transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, hosts, limits))
     except BaseException as error:
         end = await the_end(error)
@@ -209,17 +225,25 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
 
 async def _meet_over_mpi(mpi: MpiTransport, limits: Limits) -> Channel:
     """Plain mpirun: rank 0 runs the hub and tells the others over MPI where it is."""
-    hub = None
-    told = None
     primitives = Primitives(Endpoint(mpi, 0), Repertoire(mpi))
-    networks = await _run(allgather(primitives, as_tensor(network().encode()), None))
-    if mpi.rank == 0:
+
+    async def exchange(said: bytes) -> list[bytes]:
+        return [as_bytes(one) for one in await _run(allgather(primitives, as_tensor(said), None))]
+
+    return await _meet_over(Meeting(mpi.rank, mpi.size, exchange), limits)
+
+
+async def _meet_over(meeting: Meeting, limits: Limits) -> Channel:
+    """Rank 0 runs the hub, on the loopback interface where all ranks have the same, and tells the others where."""
+    rank, size = meeting.rank, meeting.size
+    networks = await meeting.exchange(network().encode())
+    hub, told = None, ""
+    if rank == 0:
         token = secrets.token_hex(16)
-        one_host = len({as_bytes(one) for one in networks}) == 1
-        hub = await host(mpi.size, host="127.0.0.1" if one_host else "", token=token)
-        told = as_tensor(f"{hub.address} {token}".encode())
-    address, token = as_bytes(await _run(broadcast_bytes(primitives, told, 0))).decode().split()
-    return await connect(address, rank=mpi.rank, size=mpi.size, token=token, timeout=limits.rendezvous, hub=hub)
+        hub = await host(size, host="127.0.0.1" if len(set(networks)) == 1 else "", token=token)
+        told = f"{hub.address} {token}"
+    address, token = (await meeting.exchange(told.encode()))[0].decode().split()
+    return await connect(address, rank=rank, size=size, token=token, timeout=limits.rendezvous, hub=hub)
 
 
 async def _run(program: Program[T]) -> T:

@@ -10,6 +10,7 @@ import selectors
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +29,15 @@ from aiodist.streams import CudaStream, event_handle
 from aiodist.topology import Topology
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
-from aiodist.world.opening import Limits, current_place, find_neighbours, find_place, find_topology, unless_lost
+from aiodist.world.opening import (
+    Limits,
+    Meeting,
+    current_place,
+    find_neighbours,
+    find_place,
+    find_topology,
+    unless_lost,
+)
 from aiodist.world.pinning import pinned
 from aiodist.world.tracebacks import fold_tracebacks
 
@@ -74,7 +83,7 @@ def init(
 
 
 @asynccontextmanager
-async def opened(
+async def opened(  # noqa: C901  - one branch for each way a rank is given its place
     limits: Limits,
     *,
     backend: str | None = None,
@@ -83,12 +92,15 @@ async def opened(
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
+    meeting: Meeting | None = None,
 ) -> AsyncIterator[Communicator]:
-    """Open the world as `init` does, with the patience that `limits` says."""
+    """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
     check_report(report)
-    given = current_place.get()
+    given = current_place.get() if meeting is None else None
     environment = Environment.read()
-    place = given or await find_place(environment, backend, limits)
+    if meeting is not None:
+        environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
+    place = given or await find_place(environment, backend, limits, meeting)
     transport, channel = place.transport, place.channel
     near, alone, sharing = await find_neighbours(channel, place.hosts, transport, environment, limits)
     registry = Registry(

@@ -1,0 +1,307 @@
+"""The process group: the map from the calls of c10d to those of a communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from aiodist.c10d.home import Home
+from aiodist.c10d.layout import blocks, deal, flat, joined, movable, room_for
+from aiodist.c10d.work import HandleWork
+from aiodist.communicator import Communicator
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle
+from aiodist.types import ANY, Op
+
+_Op = dist.ReduceOp.RedOpType
+_OPS: Mapping[dist.ReduceOp.RedOpType, Op] = MappingProxyType(
+    {
+        _Op.SUM: "sum",
+        _Op.AVG: "mean",
+        _Op.PRODUCT: "prod",
+        _Op.MIN: "min",
+        _Op.MAX: "max",
+        _Op.BAND: "band",
+        _Op.BOR: "bor",
+        _Op.BXOR: "bxor",
+        _Op.PREMUL_SUM: "sum",
+    }
+)
+
+
+_REDUCED = dist.AllreduceOptions()
+_SCATTERED = dist.ReduceScatterOptions()
+
+Tensors = list[Tensor]
+Handles = Callable[[], list[Handle[Any]]]
+
+
+class AiodistProcessGroup(dist.ProcessGroup):
+    """A process group of `torch.distributed` over a communicator.
+
+    Tensors are given flat to the communicator, since callers of c10d pass shapes of their own: ranks compare numbers
+    of elements. Any thread may call, and calls of several threads take turns. CUDA tensors are issued by the loop, on
+    the caller's current stream.
+    """
+
+    def __init__(self, coll: Communicator, home: Home, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__(coll.rank, coll.size)
+        self._store = store
+        self._name = self._desc = ""
+        self.coll = coll
+        self.home = home
+        self._timeout = timeout.total_seconds()
+        self._turn = threading.RLock()
+        self._batch: list[HandleWork] | None = None
+
+    # --- reductions -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
+        if tensors[0].is_sparse:
+            return self._allreduce_sparse(tensors, opts)
+        return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
+        return self._work(lambda: [self.coll.reduce(*_summand(t, opts), opts.rootRank) for t in tensors], tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _SCATTERED) -> HandleWork:
+        def issue() -> list[Handle[Any]]:
+            return [self._scatter_reduced(out, joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
+
+        return self._work(issue, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
+        return self._work(lambda: [self._scatter_reduced(output, input, opts)], [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # --- movement ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> HandleWork:
+        return self._work(lambda: [self.coll.broadcast(movable(t), opts.rootRank) for t in tensors], tensors)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
+        rooms = [room_for(ts) for ts in outputs]
+
+        def issue() -> list[Handle[Any]]:
+            return [
+                self.coll.allgather(movable(t), out=movable(room)) for (room, _), t in zip(rooms, inputs, strict=True)
+            ]
+
+        return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
+        return self.allgather([list(ts) for ts in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> HandleWork:
+        return self._work(lambda: [self.coll.allgather(movable(input), out=movable(output))], [output])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._work(lambda: [self.coll.allgather(movable(t), out=movable(out)) for out, t in pairs], outputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
+        rooms = [room_for(ts) for ts in outputs]  # none but on the root
+
+        def issue() -> list[Handle[Any]]:
+            outs = [movable(room) for room, _ in rooms] or [None] * len(inputs)
+            return [self.coll.gather(movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
+
+        return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HandleWork:
+        def issue() -> list[Handle[Any]]:
+            sent = [list(map(movable, ts)) for ts in inputs] or [None] * len(outputs)
+            return [
+                self.coll.scatter(ts, opts.rootRank, out=movable(out)) for ts, out in zip(sent, outputs, strict=True)
+            ]
+
+        return self._work(issue, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
+        sent, came = list(map(movable, inputs)), list(map(movable, outputs))
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> HandleWork:
+        if not output_sizes and not input_sizes:
+            return self._work(lambda: [self.coll.alltoall_single(movable(input), out=movable(output))], [output])
+        sent, came = blocks(input, input_sizes, self.coll.size), blocks(output, output_sizes, self.coll.size)
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output])
+
+    alltoall_base = all_to_all_single
+
+    # --- messages and meetings ---------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> HandleWork:
+        return self._work(lambda: [self.coll.send(movable(t.contiguous()), dst, tag) for t in tensors], tensors)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> HandleWork:
+        return self._work(lambda: [self.coll.recv(movable(t), src, tag) for t in tensors], tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> HandleWork:
+        return self.recv(tensors, ANY, tag)
+
+    def barrier(self, opts: Any = None) -> HandleWork:
+        seconds = -1.0 if opts is None else opts.timeout.total_seconds()
+        return self._work(lambda: [self.coll.barrier()], [], seconds=seconds if seconds > 0 else None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has called it; raise with the ranks that are late, and where each of them is.
+
+        All of them are named, with `wait_all_ranks` or without.
+        """
+        self._work(lambda: [self.coll.barrier()], []).wait(timeout)
+
+    # --- coalescing -------------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> HandleWork:
+        works, self._batch = self._batch or [], None
+        return HandleWork.of(works, self._timeout)
+
+    # --- who it is, and its end -----------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "aiodist"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    _set_group_name, group_name = setGroupName, property(getGroupName)
+    _set_group_desc, group_desc = setGroupDesc, property(getGroupDesc)
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", "cuda")[: 2 if self.coll.device.type == "cuda" else 1]]
+
+    def _get_backend(self, device: torch.device) -> AiodistProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+
+    def abort(self) -> None:
+        self.coll.abort("torch.distributed aborted the process group")
+
+    def shutdown(self) -> None:
+        if self.coll is self.home.world:
+            self.home.close()
+        else:
+            self.home.release(self.coll)
+
+    # --- issuing ------------------------------------------------------------------------------------------------------
+
+    def _work(
+        self,
+        issue: Handles,
+        tensors: Tensors,
+        finish: Callable[[], object] | None = None,
+        seconds: float | None = None,
+    ) -> HandleWork:
+        on_device = any(t.is_cuda for t in tensors)
+        try:
+            with self._turn:
+                handles = self._on_loop(issue) if on_device else issue()
+        except AiodistError as error:
+            raise dist.DistBackendError(str(error)) from error
+        work = HandleWork(handles, tensors, self._timeout if seconds is None else seconds, finish)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    def _on_loop(self, issue: Handles) -> list[Handle[Any]]:
+        stream = torch.cuda.current_stream()
+
+        async def issue_there() -> list[Handle[Any]]:
+            with torch.cuda.stream(stream):
+                return issue()
+
+        return self.home.call(issue_there)
+
+    def _scatter_reduced(self, out: Tensor, t: Tensor, opts: Any, parts: Tensors | None = None) -> Handle[Any]:
+        sizes = None if parts is None or len({p.numel() for p in parts}) == 1 else [p.numel() for p in parts]
+        summand, op = _summand(t, opts)
+        return self.coll.reduce_scatter(summand, op, sizes, out=flat(out))
+
+    def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> HandleWork:
+        """Sum sparse tensors, each rank's of its own entries: all get all entries."""
+        [t] = tensors
+        t = t.coalesce()
+        indices, values = t.indices().t().contiguous(), t.values()
+        works: list[Handle[Any]] = []
+
+        def issue() -> list[Handle[Any]]:
+            works[:] = [self.coll.allgather(indices), self.coll.allgather(values)]
+            return works
+
+        def finish() -> None:
+            entries = torch.cat(works[0].result()).t(), torch.cat(works[1].result())
+            total = torch.sparse_coo_tensor(*entries, t.shape).coalesce()
+            tensors[0].copy_(total)
+
+        return self._work(issue, tensors, finish)
+
+
+def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
+    """Return `t` flat and the operator, as a communicator takes them."""
+    op = opts.reduceOp
+    line, name = flat(t), _OPS[op.op]
+    if op.op == _Op.PREMUL_SUM:
+        line.mul_(op.__getstate__()[1])
+    return line, name
+
+
+def _dealing(rooms: list[tuple[Tensor, bool]], outputs: list[Tensors]) -> Callable[[], object] | None:
+    """Return what copies the results from `rooms` where they do not lie in `outputs` already; None: nothing to do."""
+    apart = [(room, ts) for (room, copied), ts in zip(rooms, outputs, strict=True) if copied]
+    return (lambda: [deal(room, ts) for room, ts in apart]) if apart else None
+
+
+def create(options: c10d._DistributedBackendOptions, communicator: object = None) -> AiodistProcessGroup:
+    """Return the process group that torch asks for; `communicator` is that of an asyncio program, see `wrap`."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    default = dist.group.WORLD
+    if isinstance(communicator, Communicator):
+        home = Home(communicator)
+    elif isinstance(default, AiodistProcessGroup) and options.global_ranks_in_group:
+        coll = default.home.group(options.group_id, options.global_ranks_in_group)
+        return AiodistProcessGroup(coll, default.home, store, timeout)
+    else:
+        home = Home.open(store, rank, size, timeout.total_seconds())
+    return AiodistProcessGroup(home.world, home, store, timeout)

@@ -1,0 +1,129 @@
+"""`HandleWork`: what a call of the process group returns, a `torch.distributed.Work` over handles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle
+
+
+class HandleWork(dist.Work):
+    """Handles that are one operation to torch, and what is left to do with their results.
+
+    A rank that is lost, or a call that differs, is a `DistBackendError` to torch, raised from the error of aiodist.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle[object]],
+        tensors: Sequence[Tensor],
+        timeout: float | None,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        """`finish` is called once when all `handles` are done, by the thread that learns it first."""
+        super().__init__()
+        self._handles = handles
+        self._tensors = tensors
+        self._timeout = timeout
+        self._finisher = finish
+        self._finishing = threading.Lock() if finish is not None else None
+        self._future: Future[list[Tensor]] | None = None
+
+    @classmethod
+    def of(cls, works: Sequence[HandleWork], timeout: float | None) -> HandleWork:
+        """Return several works as one."""
+        handles = [handle for work in works for handle in work._handles]
+        return cls(handles, [t for work in works for t in work._tensors], timeout, lambda: [w._finish() for w in works])
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the results are there; on a CUDA device, when the current stream is behind them."""
+        seconds = timeout.total_seconds() if timeout else self._timeout
+        until = None if seconds is None else monotonic() + seconds
+        try:
+            for handle in self._handles:
+                if handle.fence is not None:
+                    handle.wait_stream()
+                else:
+                    handle.wait(seconds if until is None or len(self._handles) == 1 else max(0.0, until - monotonic()))
+        except AiodistError as error:
+            raise dist.DistBackendError(str(error)) from error
+        self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`: what is queued on the current stream from now on begins behind the operation."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is over, with whatever outcome."""
+        over = all(handle.done() for handle in self._handles)
+        if over and self.exception() is None:
+            self._finish()
+        return over
+
+    def is_success(self) -> bool:
+        """Return whether it is over and raised nothing."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of aiodist that it ended with; None where there is none, or not yet."""
+        return next((e for h in self._handles if h.done() and (e := h.outcome_error()) is not None), None)
+
+    def source_rank(self) -> int:
+        """Return the rank, in the group, that a receive was sent by."""
+        source = self._handles[0].source
+        return -1 if source is None else source
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that hold the result."""
+        return list(self._tensors)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the tensors, for DDP's reducer and hooks.
+
+        A thread of its own waits and runs the callbacks: those of PowerSGD wait for other futures in turn.
+        """
+        if self._future is None:
+            over: Future[None] = Future()
+            self._future = over.then(self._outcome)
+            threading.Thread(target=self._complete, args=(over,), name="aiodist-future", daemon=True).start()
+        return self._future
+
+    def _complete(self, over: Future[None]) -> None:
+        for handle in self._handles:
+            handle.block()
+        over.set_result(None)
+
+    def _outcome(self, _: Future[None]) -> list[Tensor]:
+        if (error := self.exception()) is not None:
+            raise dist.DistBackendError(str(error)) from error
+        self._finish()
+        return list(self._tensors)
+
+    def _finish(self) -> None:
+        if self._finishing is None:
+            return
+        with self._finishing:
+            finish, self._finisher = self._finisher, None
+            if finish is not None:
+                with torch.no_grad():
+                    finish()
+
+    def __del__(self) -> None:
+        for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
+            handle.detach()

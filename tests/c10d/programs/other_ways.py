@@ -1,0 +1,108 @@
+# A program as others write it, without types.
+# mypy: ignore-errors
+"""One rank of what gloo has no like of: argv[1] names it."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import aiodist.c10d
+
+
+def own():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    t = torch.tensor([1.0, 3.0]) + rank
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+    assert t.tolist() == [1.5, 3.5], t
+    t = torch.ones(2)
+    dist.all_reduce(t, dist._make_nccl_premul_sum(2.0))
+    assert t.tolist() == [4.0, 4.0], t
+    t = torch.full((4,), rank + 1.0).to(torch.float8_e4m3fn)
+    dist.broadcast(t, 1)
+    assert t.float().tolist() == [2.0] * 4
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work.wait()
+    assert [work.is_completed(), work.is_success(), work.exception()] == [True, True, None]
+    assert work.get_future().wait()[0].tolist() == [2.0] * 3
+    sizes = [1, 2]
+    outs = [torch.empty(sizes[rank]) for _ in range(size)]
+    dist.all_to_all(outs, list((torch.arange(3.0) + 10 * rank).split(sizes)))
+    assert torch.cat(outs).tolist() == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]][rank]
+    out = torch.empty(sizes[rank])
+    dist.reduce_scatter(out, [torch.ones(1), torch.ones(2)])
+    assert out.tolist() == [2.0] * sizes[rank]
+    dist.group.WORLD.monitored_barrier()
+    net = DDP(nn.Linear(300, 300, bias=False))
+    aiodist.c10d.ddp_hook(net)
+    before = dist.group.WORLD.coll.statistics().arena_bytes
+    for _ in range(3):
+        net.zero_grad()
+        net(torch.full((1, 300), rank + 1.0)).sum().backward()
+        assert net.module.weight.grad.eq(1.5).all()
+    assert dist.group.WORLD.coll.statistics().arena_bytes > before
+    print("own ways agree")
+
+
+def killed():
+    net = DDP(nn.Linear(4, 4))
+    net(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(1000):
+            net(torch.ones(1, 4)).sum().backward()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error  # noqa: PT017  - no test of pytest's
+        assert time.monotonic() - began < 1.0 + float(sys.argv[2]), "it took too long"
+        print("the loss was told")
+
+
+def opposite():
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+
+    def use(which, found):
+        for _ in range(50):
+            t = torch.ones(1000) * (which + 1)
+            dist.all_reduce(t, group=groups[which])
+            found.append(bool(t.eq(2 * (which + 1)).all()))
+
+    found = []
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    threads = [threading.Thread(target=use, args=(which, found)) for which in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 100
+    print("both orders agree")
+
+
+def differ():
+    t = torch.ones(3 + dist.get_rank())
+    try:
+        dist.all_reduce(t)
+    except dist.DistBackendError as error:
+        assert isinstance(error.__cause__, aiodist.MismatchError), error  # noqa: PT017  - no test of pytest's
+        print("the difference was told")
+
+
+def start():
+    t = torch.ones(2)
+    dist.all_reduce(t)
+    assert t.tolist() == [2.0, 2.0]
+    print("started")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("aiodist")
+    globals()[sys.argv[1]]()
+    if sys.argv[1] != "killed":
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+# A program as others write it, without types.
+# mypy: ignore-errors
+"""One rank of those that run torch's own tests of process groups: `torch_tests.py RESULTS NAME...`.
+
+The tests come with torch (`torch/testing/_internal/distributed/distributed_test.py`). They are those that gloo has to
+pass (BACKEND=gloo is what they are chosen by), over "aiodist". Without names all are run, one after the other. RESULTS
+is a folder: each rank writes a line of JSON for each test into its file there.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+import unittest
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+
+import torch.distributed as dist
+
+import aiodist.c10d  # noqa: F401  - registers the backend
+from aiodist import AiodistError
+
+SECONDS = 30
+"""How long a test may take."""
+
+
+def loaded():
+    """Return the module of the tests; what it needs and is not installed it needs for tests of other kinds."""
+    missing = types.ModuleType("expecttest")
+    missing.TestCase = unittest.TestCase
+    sys.modules.setdefault("expecttest", missing)
+    os.environ["BACKEND"] = "gloo"
+    from torch.testing._internal.distributed import distributed_test as tests
+
+    tests.BACKEND = Name("gloo")
+    return tests
+
+
+class Name(str):
+    """Reads as gloo's where a test asks what it may expect, and is ours where torch makes a group."""
+
+    __slots__ = ()
+
+    def upper(self):
+        return "AIODIST"
+
+    def lower(self):
+        return "aiodist"
+
+
+def run(tests, set_rng_seed, name, rank, size, folder):
+    """Return how the test ended here: "passed", "skipped" or "failed", and why."""
+
+    class Case(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
+        world_size = size
+
+    set_rng_seed(1234)
+    case = Case(name)
+    case.rank, case.file_name = rank, str(folder / f"store-{name}")
+    dist.init_process_group(
+        "aiodist",
+        init_method=f"file://{case.file_name}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    try:
+        dist.barrier()
+        getattr(case, name)()
+        dist.barrier()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    except SystemExit as code:
+        return "skipped", f"exit code {code.code}"
+    except BaseException as error:  # noqa: BLE001  - whatever a test ends with
+        return "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    finally:
+        with contextlib.suppress(RuntimeError, AiodistError):  # a test that failed may leave ranks at different places
+            dist.destroy_process_group()
+        dist.distributed_c10d._update_default_pg(None)
+    return "passed", ""
+
+
+def main():
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    warnings.simplefilter("ignore")
+    faulthandler.enable()
+    tests = loaded()
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    os.environ["TEMP_DIR"] = str(folder)
+    for part in ("barrier", "test_dir", "init_dir"):
+        (folder / part).mkdir(exist_ok=True)
+    tests.Barrier.init()
+    names = names or sorted(n for n in dir(tests.DistributedTest._DistTestBase) if n.startswith("test_"))
+    with (folder / f"rank{rank}.jsonl").open("w") as out:
+        for name in names:
+            began = perf_counter()
+            watch = threading.Timer(3 * SECONDS, lambda: (faulthandler.dump_traceback(), os._exit(3)))
+            watch.daemon = True
+            watch.start()
+            end, why = run(tests, set_rng_seed, name, rank, size, folder)
+            watch.cancel()
+            print(json.dumps([name, end, why, round(perf_counter() - began, 2)]), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+# A program as others write it, without types.
+# mypy: ignore-errors
+"""FSDP2 in a thread beside asyncio's communication, over one communicator."""
+
+import asyncio
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import aiodist
+import aiodist.c10d
+
+
+def train():
+    torch.manual_seed(0)
+    net = fully_shard(nn.Linear(8, 8))
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+    for _ in range(5):
+        opt.zero_grad()
+        net(torch.ones(2, 8)).pow(2).sum().backward()
+        opt.step()
+    return net(torch.ones(2, 8)).pow(2).sum().item()
+
+
+async def main():
+    async with aiodist.init() as coll:
+        await aiodist.c10d.wrap(coll)
+        assert dist.is_initialized()
+        training = asyncio.create_task(asyncio.to_thread(train))
+        rounds = 0
+        while not training.done():
+            await coll.allreduce(torch.ones(4)) if rounds < 20 else await asyncio.sleep(0.01)
+            rounds += 1
+        for _ in range(rounds, 20):
+            await coll.allreduce(torch.ones(4))
+        losses = await coll.allgather(await training)
+        assert losses[0] == losses[1], losses
+        await asyncio.to_thread(dist.destroy_process_group)
+    print("side by side")
+
+
+aiodist.run(main)
