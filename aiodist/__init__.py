@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aiodist.handles import Handle, as_completed, gather, timeout
     from aiodist.ps import ParameterServer
     from aiodist.types import ANY, ReduceOp
+    from aiodist.world.background import start
     from aiodist.world.runtime import as_handle, init, isolate, open, run
 
     __version__: str
@@ -82,6 +83,7 @@ __all__ = [
     "ps",
     "run",
     "save",
+    "start",
     "streams",
     "testing",
     "timeout",
@@ -120,6 +122,7 @@ _HOMES: Final = {
     "open": "aiodist.world.runtime",
     "run": "aiodist.world.runtime",
     "save": "aiodist.checkpoints",
+    "start": "aiodist.world.background",
     "timeout": "aiodist.handles",
 }
 _MODULES: Final = frozenset({"checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiodist.handles.done import join
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
@@ -17,16 +18,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Gathered(Handle[list[Any]]):
-    """What `gather` returns: its members tell what it waits for. They lie in `keep` until it is done."""
+class Together(Handle[T]):
+    """A handle over others, such as `gather` returns: they lie in `keep` until it is done."""
 
     __slots__ = ()
 
     def unfinished(self) -> list[Handle[Any]]:
+        """Return the operations that it waits for: those of its members."""
         return [part for member in self.keep or () for part in member.unfinished()]
 
     def late(self) -> dict[int, str]:
+        """Return the ranks that these are known to wait for."""
         return {rank: where for member in self.keep or () for rank, where in member.late().items()}
+
+
+class Ending:
+    """Waits for handles on the loop: calls `then` with each when it is over.
+
+    Where a deadline passes before, `late` is called with the handle and the error; it goes on, and so does this.
+    """
+
+    __slots__ = ("_late", "_then")
+
+    def __init__(
+        self, then: Callable[[Handle[Any]], None], late: Callable[[Handle[Any], OperationTimeout], object]
+    ) -> None:
+        self._then = then
+        self._late = late
+
+    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        """See `Waiter`."""
+        if late is not None and not handle.done():
+            self._late(handle, late)
+            handle.add_waiter(self)
+        else:
+            self._then(handle)
 
 
 class _Gathering:
@@ -63,7 +89,9 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
         if not isinstance(member, Handle):
             raise TypeError(f"aiodist.gather takes handles, got {type(member).__name__}: use asyncio.gather")
         member.check_loop(progress)
-    outer = _Gathered(progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here())
+    outer: Together[list[Any]] = Together(
+        progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here()
+    )
     outer.keep = handles
     gathering = _Gathering(outer, handles, return_exceptions)
     if not handles:
@@ -116,26 +144,11 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncIterator[Handle[T]]
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     """Return a future that is done when they are; to wait for them like this is not to look at their results."""
     over: asyncio.Future[None] = loop.create_future()
-    waiter = _Countdown(over, len(handles))
+    one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
+    waiter = Ending(lambda _: one_over(None), lambda *_: None)
     for handle in handles:
         handle.add_observer(waiter)
     return over
-
-
-class _Countdown:
-    """Waits for many handles on behalf of nobody."""
-
-    def __init__(self, over: asyncio.Future[None], left: int) -> None:
-        self._over = over
-        self._left = left
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it was told of its own deadline, and goes on
-            handle.add_waiter(self)
-            return
-        self._left -= 1
-        if self._left == 0 and not self._over.done():
-            self._over.set_result(None)
 
 
 def _value(handle: Handle[Any]) -> Any:  # noqa: ANN401

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.handle import Handle, Scope, current_deadline, plight
+from aiodist.handles.handle import Handle, Note, current_deadline, plight
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
 
@@ -35,8 +35,7 @@ class Scopes:
     @classmethod
     def of(cls, progress: Progress) -> Scopes:
         """Return those of the loop that `progress` drives."""
-        scopes: Scopes = progress.belongings.setdefault(cls, cls())
-        return scopes
+        return progress.own(cls, cls)
 
     def hurry(self) -> None:
         """Have everybody ask now."""
@@ -50,8 +49,8 @@ class Deadline:
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._timeout = asyncio.timeout(seconds)
-        self._token: Token[Scope | None] | None = None
-        self._outer: Scope | None = None
+        self._token: Token[Note | None] | None = None
+        self._outer: Note | None = None
         self._seen: list[Handle[Any]] = []
         self._scopes: Scopes | None = None
         self._halfway: asyncio.TimerHandle | None = None
@@ -59,7 +58,7 @@ class Deadline:
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         self._outer = current_deadline.get()
-        self._token = current_deadline.set(self)
+        self._token = current_deadline.set(self._note)
         if self._seconds is not None:
             self._announce(self._seconds)
         return self
@@ -72,11 +71,10 @@ class Deadline:
         if seconds < SHORT_SECONDS and scopes.watchers:
             self._halfway = loop.call_later(seconds / 2, scopes.hurry)
 
-    def note(self, handle: Handle[Any]) -> None:
-        """An await of `handle` inside the block, by its task or one that it started, was cancelled."""
+    def _note(self, handle: Handle[Any]) -> None:
         self._seen.append(handle)
         if self._outer is not None:
-            self._outer.note(handle)
+            self._outer(handle)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -42,13 +42,6 @@ class Waiter(Protocol):
         """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
 
 
-class Scope(Protocol):
-    """A block of `aiodist.timeout`."""
-
-    def note(self, handle: Handle[Any], /) -> None:
-        """An await of `handle` inside the block was cancelled."""
-
-
 class Status(Enum):
     """PENDING is followed by exactly one of the others, which is final."""
 
@@ -62,11 +55,12 @@ _PENDING = Status.PENDING
 _RETURNED = Status.RETURNED
 _core.set_statuses(_PENDING, _RETURNED)
 
-# The innermost `aiodist.timeout` around the running code: awaits that it cancels are noted in it.
-current_deadline: ContextVar[Scope | None] = ContextVar("aiodist_deadline", default=None)
+Note = Callable[["Handle[Any]"], None]
+# Of the innermost `aiodist.timeout` around the running code: called with each handle of which it cancels an await.
+current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", default=None)
 
 
-class _FutureWaiter:
+class FutureWaiter:
     """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone."""
 
     __slots__ = ("future",)
@@ -75,6 +69,7 @@ class _FutureWaiter:
         self.future = future
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
+        """See `Waiter`."""
         if self.future.done():
             return
         if late is None:
@@ -144,14 +139,14 @@ class Handle(_core.Handle, Generic[T]):
             raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
         if (late := self._expired()) is not None:
             raise late
-        waiter = _FutureWaiter(loop.create_future())
+        waiter = FutureWaiter(loop.create_future())
         self.add_waiter(waiter)
         try:
             yield from waiter.future
         except asyncio.CancelledError as error:
             error.add_note(f"while awaiting {self}, which goes on{plight([self])[0]}")
-            if (scope := current_deadline.get()) is not None:
-                scope.note(self)
+            if (note := current_deadline.get()) is not None:
+                note(self)
             raise
         finally:
             self.remove_waiter(waiter)
@@ -517,12 +512,7 @@ def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:
     late = {rank: where for part in parts for rank, where in part.late().items()}
     words = list(dict.fromkeys(filter(None, (part.details() for part in parts))))
     if late:
-        words.append(f"late: {describe_late(late)}")
+        told = [f"rank {rank} ({where})" for rank, where in sorted(late.items())]
+        more = f" and {len(told) - _SHOWN_RANKS} more" if len(told) > _SHOWN_RANKS else ""
+        words.append(f"late: {', '.join(told[:_SHOWN_RANKS])}{more}")
     return "".join(f"; {word}" for word in words), late
-
-
-def describe_late(late: dict[int, str]) -> str:
-    """Return "rank 1 (…), rank 3 (…)"."""
-    told = [f"rank {rank} ({where})" for rank, where in sorted(late.items())]
-    more = f" and {len(told) - _SHOWN_RANKS} more" if len(told) > _SHOWN_RANKS else ""
-    return ", ".join(told[:_SHOWN_RANKS]) + more

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from sys import _getframe
 from types import CodeType
 from typing import NamedTuple
 
-from aiodist import errors
-from aiodist.handles.pending import Pending
+from aiodist import _core, errors
 
 _SHOWN = 3
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, contextlib.
+    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, anyio.
 
     An editable install may import the folders at the root from there, or through the links in the package.
     """
     here = Path(__file__).parent
     package = Path(errors.__file__).parent
     folders = [package, *(parent / name for parent in (here.parent, here.resolve().parent) for name in _ROOT_FOLDERS)]
-    return (*(f"{folder}/" for folder in folders), f"{Path(asyncio.__file__).parent}/", contextlib.__file__)
+    asyncios = Path(asyncio.__file__).parent
+    return (*(f"{folder}/" for folder in folders), f"{asyncios}/", contextlib.__file__, f"{_anyio()}/")
+
+
+def _anyio() -> Path:
+    """Return the folder of anyio, whose portals call what a thread asks for; without an import of it."""
+    spec = importlib.util.find_spec("anyio")
+    return Path(__file__) if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 _ROOT_FOLDERS = ("handles", "streams", "nn")
@@ -44,7 +51,7 @@ known_files = _Files()
 
 
 def is_ours(filename: str) -> bool:
-    """Return True for a file of aiodist's or asyncio's, which nobody asks about."""
+    """Return True for a file of aiodist's, asyncio's or anyio's, which nobody asks about."""
     return known_files[filename]
 
 
@@ -91,7 +98,7 @@ def described(op: str, seq: int, origin: Origin | None) -> str:
     return f"{op} #{seq} issued at {origin}" if origin else f"{op} #{seq}"
 
 
-def listed(handles: Iterable[Pending]) -> str:
+def listed(handles: Iterable[_core.Handle]) -> str:
     """Return what messages call operations: each by name, of a kind with more than three their number and the first."""
     kinds: dict[str, dict[str, None]] = {}
     for handle in handles:

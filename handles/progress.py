@@ -1,13 +1,7 @@
 """What drives pending operations: `Progress`, one per event loop, and the process's progress thread.
 
-A transport makes progress only while somebody calls into it. Three callers take turns:
-
-1. an `await` *spins* for a few tens of microseconds: most small operations end here, with no suspension;
-2. the loop *polls* once per iteration for a fraction of a millisecond;
-3. then it is *parked*: the progress thread polls with growing pauses and wakes the loop once per batch.
-
-The thread also takes over when the loop has not polled for a millisecond (user code computes on it), and drives
-large transfers from the start, since one native poll of those lasts milliseconds.
+A transport makes progress only while somebody calls into it: an await, the loop, or the progress thread, in turns that
+docs/design/handles.md tells.
 
 [Note: transport lock] Native calls are serialised by one lock for the process. Only the progress thread holds it
 for long, and nobody waits for it while holding the GIL: the loop's thread tries it, and where it is taken leaves
@@ -43,12 +37,13 @@ from contextlib import contextmanager
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
-from aiodist.handles.pending import Pending
 from aiodist.handles.timers import Timers
+
+T = TypeVar("T")
 
 LARGE_BYTES = 1 << 22
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
@@ -175,6 +170,13 @@ class Progress(_core.Pacer):
             # loop has not run for long, so it stays until the loop has.
             loop.call_soon(progress._ran)
         return progress
+
+    def own(self, key: object, make: Callable[[], T]) -> T:
+        """Return what belongs to this loop by `key`, made at first use; from any thread."""
+        found = self.belongings.get(key)
+        if found is None:
+            found = self.belongings.setdefault(key, make())
+        return found  # type: ignore[no-any-return]
 
     def install(self) -> None:
         """Be what `current` returns on this loop, in place of one that it would make."""
@@ -333,7 +335,7 @@ class Progress(_core.Pacer):
         self._inbox.clear()
         self._forked = True
 
-    def check_not_forked(self, handle: Pending) -> None:
+    def check_not_forked(self, handle: _core.Handle) -> None:
         """Raise `RuntimeError` in a forked child, where `handle` will never be over."""
         if self._forked:
             raise RuntimeError(f"{handle} was issued before os.fork: a child cannot wait for it")
@@ -439,7 +441,8 @@ class Progress(_core.Pacer):
             return False
         self._inside = True
         try:
-            self.poll()
+            if self.poll():
+                self._quiet_since = perf_counter()
         finally:
             self._inside = False
             transport_lock.release()
@@ -460,7 +463,7 @@ class Progress(_core.Pacer):
             finally:
                 self._inside = False
 
-    def spin(self, handle: Pending) -> None:
+    def spin(self, handle: _core.Handle) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
         if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
             return
@@ -497,15 +500,8 @@ class Progress(_core.Pacer):
         if self.large or any(driven.heavy for driven in self._driven):
             self._park()
             return
-        self.polls += 1
-        if transport_lock.acquire(False):
-            self._inside = True
-            try:
-                if self.poll():
-                    self._quiet_since = now
-            finally:
-                self._inside = False
-                transport_lock.release()
+        self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
+        self.glance()
         if now - self._quiet_since < _POLL_SECONDS:
             if self.crowded:
                 os.sched_yield()
@@ -623,29 +619,24 @@ class _ProgressThread:
                 sys.setswitchinterval(self._switch_seconds)
 
     def wake(self, progress: Progress) -> None:
-        """Look after `progress` now; from any thread."""
         if not progress.watched:
             self.add(progress)
         self.ring()
 
     def ring(self) -> None:
-        """Have the thread look now; from any thread."""
         self.asleep = False
         self._bell.ring()
 
     def sleep_at(self, bell: _core.Bell) -> None:
-        """Sleep at `bell` from now on."""
         before, self._bell = self._bell, bell
         before.ring()
         bell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
     def leave(self, bell: _core.Bell) -> None:
-        """Sleep at `bell` no more."""
         if self._bell is bell:
             self.sleep_at(_core.Bell())
 
     def add(self, progress: Progress) -> None:
-        """Look after `progress` from now on; from any thread."""
         for other in tuple(Progress._held):
             if other.loop.is_closed() and not other.pending():  # it had no turn to find that
                 other.let_go()

@@ -7,11 +7,24 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from time import monotonic
+from typing import Protocol
 from weakref import ref
 
-from aiodist.handles.pending import Pending
-
 _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
+
+
+class Expiring(Protocol):
+    """A handle, as far as its deadline is concerned."""
+
+    @property
+    def is_pending(self) -> bool:
+        """It is not over; nothing is polled to find out."""
+
+    def expire(self) -> None:
+        """Let its deadline have passed now."""
+
+    def tell_late(self) -> None:
+        """Its deadline has passed."""
 
 
 class Timers:
@@ -23,13 +36,13 @@ class Timers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._heap: list[tuple[float, int, ref[Pending]]] = []
+        self._heap: list[tuple[float, int, ref[Expiring]]] = []
         self._count = count()
         self._limit = 64
         self._due = inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, expires: float, handle: Pending) -> None:
+    def add(self, expires: float, handle: Expiring) -> None:
         """Call `handle.tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
         if len(self._heap) >= self._limit:
             self._clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,31 +62,22 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        moments = _moments(input, self.coll)
+        mean, variance, values = moments = _moments(input, self.coll)
         if self.running_mean is not None:
-            self._track(moments)
+            self._track(mean, variance * (values / (values - 1)))
         return _Normalise.apply(input, self.weight, self.bias, moments, self.eps, self.coll)  # type: ignore[no-untyped-call,no-any-return]
 
-    def _track(self, new: _Moments) -> None:
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         share = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for running, value in ((self.running_mean, new.mean), (self.running_var, new.variance * new.unbiased)):
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
             running.lerp_(value.to(running.dtype), share)
 
 
-class _Moments(NamedTuple):
-    """Of each channel over all ranks: mean and variance `(channels,)`, and the number of values."""
-
-    mean: Tensor
-    variance: Tensor
-    values: int
-
-    @property
-    def unbiased(self) -> float:
-        """By how much the variance of a sample is larger."""
-        return self.values / (self.values - 1)
+_Moments = tuple[Tensor, Tensor, int]
+"""Of each channel over all ranks: mean and variance `(channels,)`, and the number of values."""
 
 
 @torch.no_grad()
@@ -102,7 +93,7 @@ def _moments(x: Tensor, coll: Communicator) -> _Moments:
         raise ValueError(f"all ranks together have {count} values per channel: expected more than 1 to train")
     mean = (means * counts).sum(0) / total
     variance = ((variances + (means - mean).square()) * counts).sum(0) / total
-    return _Moments(mean.to(wide.dtype), variance.to(wide.dtype), count)
+    return mean.to(wide.dtype), variance.to(wide.dtype), count
 
 
 class _Normalise(Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,12 +44,6 @@ def deal(
     return full + [bucket for bucket, _ in open_ones.values()]
 
 
-class HasGrad(Protocol):
-    """A parameter, as far as its gradient is concerned."""
-
-    grad: Tensor | None
-
-
 class StandIn:
     """It has what is to be reduced in the place of a parameter's gradient."""
 
@@ -87,7 +80,7 @@ class Slot:
         self.by_rows = by_rows
         self.name = name
         self.parameter = parameter
-        self.holder: HasGrad = parameter
+        self.holder: Tensor | StandIn = parameter
         """What a pass takes the gradient of: the parameter, or what stands for it while something else is reduced."""
         self.dtype = parameter.dtype
         self.nbytes = parameter.nbytes

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorError, OperationTimeout, PeerError
+from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles import Handle
+from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.comm_hooks import Allreduce, CommHook
 from aiodist.nn.compression import Compression, Compressor, checked_compression
@@ -49,7 +50,11 @@ _BACKGROUND_BYTES = 32 << 10
 
 @runtime_checkable
 class Driver(Stateful, Protocol):
-    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`."""
+    """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`.
+
+    One that makes one pass of all ranks in each `train` may say so with an attribute `pass_lag`: 0 where that `train`
+    raises what failed on another rank, 1 where the next one does. Else `Engine` has ranks ask each other before a step.
+    """
 
     def train(self, forward: Forward) -> object:
         """Do one step on the compute thread, with the settings of `forward`, whose loss `net.step` returns."""
@@ -411,7 +416,7 @@ class DataParallel(ModuleLike):
         """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
         if self._coll.timeout is None:
             return await work
-        over = _Over(self.reducer.progress.loop.create_future())
+        over = FutureWaiter(self.reducer.progress.loop.create_future())
         self.reducer.waiting.append(over.future)
         work.add_waiter(over)
         try:
@@ -460,17 +465,6 @@ class DataParallel(ModuleLike):
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
-
-
-class _Over:
-    """Waits for a handle on behalf of a future that others may fail earlier."""
-
-    def __init__(self, future: asyncio.Future[None]) -> None:
-        self.future = future
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class _Guest:

@@ -118,9 +118,14 @@ class Devices:
         def over(error: BaseException | None) -> None:
             then(perf_counter())
 
-        events = self._events
-        assert events is not None
-        self._progress.start(lambda: _watch(events, stream, over))
+        def watch() -> None:
+            assert self._events is not None
+            try:
+                self._events.watch(stream, over)
+            except RuntimeError as error:  # the device is lost, which what is to be reduced on it tells
+                over(error)
+
+        self._progress.start(watch)
 
     def currents(self) -> list[torch.cuda.Stream]:
         """Return the current stream of each device."""
@@ -131,13 +136,6 @@ class Devices:
         event = self._events.record(other)
         stream.wait_event(event)
         self._events.release(stream.device_index, event)
-
-
-def _watch(events: Events, stream: torch.cuda.Stream, over: Callable[[BaseException | None], None]) -> None:
-    try:
-        events.watch(stream, over)
-    except RuntimeError as error:  # the device is lost, which what is to be reduced on it tells
-        over(error)
 
 
 class DeviceEnding:
@@ -184,8 +182,4 @@ class DeviceEnding:
 
 def _stream(progress: Progress, device: torch.device) -> torch.cuda.Stream:
     """Return the loop's stream for what is left to do on `device`, made at first use."""
-    key = (DeviceEnding, device)
-    found: torch.cuda.Stream | None = progress.belongings.get(key)
-    if found is None:
-        found = progress.belongings[key] = torch.cuda.Stream(device=device)
-    return found
+    return progress.own((DeviceEnding, device), lambda: torch.cuda.Stream(device=device))

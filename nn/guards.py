@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -106,8 +107,8 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        for tensor in _tensors((args, kwargs)):
-            if tensor in self._parameters:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor in self._parameters:
                 self.users.setdefault(tensor, set()).add(self.running[-1] if self.running else None)
         return func(*args, **kwargs)
 
@@ -136,16 +137,6 @@ def _in_compiled_code() -> bool:
     return frame is not None
 
 
-def _tensors(x: object) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from _tensors(item)
-    elif isinstance(x, Mapping):
-        yield from _tensors(list(x.values()))
-
-
 class _ForwardHook:
     """What a module calls around its forward; a copy of the module, or a pickle, has one that does nothing.
 
@@ -159,12 +150,8 @@ class _ForwardHook:
         if not torch.compiler.is_dynamo_compiling():
             self._call(module, *args)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _pass
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., None]]]:
+        return _ForwardHook, (_pass,)
 
 
 def _pass(module: nn.Module, *args: object) -> None:

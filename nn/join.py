@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from aiodist.communicator import Communicator
 from aiodist.nn.synchronize import synchronize_parameters
@@ -34,21 +34,11 @@ async def share_longest(
         )
     root = passes.index(max(passes))
     await synchronize_parameters(module, coll, root=root, buffers=False)
-    mine = [_on_host(optimizer.state_dict()) for optimizer in optimizers if coll.rank == root]
-    states = await coll.broadcast_object(mine, root=root)
+    mine = [optimizer.state_dict() for optimizer in optimizers if coll.rank == root]
+    on_host = tree_map_only(Tensor, Tensor.cpu, mine)  # each rank has devices of its own, to which loading takes it
+    states = await coll.broadcast_object(on_host, root=root)
     if coll.rank != root:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     steps: int = told[root][1]
     return steps
-
-
-def _on_host(state: Any) -> Any:  # noqa: ANN401
-    """Return the state with its tensors on the CPU: each rank has devices of its own, to which loading takes them."""
-    if isinstance(state, Tensor):
-        return state.cpu() if state.is_cuda else state
-    if isinstance(state, dict):
-        return {key: _on_host(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_on_host(value) for value in state)
-    return state

@@ -304,7 +304,7 @@ class LocalSGD:
             self._under_way = self._issue(sent)
         self._sent, self._since = sent, 0
         if isinstance(self.outer, SlowMomentum):
-            self.outer.rates = self._rates
+            self.outer.param_groups[0]["rates"] = list(self._rates)
 
     def _issue(self, sent: Mapping[int, Tensor]) -> Reduction:
         kept = self._overlap or self._elastic is not None

@@ -54,21 +54,10 @@ class Elastic:
 
 
 class SlowMomentum(Optimizer):
-    """What `SlowMo` says, as an optimizer; a gradient is x - y, and `rates` has r for each parameter."""
+    """What `SlowMo` says, as an optimizer; a gradient is x - y, and the setting `rates` has r for each parameter."""
 
     def __init__(self, params: Sequence[nn.Parameter], how: SlowMo) -> None:
-        super().__init__(params, {"momentum": how.momentum, "lr": how.lr})
-        self.rates = [1.0] * len(params)
-
-    @property
-    def rates(self) -> list[float]:
-        """The learning rates of the local steps of the period whose average comes next."""
-        known: list[float] = self.param_groups[0]["rates"]
-        return known
-
-    @rates.setter
-    def rates(self, rates: Sequence[float]) -> None:
-        self.param_groups[0]["rates"] = list(rates)
+        super().__init__(params, {"momentum": how.momentum, "lr": how.lr, "rates": [1.0] * len(params)})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Lane, Progress
+from aiodist.handles.combinators import Ending
 from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.devices import Devices
 
@@ -36,30 +37,18 @@ class Paths:
     """Then, how many bytes may be in flight. A rank's own affair."""
 
 
-class Arrival:
-    """Waits for a handle on behalf of a pass."""
+def arrival(
+    paths: Paths, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]
+) -> Ending:
+    """Return what waits for a handle on behalf of a pass."""
 
-    __slots__ = ("_late", "_on_devices", "_progress", "_then")
-
-    def __init__(
-        self,
-        paths: Paths,
-        late: Callable[[OperationTimeout], None],
-        then: Callable[[BaseException | None], None],
-    ) -> None:
-        self._progress = paths.progress
-        self._on_devices = bool(paths.devices)
-        self._late = late
-        self._then = then
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`."""
-        if late is not None and not handle.done():  # it goes on, and so do its buffers
-            self._late(late)
-            handle.add_waiter(self)
-        elif asyncio.current_task() is None and not self._on_devices:
-            self._then(handle.outcome_error())
+    def over(handle: Handle[Any]) -> None:
+        error = handle.outcome_error()
+        if asyncio.current_task() is None and not paths.devices:
+            then(error)
         else:
             # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
             # The thread that polls devices holds the transport lock.
-            self._progress.post(partial(self._then, handle.outcome_error()))
+            paths.progress.post(partial(then, error))
+
+    return Ending(over, lambda _, error: late(error))

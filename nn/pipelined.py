@@ -43,6 +43,8 @@ class PipelinedOptimizer:
     parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`.
     """
 
+    pass_lag = 1
+
     def __init__(
         self,
         net: DataParallel,
@@ -146,15 +148,12 @@ class PipelinedOptimizer:
         """Make the updates of `parts`; while they are on their way, those of others that have come."""
         for part in parts:
             while (handle := self._ahead.left.get(part)) is not None:
-                if not handle.done():
-                    ready = next((other for other, come in self._ahead.left.items() if come.done()), None)
-                    if ready is None:
-                        self._net.compute.block(handle)
-                        continue
-                    part_now = ready
+                come = (other for other, reduced in self._ahead.left.items() if reduced.done())
+                ready = part if handle.done() else next(come, None)
+                if ready is None:
+                    self._net.compute.block(handle)
                 else:
-                    part_now = part
-                self._make(part_now)
+                    self._make(ready)
 
     def _make(self, part: _BucketOptimizer) -> None:
         error = self._ahead.left.pop(part).outcome_error()

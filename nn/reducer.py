@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress, count
 from threading import get_ident
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
-from aiodist.nn.paths import WINDOW_BYTES, Arrival, Paths
+from aiodist.nn.paths import WINDOW_BYTES, Paths, arrival
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.sentries import Sentries
@@ -98,6 +99,10 @@ class Reducer:
         sizes: Sizes,
         hook: CommHook,
     ) -> None:
+        self.data = data
+        """The communicator of the gradients."""
+        self.op = op
+        """How gradients are reduced."""
         self.hook = hook
         self.statistics = DataParallelStatistics(0, 0, 0, 0, 0.0, 0.0)
         self.last: Reduction | None = None
@@ -108,7 +113,7 @@ class Reducer:
         """What alone may have gradients reduced."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
-        self.asks_stop: Callable[[], bool] = _never
+        self.asks_stop: Callable[[], bool] = lambda: False
         """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
         self.parted = False
         """Ranks have made different numbers of steps, which was told, and make no more."""
@@ -131,8 +136,9 @@ class Reducer:
             urgent=False,
         )
         blocks, rows = block_numbers(module), row_parameters(module)
-        self._slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
-        self._dealer = Dealer(self._slots, self._trained(), sizes, data.empty)
+        self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
+        """All parameters, frozen or not."""
+        self._dealer = Dealer(self.slots, self._trained(), sizes, data.empty)
         self._apart = False
         """See `instead`."""
         self._current: Reduction | None = None
@@ -145,13 +151,13 @@ class Reducer:
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
-        self._sentries = Sentries(self, module, self._slots)
+        self._sentries = Sentries(self, module, self.slots)
         self._take(self._deal.trained, self._deal.trained)
 
     # --- parameters and buckets -------------------------------------------------------------------------------
 
     def _trained(self) -> list[bool]:
-        return [slot.parameter.requires_grad for slot in self._slots]
+        return [slot.parameter.requires_grad for slot in self.slots]
 
     @classmethod
     def check_free(cls, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -170,24 +176,9 @@ class Reducer:
         if self.last is not None:
             self.last.abort()
             self.last = None  # they know each other: a circle would keep the gradients until garbage is collected
-        for slot in self._slots:
+        for slot in self.slots:
             if self._taken.get(slot.parameter) == id(self):
                 del self._taken[slot.parameter]
-
-    @property
-    def data(self) -> Communicator:
-        """That of the gradients."""
-        return self._paths.data
-
-    @property
-    def op(self) -> Literal["mean", "sum"]:
-        """How gradients are reduced."""
-        return self._paths.op
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """All parameters, frozen or not."""
-        return self._slots
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -197,7 +188,7 @@ class Reducer:
     def _take(self, trained: Sequence[bool], members: Sequence[bool]) -> None:
         """From now on `trained` are, and `members` are reduced."""
         self._dealer.change(trained, members)
-        for slot in self._slots:
+        for slot in self.slots:
             if members[slot.index]:
                 self._taken.setdefault(slot.parameter, id(self))
         self._sentries.place(self._deal)
@@ -246,7 +237,7 @@ class Reducer:
             except Exception as error:  # noqa: BLE001  - told to the thread that waits
                 told.reject(error)
             else:
-                handle.add_waiter(Arrival(self._paths, self.late, come))
+                handle.add_waiter(arrival(self._paths, self.late, come))
 
         self.progress.post(begin)
         return told
@@ -259,8 +250,8 @@ class Reducer:
         Raises `RuntimeError` where one of them belongs to another net.
         """
         if self._trained() == self._deal.trained:
-            return any(self._slots[index].holder.grad is not None for index in self._deal.outside)
-        for slot in self._slots:
+            return any(self.slots[index].holder.grad is not None for index in self._deal.outside)
+        for slot in self.slots:
             if slot.parameter.requires_grad and self._taken.get(slot.parameter, id(self)) != id(self):
                 raise RuntimeError(
                     f"parameter {slot.name!r} is not frozen any more, and belongs to another DataParallel: "
@@ -270,11 +261,12 @@ class Reducer:
 
     def packed_status(self, kind: StatusKind, *, opinion: bool) -> Tensor:
         """Return what this rank asks, or tells those that do; without `opinion` it trains what they train."""
-        data = self._paths.data
-        columns = [0.0] * len(self._slots)
+        columns = [0.0] * len(self.slots)
         if opinion:
-            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self._slots]
-        return PassStatus.pack(columns, data.size, data.rank, kind=kind, steps=self.steps.made if opinion else None)
+            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self.slots]
+        return PassStatus.pack(
+            columns, self.data.size, self.data.rank, kind=kind, steps=self.steps.made if opinion else None
+        )
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
         """Return the handle of what the status of all ranks says; the last pass must be over."""
@@ -322,14 +314,14 @@ class Reducer:
         They are by the number of their parameter, of its shape, and spent when it is over. What becomes of them is the
         `result` of each slot until the next pass begins.
         """
-        for slot in self._slots:
+        for slot in self.slots:
             slot.holder = StandIn(values.get(slot.index))
         self._apart = True
         try:
             yield
         finally:
             self._apart = False
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.holder = slot.parameter
 
     def _accept(self, verdict: PassStatus) -> bool:
@@ -339,7 +331,9 @@ class Reducer:
         if wanted is None:
             return False
         trained, members = wanted
-        if verdict.active and (trained != self._deal.trained or not self._deal.members.issuperset(_which(members))):
+        if verdict.active and (
+            trained != self._deal.trained or not self._deal.members.issuperset(compress(count(), members))
+        ):
             self._take(trained, members)
         return True
 
@@ -357,7 +351,7 @@ class Reducer:
 
     def refuse(self, error: BaseException) -> None:
         """Have all ranks know that this one cannot make another pass."""
-        for comm in (self._paths.data, self._paths.status):
+        for comm in (self.data, self._paths.status):
             self.progress.post(partial(comm.abort, f"rank {comm.rank} cannot reduce gradients any more: {error}"))
 
     def _surplus(self, reduction: Reduction) -> RuntimeError | None:
@@ -399,9 +393,9 @@ class Reducer:
             self.devices.follow()
             self._summed = False
             with torch.no_grad():
-                for slot in self._slots:
+                for slot in self.slots:
                     if slot.holder.grad is not None:
-                        slot.holder.grad.div_(self._paths.data.size)
+                        slot.holder.grad.div_(self.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -410,7 +404,7 @@ class Reducer:
 
     def check_inside(self, index: int) -> None:
         """See `GradientWatcher`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""
-        name, parameter = self._slots[index].name, self._slots[index].parameter
+        name, parameter = self.slots[index].name, self.slots[index].parameter
         if self._taken.get(parameter, id(self)) != id(self):  # frozen here, and trained by that net since
             return
         if self.thread is None:
@@ -435,7 +429,7 @@ class Reducer:
                 with self._lock:
                     self._fired[index] = self._fired.get(index, 0) + 1
             return
-        parameter = self._slots[index].parameter if self.devices else None
+        parameter = self.slots[index].parameter if self.devices else None
         if parameter is not None and parameter.is_cuda:
             self.devices.came(parameter.device)
         with self._lock:
@@ -465,7 +459,7 @@ class Reducer:
 
     def summed(self) -> None:
         """The gradients are the reduced ones from now on."""
-        self._summed = self._paths.op == "sum" and self._paths.data.size > 1
+        self._summed = self.op == "sum" and self.data.size > 1
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
@@ -505,7 +499,7 @@ class Reducer:
 
     def account(self, failure: str | None, *, active: bool) -> PassAccount:
         """See `Observer`."""
-        frozen = tuple(slot.name for slot in self._slots if not slot.parameter.requires_grad)
+        frozen = tuple(slot.name for slot in self.slots if not slot.parameter.requires_grad)
         return PassAccount(failure, frozen if active else None, self.statistics.passes, str(self.steps))
 
     def _learn(self, dealt: Deal, over: Callable[[], None]) -> None:
@@ -525,16 +519,3 @@ class Reducer:
             rest = [index for index in sorted(dealt.members, reverse=True) if index not in known]
             dealt.learnt = dealt.new_order = [*came, *rest]
         over()
-
-
-def _never() -> bool:
-    return False
-
-
-def _which(chosen: Sequence[bool]) -> list[int]:
-    """Return the places of those that are True.
-
-    >>> _which([True, False, True])
-    [0, 2]
-    """
-    return [index for index, one in enumerate(chosen) if one]

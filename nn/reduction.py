@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,27 +22,16 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Permit, join
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
-from aiodist.nn.pass_machine import (
-    Abort,
-    Action,
-    Arrive,
-    End,
-    Explain,
-    Fail,
-    PassMachine,
-    Reduce,
-    Settle,
-    Tell,
-    TellHeader,
-    Terms,
-)
+from aiodist.nn.pass_machine import PassMachine, Terms
 from aiodist.nn.pass_status import PassStatus, StatusKind
-from aiodist.nn.paths import Arrival, Paths
+from aiodist.nn.paths import Paths, arrival
 from aiodist.nn.queued import Queued
 from aiodist.nn.rows import RowBucket
 from aiodist.nn.spans import Spans
 from aiodist.nn.steps import Steps
 from aiodist.world.tracebacks import folded
+
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -63,7 +52,7 @@ class Observer(Protocol):
         """Nothing of it is in flight any more; call `over` when the next may begin."""
 
 
-class Reduction:
+class Reduction(PassMachine[Bucket]):
     """One pass over all buckets; every rank makes the same passes in the same order.
 
     `settled[i]` is done when bucket i may be used: one on a CUDA device behind its reduction, which may only be under
@@ -83,9 +72,10 @@ class Reduction:
         behind: Reduction | None = None,
     ) -> None:
         """`header` is the status that this rank tells before all else, where `terms` say that there is one."""
+        waits = behind is not None and not behind.over.done()
+        window = paths.window if paths.urgent else None
+        super().__init__(buckets, terms, rank=paths.data.rank, window=window, waits=waits)
         self.paths = paths
-        self.buckets = tuple(buckets)
-        self.terms = terms
         self.spans = Spans()
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
@@ -107,13 +97,10 @@ class Reduction:
         self._ordered: set[int] = set()
         self._late: OperationTimeout | None = None
         """What was told of deadlines: once, as of any; the next await waits on."""
-        waits = behind is not None and not behind.over.done()
-        window = paths.window if paths.urgent else None
-        self._machine = PassMachine(self.buckets, terms, rank=paths.data.rank, window=window, waits=waits)
         if behind is not None and waits:
-            paths.progress.post(partial(behind.over.add_done_callback, self._begin))
+            paths.progress.post(partial(behind.over.add_done_callback, lambda _: self.begin()))
         elif terms.header:
-            paths.progress.post(self._begin)
+            paths.progress.post(self.begin)
 
     def _handle(self, name: str) -> Handle[None]:
         handle: Handle[None] = Handle(self.paths.progress, name)
@@ -126,16 +113,6 @@ class Reduction:
         return index in self._filled
 
     @property
-    def error(self) -> BaseException | None:
-        """What it failed with, as far as is known."""
-        return self._machine.error
-
-    @property
-    def status(self) -> PassStatus | None:
-        """What the ranks have told each other at its end, as far as is known."""
-        return self._machine.status
-
-    @property
     def participants(self) -> int:
         """How many ranks brought data; known when it is finished."""
         return 0 if self.status is None else self.status.active
@@ -145,7 +122,7 @@ class Reduction:
     def full(self, index: int) -> None:
         """All gradients of bucket `index` are there; in the thread in which the last of them came."""
         self._fill(index)
-        self.paths.progress.post(lambda: self._do(self._machine.full(index)))
+        self.paths.progress.post(partial(self.filled, index))
 
     def _fill(self, index: int, *, blank: bool = False) -> None:
         bucket = self.buckets[index]
@@ -189,7 +166,7 @@ class Reduction:
         def tell() -> None:
             for stream in streams:
                 self.paths.devices.time(stream, self.spans.end_backward)
-            self._do(self._machine.end_backward(error, failure, unsendable))
+            self.backward_ended(error, failure, unsendable)
 
         self.paths.progress.post(tell)
 
@@ -210,38 +187,9 @@ class Reduction:
         """Every bucket was ordered."""
         return len(self._ordered) == len(self.buckets)
 
-    # --- on the loop: what the machine wants done ----------------------------------------------------------------
+    # --- on the loop: buckets ------------------------------------------------------------------------------------
 
-    def _begin(self, _: Handle[None] | None = None) -> None:
-        self._do(self._machine.begin())
-
-    def _do(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._perform(action)
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case Reduce(index):
-                self._request(index)
-            case Settle(index):
-                self._settle(index)
-            case Arrive(index):
-                self._arrived(index)
-            case TellHeader():
-                assert self._header is not None
-                self._tell(self._header, self._machine.header_told)
-            case Tell():
-                self._tell(self._packed(action), self._machine.told)
-            case Explain(failure):
-                self._ask(partial(self._explain, failure), self._machine.explained)
-            case Abort(why, wholly):
-                self._abort(why, wholly=wholly)
-            case Fail(error):
-                self._fail(error)
-            case End():
-                self._end()
-
-    def _request(self, index: int) -> None:
+    def _send(self, index: int) -> None:
         self._permits[index] = None
         bucket = self.buckets[index]
         if bucket.on_device and not self.paths.lane.waiting:
@@ -270,12 +218,12 @@ class Reduction:
             handle = self._reduce(index)
         except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
             self._release(index)
-            self._do(self._machine.unsent(index, error))
+            self.unsent(index, error)
         else:
             self.spans.issued(index)
-            handle.add_waiter(self._arrival(partial(self._came, index)))
+            handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
             if self.buckets[index].on_device:
-                self._do(self._machine.queued(index))
+                self.queued(index)
 
     def _reduce(self, index: int) -> Handle[Any]:
         bucket = self.buckets[index]
@@ -296,11 +244,11 @@ class Reduction:
         self._release(index)
         if error is not None:
             self._queued.abort(index)
-            self._do(self._machine.failed(index, error))
+            self.failed(index, error)
         else:
             self.spans.end(index)
             self.buckets[index].release()
-            self._do(self._machine.reduced(index))
+            self.reduced(index)
 
     def _settle(self, index: int) -> None:
         bucket, status = self.buckets[index], self.status
@@ -316,14 +264,17 @@ class Reduction:
         if self.usable is not self.finished:
             self._note_settled(None)
 
-    def _arrived(self, index: int) -> None:
+    def _arrive(self, index: int) -> None:
         if self.on_arrival is not None:
             self.on_arrival(self.buckets[index])
 
     # --- on the loop: what the ranks tell each other ----------------------------------------------------------------
 
-    def _packed(self, told: Tell) -> Tensor:
-        """Return what this rank tells at the end of its backward."""
+    def _send_header(self) -> None:
+        assert self._header is not None
+        self._add_up(self._header, self.header_told)
+
+    def _send_status(self, issued: int, *, failed: bool) -> None:
         used = list(self.terms.members)
         for bucket in self.buckets:
             for slot in bucket.unused:
@@ -332,34 +283,37 @@ class Reduction:
         steps = self._observer.steps.made if self.terms.active else None
         kind = StatusKind.AVERAGE if self.terms.apart else StatusKind.END
         stop = self._observer.asks_stop()
-        return PassStatus.pack(
-            used, data.size, data.rank, kind=kind, failed=told.failed, steps=steps, issued=told.issued, stop=stop
+        told = PassStatus.pack(
+            used, data.size, data.rank, kind=kind, failed=failed, steps=steps, issued=issued, stop=stop
+        )
+        self._add_up(told, self.told)
+
+    def _add_up(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:
+        self._ask(
+            partial(self.paths.status.allreduce, told), lambda _: then(PassStatus.unpack(told, self.paths.data.size))
         )
 
-    def _explain(self, failure: str | None) -> Handle[list[PassAccount]]:
-        return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))
+    def _send_account(self, failure: str | None) -> None:
+        def send() -> Handle[list[PassAccount]]:
+            return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))
 
-    def _tell(self, told: Tensor, then: Callable[[PassStatus], Iterator[Action]]) -> None:
-        def sent(_: object) -> Iterator[Action]:
-            return then(PassStatus.unpack(told, self.paths.data.size))
+        self._ask(send, self.explained)
 
-        self._ask(partial(self.paths.status.allreduce, told), sent)
-
-    def _ask(self, send: Callable[[], Handle[Any]], then: Callable[[Any], Iterator[Action]]) -> None:
-        """Have the machine hear of the answers, or why there are none."""
+    def _ask(self, send: Callable[[], Handle[T]], then: Callable[[T], None]) -> None:
+        """Have `then` called with the answers of all ranks, or `untold` with why there are none."""
         try:
             handle = send()
         except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
-            self._do(self._machine.untold(error))
+            self.untold(error)
         else:
 
             def come(error: BaseException | None) -> None:
-                self._do(self._machine.untold(error) if error is not None else then(handle.result()))
+                if error is not None:
+                    self.untold(error)
+                else:
+                    then(handle.result())
 
-            handle.add_waiter(self._arrival(come))
-
-    def _arrival(self, then: Callable[[BaseException | None], None]) -> Arrival:
-        return Arrival(self.paths, self._tell_late, then)
+            handle.add_waiter(arrival(self.paths, self._tell_late, come))
 
     def _tell_late(self, error: OperationTimeout) -> None:
         if self._late is None:
@@ -373,7 +327,7 @@ class Reduction:
         if wholly:
             self.paths.status.abort(why)
 
-    def _fail(self, error: BaseException) -> None:
+    def _tell_failed(self, error: BaseException) -> None:
         for handle in (self.finished, self.usable, *self.settled):
             if not handle.done():
                 handle.reject(error)

@@ -75,23 +75,28 @@ class Sentries:
 
     def _place(self, deal: Deal) -> None:
         trained = self._trained = self._trained_now()
-        wanted: dict[int, type[_Hook]] = {index: _Guard for index, able in enumerate(trained) if not able}
+        wanted = {index: False for index, able in enumerate(trained) if not able}
+        """Those that have a hook, and whether it tells of every gradient."""
         for mine in self._owned:
-            wanted.update(dict.fromkeys([index for index in mine if trained[index]][:_GUARDED], _Guard))
-        wanted.update(dict.fromkeys((index for index in deal.watched() if trained[index]), _Bell))
-        for index in [index for index, hook in self._hooks.items() if wanted.get(index) is not type(hook)]:
+            wanted.update(dict.fromkeys([index for index in mine if trained[index]][:_GUARDED], False))
+        wanted.update(dict.fromkeys((index for index in deal.watched() if trained[index]), True))
+        for index in [index for index, hook in self._hooks.items() if wanted.get(index) is not hook.tells]:
             self._hooks.pop(index).remove()
-        for index, kind in wanted.items():
+        for index, tells in wanted.items():
             if index not in self._hooks:
-                self._hooks[index] = kind(self._watcher, index, self._slots[index].parameter)
+                self._hooks[index] = _Hook(self._watcher, index, self._slots[index].parameter, tells)
 
 
 class _Hook:
-    """What autograd calls when it has accumulated the gradient of one parameter."""
+    """What autograd calls when it has accumulated the gradient of one parameter.
 
-    __slots__ = ("_handle", "_index", "_watcher")
+    It tells of a backward outside of the net, and with `tells` of every gradient.
+    """
 
-    def __init__(self, watcher: GradientWatcher, index: int, parameter: Tensor) -> None:
+    __slots__ = ("_handle", "_index", "_watcher", "tells")
+
+    def __init__(self, watcher: GradientWatcher, index: int, parameter: Tensor, tells: bool) -> None:
+        self.tells = tells
         self._watcher = watcher
         self._index = index
         # Not by its own method, which takes none for a parameter that is frozen.
@@ -105,26 +110,7 @@ class _Hook:
         self._handle.remove()
 
     def __call__(self, parameter: Tensor) -> None:
-        raise NotImplementedError
-
-
-class _Guard(_Hook):
-    """Tells of a backward outside of the net, and else nothing."""
-
-    __slots__ = ()
-
-    def __call__(self, parameter: Tensor) -> None:
         if self._watcher.thread != get_ident():
             self._watcher.check_inside(self._index)
-
-
-class _Bell(_Hook):
-    """Tells of every gradient."""
-
-    __slots__ = ()
-
-    def __call__(self, parameter: Tensor) -> None:
-        if self._watcher.thread != get_ident():
-            self._watcher.check_inside(self._index)
-        if self._watcher.thread is not None:
+        if self.tells and self._watcher.thread is not None:
             self._watcher.came(self._index)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from typing import Any, Protocol, TypedDict, cast
 
@@ -100,7 +101,7 @@ class StepSettings:
         self.scaler.unscale_(cast(Optimizer, target))  # as far as a scaler uses one
         try:
             if total is not None or self.divided:
-                target = self._agreed(groups, step, total or self._total)
+                target = self._agreed(groups, step, total or partial(total_over, dict.fromkeys(self.divided.values())))
             self._clip(groups, total)
             self.scaler.step(cast(Optimizer, target))
         finally:
@@ -129,10 +130,6 @@ class StepSettings:
         if total is not None:
             norm = total(norm.double().square().reshape(1)).sqrt()[0].to(norm.dtype)
         nn.utils.clip_grads_with_norm_([held for held, _ in clipped], self.clip_norm, norm)
-
-    def _total(self, t: Tensor) -> Tensor:
-        """Return the sum of `t` over all ranks that share divided layers with this one."""
-        return total_over(dict.fromkeys(self.divided.values()), t)
 
     def advance(self) -> None:
         """A step was made."""

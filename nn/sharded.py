@@ -67,6 +67,8 @@ class ShardedOptimizer:
     doi:10.1109/SC41405.2020.00024.
     """
 
+    pass_lag = 0
+
     def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None) -> None:
         if not isinstance(net, DataParallel):
             raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")

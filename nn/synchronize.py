@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -16,7 +16,8 @@ from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.errors import MismatchError
-from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, in_flight
+from aiodist.handles import LARGE_BYTES, Done, Handle, Origin, Progress, in_flight, join
+from aiodist.handles.combinators import Ending, Together
 from aiodist.nn.devices import DeviceEnding, cuda_devices
 from aiodist.nn.layout import (
     Parcel,
@@ -31,9 +32,6 @@ from aiodist.nn.layout import (
     named_state,
 )
 from aiodist.streams import Modes
-
-if TYPE_CHECKING:
-    from aiodist.errors import OperationTimeout
 
 _CHUNK = 1 << 18  # elements that are widened to float64 at a time
 _DEVICE_CHUNK = 1 << 24  # the same on a CUDA device
@@ -217,18 +215,6 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
 # --- issuing ----------------------------------------------------------------------------------------------------------
 
 
-class _Combined(Handle[None]):
-    """A handle over operations that were issued together. They lie in `keep` until it is done."""
-
-    __slots__ = ()
-
-    def unfinished(self) -> list[Handle[Any]]:
-        return [part for member in self.keep or () for part in member.unfinished()]
-
-    def late(self) -> dict[int, str]:
-        return {rank: where for member in self.keep or () for rank, where in member.late().items()}
-
-
 def _issue(
     op: str, calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
 ) -> Handle[None]:
@@ -237,7 +223,7 @@ def _issue(
     Raises, with none of them made, where memory is in flight already: what is copied belongs to the handle as well.
     """
     progress = Progress.current()
-    outer = _Combined(progress, op, origin=Origin.here())
+    outer: Together[None] = Together(progress, op, origin=Origin.here())
     held = [c for parcel in parcels for c in _claims(parcel, parcel.targets)]
     in_flight.acquire_all(held, outer)
     try:
@@ -253,13 +239,42 @@ def _issue(
     outer.keep, outer.nbytes = handles, sum(handle.nbytes for handle in handles)
     if ending.works:
         attach(outer, ending.works, handles)
-    finisher = _Finisher(outer, held, finish, len(handles), ending)
+    # The task that waits for the whole is told of a deadline too.
+    one_over = join(len(handles), _ending(outer, held, finish, ending))
+    waiter = Ending(
+        lambda handle: one_over(handle.outcome_error()), lambda handle, _: outer.set_deadline(0.0, handle.late)
+    )
     for handle in handles:
         if handle.done():
-            finisher.wake(handle, None)
+            waiter.wake(handle, None)
         else:
-            handle.add_waiter(finisher)
+            handle.add_waiter(waiter)
     return outer
+
+
+def _ending(outer: Handle[None], held: Sequence[Claim], finish: Callable[[], None], ending: DeviceEnding) -> Done:
+    """Return what ends `outer` when its operations are over."""
+
+    def ended(error: BaseException | None) -> None:
+        in_flight.release_all(held)
+        if error is None:
+            outer.resolve(None)
+        else:
+            outer.reject(error)
+
+    def all_over(error: BaseException | None) -> None:
+        if error is None and ending.works:
+            ending.run(finish, ended)
+            return
+        ending.cancel()
+        try:
+            if error is None:
+                finish()
+        except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            error = raised
+        ended(error)
+
+    return all_over
 
 
 def _claims(parcel: Parcel, tensors: Iterable[Tensor]) -> list[Claim]:
@@ -274,48 +289,6 @@ def _span(t: Tensor) -> Tensor:
         return t
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.as_strided((last + 1,), (1,))
-
-
-class _Finisher:
-    """Waits for the operations of a `_Combined`, then ends it; on the loop."""
-
-    def __init__(
-        self, outer: _Combined, held: list[Claim], finish: Callable[[], None], left: int, ending: DeviceEnding
-    ) -> None:
-        self._outer = outer
-        self._held = held
-        self._finish = finish
-        self._left = left
-        self._ending = ending
-        self._error: BaseException | None = None
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        if late is not None and not handle.done():  # it goes on; the task that waits for the whole is told too
-            handle.add_waiter(self)
-            self._outer.set_deadline(0.0, handle.late)
-            return
-        self._error = self._error or handle.outcome_error()
-        self._left -= 1
-        if self._left:
-            return
-        if self._error is None and self._ending.works:
-            self._ending.run(self._finish, self._ended)
-            return
-        self._ending.cancel()
-        try:
-            if self._error is None:
-                self._finish()
-        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-            self._error = error
-        self._ended(self._error)
-
-    def _ended(self, error: BaseException | None) -> None:
-        self._error = error
-        in_flight.release_all(self._held)
-        if self._error is None:
-            self._outer.resolve(None)
-        else:
-            self._outer.reject(self._error)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------
@@ -406,8 +379,9 @@ def _mean_and_variance(t: Tensor) -> tuple[float, float]:
         flat = t.reshape(-1)
     if not flat.numel():
         return 0.0, 0.0
+    wide = torch.complex128 if t.is_complex() else torch.float64
     chunks = flat.split(_DEVICE_CHUNK if t.is_cuda else _CHUNK)
-    figures = [torch.stack(torch.var_mean(_widened(part).abs(), correction=0)) for part in chunks]
+    figures = [torch.stack(torch.var_mean(part.to(wide).abs(), correction=0)) for part in chunks]
     count, total, mean, spread = 0, 0.0, 0.0, 0.0
     for part, (variance, center) in zip(chunks, torch.stack(figures).tolist(), strict=True):
         new = part.numel()
@@ -417,10 +391,6 @@ def _mean_and_variance(t: Tensor) -> tuple[float, float]:
         count += new
         total += center * new
     return total / count, spread / count
-
-
-def _widened(t: Tensor) -> Tensor:
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def _agreeing(table: Tensor, rtol: float) -> Tensor:

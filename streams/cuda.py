@@ -64,11 +64,8 @@ class CudaStream:
             raise ValueError(f"role={role!r}: expected one of {', '.join(ROLES)}")
         check_cuda()
         index = index_of(device)
-        kept = Progress.current().belongings
-        found: Any = kept.get((cls, role, index))
-        if found is None:
-            found = kept[cls, role, index] = cls(torch.cuda.Stream(device=index), role=role)
-        return found  # type: ignore[no-any-return]
+        key = cls, role, index
+        return Progress.current().own(key, lambda: cls(torch.cuda.Stream(device=index), role=role))
 
     @property
     def device(self) -> torch.device:
@@ -122,11 +119,7 @@ class CudaStream:
 
         def finish(error: BaseException | None) -> None:
             in_flight.release_all(claims)
-            fence.reached(None)
-            if error is None:
-                handle.resolve(into)
-            else:
-                handle.reject(error)
+            _end(handle, fence, into, error)
 
         staging = Staging.of(self._progress)
         try:
@@ -165,8 +158,7 @@ class CudaStream:
             handle.block()
 
     def _check(self) -> None:
-        handle_loop = Progress.current()
-        if handle_loop is not self._progress:
+        if Progress.current() is not self._progress:
             raise RuntimeError(f"{self} belongs to another event loop: call CudaStream.of on this one")
         check_not_capturing(self.stream.device_index)
 
@@ -197,17 +189,13 @@ class CudaStream:
         fence = handle.fence = Fence(self._progress, self.device)
 
         def over(error: BaseException | None) -> None:
-            fence.reached(None)
             if error is None and caller is not None:
                 # Not before: on a device that is lost, torch cannot even free what was lent (see `leak`).
                 try:
                     lend(value, caller)
                 except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
                     error = raised
-            if error is None:
-                handle.resolve(value)
-            else:
-                handle.reject(error)
+            _end(handle, fence, value, error)
 
         try:
             event = self._events.record(self.stream)
@@ -279,13 +267,14 @@ def event_handle(event: torch.cuda.Event) -> Handle[None]:
     handle.keep = event
     handle.fence = fence = Fence(progress, device)
     fence.reached(event)
-
-    def over(error: BaseException | None) -> None:
-        fence.reached(None)
-        if error is None:
-            handle.resolve(None)
-        else:
-            handle.reject(error)
-
-    progress.start(partial(Events.of(progress).add_other, event, over))
+    progress.start(partial(Events.of(progress).add_other, event, partial(_end, handle, fence, None)))
     return handle
+
+
+def _end(handle: Handle[T], fence: Fence, value: T, error: BaseException | None) -> None:
+    """Settle the handle of work that the device has done, or failed in."""
+    fence.reached(None)
+    if error is None:
+        handle.resolve(value)
+    else:
+        handle.reject(error)

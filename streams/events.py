@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,10 @@ class _Watched(NamedTuple):
     then: Then
     device: int | None
     """Where it goes back to when it is over; None for one that is not ours."""
+
+
+_Ended = tuple[_Watched, BackendError | None]
+"""An event that is over, and what its device failed with."""
 
 
 class Events:
@@ -52,10 +57,7 @@ class Events:
     @classmethod
     def of(cls, progress: Progress) -> Events:
         """Return those of a loop, made at first use."""
-        found: Any = progress.belongings.get(cls)
-        if found is None:
-            found = progress.belongings[cls] = cls(progress)
-        return found  # type: ignore[no-any-return]
+        return progress.own(cls, partial(cls, progress))
 
     def __len__(self) -> int:
         return self._count
@@ -125,20 +127,21 @@ class Events:
                     self.release(device, event)
         return bool(ended)
 
-    def _ended(self) -> list[tuple[_Watched, BackendError | None]]:
-        ended: list[tuple[_Watched, BackendError | None]] = []
+    def _ended(self) -> list[_Ended]:
+        ended: list[_Ended] = []
         for key in list(self._queues):
             queue = self._queues[key]
-            while queue and not isinstance(outcome := asked(queue[0].event), PendingEvent):
-                ended.append((queue.popleft(), outcome))
+            while queue and (outcome := _asked(queue[0])) is not None:
+                ended.append(outcome)
+                queue.popleft()
             if not queue:
                 del self._queues[key]
         for _ in range(min(len(self._others), _OTHERS_AT_ONCE)):
             other = self._others.popleft()
-            if isinstance(outcome := asked(other.event), PendingEvent):
+            if (outcome := _asked(other)) is None:
                 self._others.append(other)
             else:
-                ended.append((other, outcome))
+                ended.append(outcome)
         return ended
 
     def lost(self, raised: RuntimeError) -> BackendError:
@@ -151,19 +154,11 @@ class Events:
             self.when_lost.pop()()
 
 
-class PendingEvent:
-    """An event that is not over."""
-
-
-PENDING = PendingEvent()
-
-
-def asked(event: torch.cuda.Event) -> BackendError | PendingEvent | None:
-    """Return None where `event` is over, and what its device failed with."""
+def _asked(watched: _Watched) -> _Ended | None:
     try:
-        return None if event.query() else PENDING
+        return (watched, None) if watched.event.query() else None
     except RuntimeError as raised:
-        return PENDING if spoiled(raised) else failed(raised)
+        return None if spoiled(raised) else (watched, failed(raised))
 
 
 def failed(raised: RuntimeError) -> BackendError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
 
 from aiodist.handles import Account, Handle, Origin, Progress
@@ -155,27 +155,17 @@ class HostStream:
         return f"<HostStream {self.name!r}>"
 
 
-class _Item(Protocol):
-    """What lies in the queue of a stream."""
-
-    def run(self, worker: _Worker) -> None:
-        """Do it, on the stream's thread; must not raise."""
-
-    def cancel(self) -> bool:
-        """Have it never done, unless it has begun; return whether it could be."""
-
-
 class _Worker:
     """The thread's side of a stream; holds no reference to the stream, which may be dropped."""
 
     def __init__(self, name: str, progress: Progress) -> None:
-        self.queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self.queue: SimpleQueue[_QueuedCall | _Gate | None] = SimpleQueue()
         self.progress = progress
         self.loop = progress.loop
         self.aborted = False
         self.ended: Handle[None] = Handle(progress, "aclose")
         self.ended.polled = False
-        self.ended.add_waiter(_Cover(None))
+        self.ended.detach()
         # A daemon, so that a program that forgot to close the stream can end.
         self.thread = threading.Thread(target=self.run, name=f"aiodist-{name}", daemon=True)
         self.base: Modes
@@ -285,11 +275,11 @@ class _Gate:
 class _Cover:
     """Tells the account, on the loop, how far a sync came."""
 
-    def __init__(self, account: Account | None) -> None:
+    def __init__(self, account: Account) -> None:
         self._account = account
 
     def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
-        if self._account is not None and late is None:
+        if late is None:
             self._account.cover(handle.seq)
 
 

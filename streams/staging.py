@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +51,7 @@ class Staging:
     @classmethod
     def of(cls, progress: Progress) -> Staging:
         """Return that of a loop, made at first use; from any thread."""
-        found: Any = progress.belongings.get(cls)
-        if found is None:
-            found = progress.belongings.setdefault(cls, cls(progress))
-        return found  # type: ignore[no-any-return]
+        return progress.own(cls, lambda: cls(progress))
 
     @property
     def piece_bytes(self) -> int:
@@ -168,7 +164,7 @@ class _Transfer:
     ) -> None:
         """`after` are copies within the device, when the others are over."""
         self.stream = self._via = stream
-        self.on_queued: Callable[[], None] = _nothing
+        self.on_queued: Callable[[], object] = lambda: None
         """Called when all is queued, or none will be."""
         self._staging = staging
         self._pairs = pairs
@@ -199,7 +195,7 @@ class _Transfer:
         try:
             staging, pairs = self._staging, [(bytes_of(into), bytes_of(t)) for into, t in self._pairs]
             self._via = staging._stream(self.stream.device_index, upwards=pairs[0][1].is_cpu)
-            by = _Passage if staging.pool.has_pieces() else _Unpinned
+            pinned = staging.pool.has_pieces()
         except Exception as raised:  # noqa: BLE001
             self._fail(raised)
             return
@@ -207,7 +203,7 @@ class _Transfer:
             self._finish = staging.progress.counted(self._finish)  # the host copies for long: not on the loop
         passed = join(len(pairs), self._all_passed)
         for into, t in pairs:
-            by(staging, into, t, self._via, passed).start()
+            _Passage(staging, into, t, self._via, passed, pinned=pinned).advance()
 
     def _all_passed(self, error: BaseException | None) -> None:
         self._error = error
@@ -242,32 +238,32 @@ class _Transfer:
 class _Passage:
     """One copy between a device and pageable memory, through pinned pieces; `via` is a stream for copies alone.
 
-    `done` when all is queued on the way to the device, when all is there on the way to the host.
+    `done` when all is queued on the way to the device, when all is there on the way to the host. Where no memory can be
+    `pinned` the host waits for each piece, which has nothing to wait for.
     """
 
-    def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
+    def __init__(
+        self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done, *, pinned: bool
+    ) -> None:
         self._staging = staging
         self._pool = staging.pool
-        self._events = staging.events
         self._into, self._t = into, t
         self._via = via
         self._done = done
+        self._most = _ON_THEIR_WAY if pinned else 1
+        self._pinned = pinned
         self._upwards = t.is_cpu
         self._next = 0
         self._out = 0
         self._asked = self._ended = False
         self._error: BaseException | None = None
 
-    def start(self) -> None:
-        self._advance()
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Send pieces on their way, as many as there are and may be."""
-        while self._error is None and self._next < self._t.nbytes and self._out < _ON_THEIR_WAY and not self._asked:
-            piece = self._pool.piece(self._given)
-            if piece is None:
-                self._asked = True
-            else:
+        while self._error is None and self._next < self._t.nbytes and self._out < self._most and not self._asked:
+            piece = self._pool.piece(self._given) if self._pinned else None
+            self._asked = self._pinned and piece is None
+            if not self._asked:
                 self._send(piece)
         all_queued = self._error is None and self._next == self._t.nbytes
         if not self._ended and not self._asked and (self._out == 0 or (self._upwards and all_queued)):
@@ -280,61 +276,40 @@ class _Passage:
             self._send(piece)
         else:
             self._pool.release_piece(piece)
-        self._advance()
+        self.advance()
 
-    def _send(self, piece: Tensor) -> None:
+    def _send(self, piece: Tensor | None) -> None:
         begin = self._next
-        end = self._next = min(begin + piece.numel(), self._t.nbytes)
-        pinned = piece[: end - begin]
+        end = self._next = min(begin + self._staging.piece_bytes, self._t.nbytes)
+        into, t = self._into[begin:end], self._t[begin:end]
+        pinned = None if piece is None else piece[: end - begin]
         try:
-            if self._upwards:
-                _copy(pinned, self._t[begin:end])
+            if pinned is not None and self._upwards:
+                _copy(pinned, t)
             with OnStream(self._via):
-                if self._upwards:
-                    _copy(self._into[begin:end], pinned)
+                if pinned is None:
+                    _copy(into, t, non_blocking=False)
+                elif self._upwards:
+                    _copy(into, pinned)
                 else:
-                    _copy(pinned, self._t[begin:end])
-            self._events.watch(self._via, partial(self._passed, piece, begin, end))
+                    _copy(pinned, t)
+            # Also where it is over: others shall have their turn.
+            self._staging.events.watch(self._via, partial(self._passed, piece, begin, end))
         except Exception as error:  # noqa: BLE001
             self._error = self._error or self._staging.told(error, self._via)
-            self._pool.release_piece(piece)
+            if piece is not None:
+                self._pool.release_piece(piece)
         else:
             self._out += 1
 
-    def _passed(self, piece: Tensor, begin: int, end: int, error: BaseException | None) -> None:
+    def _passed(self, piece: Tensor | None, begin: int, end: int, error: BaseException | None) -> None:
         self._out -= 1
         self._error = self._error or error
-        if not self._upwards and self._error is None:
-            _copy(self._into[begin:end], piece[: end - begin])
-        self._pool.release_piece(piece)
-        self._advance()
-
-
-class _Unpinned:
-    """The same where no memory can be pinned: the host waits for each copy, which has nothing to wait for."""
-
-    def __init__(self, staging: Staging, into: Tensor, t: Tensor, via: torch.cuda.Stream, done: Done) -> None:
-        self._staging = staging
-        self._into, self._t = into, t
-        self._via = via
-        self._done = done
-        self._next = 0
-
-    def start(self) -> None:
-        self._step(None)
-
-    def _step(self, error: BaseException | None) -> None:
-        if error is not None or self._next == self._t.nbytes:
-            self._done(error)
-            return
-        begin = self._next
-        end = self._next = min(begin + self._staging.piece_bytes, self._t.nbytes)
-        try:
-            with OnStream(self._via):
-                _copy(self._into[begin:end], self._t[begin:end], non_blocking=False)
-            self._staging.events.watch(self._via, self._step)  # it is over, but others shall have their turn
-        except Exception as raised:  # noqa: BLE001
-            self._done(self._staging.told(raised, self._via))
+        if piece is not None:
+            if not self._upwards and self._error is None:
+                _copy(self._into[begin:end], piece[: end - begin])
+            self._pool.release_piece(piece)
+        self.advance()
 
 
 def _is_direct(into: Tensor, t: Tensor) -> bool:
@@ -371,7 +346,3 @@ def _over(keep: object, finish: Done, error: BaseException | None) -> None:
 
 def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
     return stream.device_index, stream.cuda_stream
-
-
-def _nothing() -> None:
-    pass

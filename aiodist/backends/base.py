@@ -21,36 +21,9 @@ from torch import Tensor, dtype
 
 from aiodist._core import KEY_BITS
 from aiodist.errors import AiodistError, BackendError
-from aiodist.handles import Done
-from aiodist.streams.memory import dtype_name
+from aiodist.handles import Done as Done
+from aiodist.streams.memory import dtype_name as dtype_name
 from aiodist.types import REDUCTIONS, ReduceOp
-
-__all__ = [
-    "DTYPES",
-    "MOST_NAMES",
-    "NAMED",
-    "Begin",
-    "Capabilities",
-    "Done",
-    "Exchange",
-    "Native",
-    "Operation",
-    "Refused",
-    "Transport",
-    "Wanted",
-    "again",
-    "dtype_name",
-    "guarded",
-    "ignore",
-    "keeping",
-    "key_of",
-    "name_in",
-    "number_of_use",
-    "once",
-    "ours",
-    "tag_of",
-    "tell",
-]
 
 E = TypeVar("E", bound=BaseException)
 Begin = Callable[[Tensor, int, Done], None]
@@ -184,6 +157,7 @@ DTYPES = (
     torch.uint64,
 )
 """In the order of their codes on the wire: append only."""
+dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 
 
 class Wanted(NamedTuple):
@@ -198,7 +172,6 @@ class Wanted(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensor."""
         return self.numel * self.kind.itemsize
 
     def __str__(self) -> str:
@@ -282,8 +255,6 @@ class Native(Protocol):
 
     finishes: bool
     """Allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int
-    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool
     """It tells operations apart by the order of its calls alone, not by their keys."""
     recallable: bool

@@ -113,10 +113,9 @@ def _copy(message: _LocalMessage, receive: Receive) -> None:
 class LocalTransport:
     """One rank's end of a `LocalHub`."""
 
-    name = "local"
-
-    def __init__(self, hub: LocalHub, rank: int, size: int, comm: str = "world") -> None:
+    def __init__(self, hub: LocalHub, rank: int, size: int, comm: str = "world", *, name: str = "local") -> None:
         self._hub = hub
+        self.name = name
         self.rank = rank
         self.size = size
         self.native: Native | None = None
@@ -133,7 +132,8 @@ class LocalTransport:
         self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), f"{self._comm}/{name}")
+        path = f"{self._comm}/{name}"
+        return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), path, name=self.name)
 
     async def aclose(self, *, drained: bool) -> None:
         """Forget what waits for this rank."""

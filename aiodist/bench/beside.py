@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,8 @@ async def measure(session: Session) -> list[Record]:
         _peer_computes_cpu,
         _wake_up,
         _loop_lag_idle,
-        _loop_lag,
-        _loop_lag_small,
+        partial(_lag_beside, op="loop_lag", nbytes=LARGE, times=4),
+        partial(_lag_beside, op="loop_lag_small", nbytes=4, times=200),  # a storm of awaits
         _progress_busy,
         _backward_beside_pending,
         _await_busy,
@@ -128,20 +129,11 @@ async def _loop_lag_idle(session: Session) -> list[Record]:
     return await session.valued("loop_lag_idle", "none", percentile(lateness, 99))
 
 
-async def _loop_lag(session: Session) -> list[Record]:
-    """A ticker while 64 MiB reductions are awaited, one after the other.
+async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> list[Record]:
+    """A ticker while reductions are awaited, one after the other, for about a second.
 
     Nothing is overwritten here: it would hold up the loop, and what is measured is no speed.
     """
-    return await _lag_beside(session, "loop_lag", LARGE, 4)
-
-
-async def _loop_lag_small(session: Session) -> list[Record]:
-    """A ticker during a storm of 4 B awaits."""
-    return await _lag_beside(session, "loop_lag_small", 4, 200)
-
-
-async def _lag_beside(session: Session, op: str, nbytes: int, times: int) -> list[Record]:
     t = _tensor(nbytes)
 
     async def repeat() -> None:
@@ -151,17 +143,12 @@ async def _lag_beside(session: Session, op: str, nbytes: int, times: int) -> lis
     await repeat()
     await session.fence()
     async with ticker() as lateness:
-        await _for_seconds(session, repeat)
+        began = perf_counter()
+        going = True
+        while going:  # on every rank as often
+            await repeat()
+            going = await session.coll.allreduce(int(perf_counter() - began < _STORM_SECONDS), op="min") > 0
     return await session.valued(op, session.name, percentile(lateness, 99), nbytes)
-
-
-async def _for_seconds(session: Session, body: Callable[[], Awaitable[None]]) -> None:
-    """Repeat `body` for about a second, on every rank as often."""
-    began = perf_counter()
-    going = True
-    while going:
-        await body()
-        going = await session.coll.allreduce(int(perf_counter() - began < _STORM_SECONDS), op="min") > 0
 
 
 # --- beside what computes ----------------------------------------------------------------------------------------

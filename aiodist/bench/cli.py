@@ -9,7 +9,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -122,8 +122,10 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
     plan = Plan(
         op=op,
         ranks=in_job or options.ranks or 2,
-        impls=_impls(options.impl, benchmark, with_mpi),
-        peers=_peers(options.against, benchmark, with_mpi),
+        impls=_chosen("--impl", options.impl, benchmark.impls, benchmark.default_impls, with_mpi=with_mpi),
+        peers=()
+        if options.against == "none" and "none" not in benchmark.peers
+        else _chosen("--against", options.against, benchmark.peers, benchmark.peers, with_mpi=with_mpi),
         sizes=None if options.sizes is None else parse_sizes(options.sizes, DTYPES[options.dtype]),
         module=benchmark.module,
         targets=benchmark.targets,
@@ -172,24 +174,16 @@ def _job_size(asked: int | None, environment: Environment) -> int | None:
     return environment.size
 
 
-def _impls(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
-    if given is None:
-        return benchmark.default_impls
-    impls = parse_names("--impl", given, benchmark.impls)
-    if "mpi" in impls and not with_mpi:
-        raise ConfigError("--impl mpi: no MPI was found to start the ranks with")
-    return impls
-
-
-def _peers(given: str | None, benchmark: Benchmark, with_mpi: bool) -> tuple[str, ...]:
-    if given is None:
-        return tuple([peer for peer in benchmark.peers if with_mpi or peer not in _MPI])
-    if given == "none" and given not in benchmark.peers:
-        return ()
-    peers = parse_names("--against", given, benchmark.peers)
-    if not with_mpi and (lacking := [peer for peer in peers if peer in _MPI]):
-        raise ConfigError(f"--against {lacking[0]}: no MPI was found to start the ranks with")
-    return peers
+def _chosen(
+    option: str, given: str | None, known: Sequence[str], usual: Sequence[str], *, with_mpi: bool
+) -> tuple[str, ...]:
+    """Return the names that were given, or the usual ones that can be measured here."""
+    names = tuple(usual) if given is None else parse_names(option, given, known)
+    if lacking := [name for name in names if name in _MPI and not with_mpi]:
+        if given is not None:
+            raise ConfigError(f"{option} {lacking[0]}: no MPI was found to start the ranks with")
+        return tuple([name for name in names if name not in _MPI])
+    return names
 
 
 def terminal() -> tuple[int, bool]:

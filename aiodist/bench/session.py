@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aiodist.bench.records import Record, bandwidths
-from aiodist.bench.timing import slowest
+from aiodist.bench.timing import percentile, slowest, slowest_of_each
 
 if TYPE_CHECKING:
     from aiodist.bench.peers import Peer
@@ -78,20 +79,13 @@ class Session:
         return [self._timed(op, name, nbytes, everything) for name in samples]
 
     def _timed(self, op: str, name: str, nbytes: int | None, everything: list[Any]) -> Record:
-        rank, found = slowest([samples[name] for samples, _ in everything])
-        algorithm, bus = bandwidths(op, nbytes or 0, found.median, self.coll.size)
-        return self._record(
-            op,
-            name,
-            nbytes,
-            everything[rank][1],
-            seconds=found.median,
-            mean=found.mean,
-            p50=found.median,
-            p99=found.p99,
-            algbw_gbps=algorithm,
-            busbw_gbps=bus,
-        )
+        by_rank = [samples[name] for samples, _ in everything]
+        longest = slowest_of_each(by_rank)
+        median = statistics.median(longest)
+        algorithm, bus = bandwidths(op, nbytes or 0, median, self.coll.size)
+        measured = {"seconds": median, "mean": statistics.fmean(longest), "p50": median, "p99": percentile(longest, 99)}
+        known = everything[slowest(by_rank)][1]
+        return self._record(op, name, nbytes, known, **measured, algbw_gbps=algorithm, busbw_gbps=bus)
 
     def _record(self, op: str, impl: str, nbytes: int | None, known: Sequence[Any], **measured: Any) -> Record:  # noqa: ANN401
         facts: Any = RankFacts(*known)._asdict()

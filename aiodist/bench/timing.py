@@ -45,15 +45,6 @@ class Pace:
     """Each operation is a sample of its own: the mean of a batch hides how its operations differ."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What the samples of one rank say, in seconds."""
-
-    median: float
-    mean: float
-    p99: float
-
-
 def pace(nbytes: int, repeat: int | None, *, busy: bool = False) -> Pace:
     """Return how often an operation of so many bytes is done; reading the clock must not be what is measured.
 
@@ -77,11 +68,6 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def figures(samples: Sequence[float]) -> Figures:
-    """Return median, mean and 99th percentile."""
-    return Figures(statistics.median(samples), statistics.fmean(samples), percentile(samples, 99))
-
-
 def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Return how long the slowest rank took for each sample, which all began together.
 
@@ -93,10 +79,10 @@ def slowest_of_each(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(sample) for sample in zip(*filter(None, samples_by_rank), strict=True)]
 
 
-def slowest(samples_by_rank: Sequence[Sequence[float]]) -> tuple[int, Figures]:
-    """Return the rank whose median is the largest, and the figures of the slowest rank of each sample."""
+def slowest(samples_by_rank: Sequence[Sequence[float]]) -> int:
+    """Return the rank whose median is the largest."""
     medians = [statistics.median(samples) if samples else -math.inf for samples in samples_by_rank]
-    return medians.index(max(medians)), figures(slowest_of_each(samples_by_rank))
+    return medians.index(max(medians))
 
 
 Fence = Callable[[], Awaitable[None]]

@@ -1,44 +1,65 @@
-"""How ranks agree on a checkpoint: each tells how its part went, and all raise where one failed."""
+"""How ranks agree: each tells how its part went, and all raise where one failed; what must be alike is compared."""
 
 from __future__ import annotations
 
 import json
-import traceback
+from collections.abc import Awaitable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import TypeVar, cast
 
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator
 from aiodist.errors import MismatchError, RemoteError
+from aiodist.world.tracebacks import cause_in, folded
+
+T = TypeVar("T")
 
 
-class RankReport(NamedTuple):
-    """What a rank tells the others."""
+async def exchange(coll: Communicator | None, what: str, value: T, error: Exception | None = None) -> list[T]:
+    """Return what each rank gives, by rank; None for `coll` is this rank alone.
 
-    value: Any
-    error: tuple[str, str] | None
-    """What it raised, as text, and the traceback."""
-
-
-async def exchange(coll: Communicator, what: str, value: object, error: BaseException | None = None) -> list[Any]:
-    """Return what each rank gives, by rank.
-
-    If this rank gives an `error`, it is raised here, and on the other ranks a `RemoteError`, which names this one.
+    Raises the `error` that this rank gives; where another rank gives one a `RemoteError`, which names that rank.
+    Collective, one allgather of objects.
     """
-    told = None if error is None else (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-    reports = [RankReport(*report) for report in await coll.allgather_object(RankReport(value, told))]
+    mine = value, None if error is None else folded(error, programs=True)
+    try:
+        told = [mine] if coll is None else await coll.allgather_object(mine)
+    except Exception as lost:
+        if error is not None:
+            raise error from lost
+        raise
     if error is not None:
         raise error
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            text, trace = report.error
-            raise RemoteError(f"{what}: rank {rank} failed: {text}", raised_by=rank, traceback=trace, rank=coll.rank)
-    return [report.value for report in reports]
+    for rank, (_, trace) in enumerate(told):
+        if trace is not None:
+            text = f"rank {rank} failed in {what}: {cause_in(trace)}"
+            raise RemoteError(text, raised_by=rank, traceback=trace, rank=None if coll is None else coll.rank)
+    return [value for value, _ in told]
+
+
+async def together(coll: Communicator, what: str, mine: Awaitable[T]) -> list[T]:
+    """Return what `mine` comes to on each rank, by rank; raises as `exchange`."""
+    value, error = None, None
+    try:
+        value = await mine
+    except Exception as raised:  # noqa: BLE001  - told to all
+        error = raised
+    return await exchange(coll, what, cast(T, value), error)
 
 
 def digest(said: Json) -> bytes:
     """Return a hash of JSON."""
     return sha256(json.dumps(said, sort_keys=True).encode()).digest()
+
+
+def check_blocks(sums: Sequence[Mapping[str, int]]) -> None:
+    """Raise `MismatchError` unless ranks that have the same block have the same values in it; `sums` are by rank."""
+    known: dict[str, tuple[int, int]] = {}
+    for rank, mine in enumerate(sums):
+        for block, value in mine.items():
+            first, expected = known.setdefault(block, (rank, value))
+            if value != expected:
+                raise MismatchError(f"ranks {first} and {rank} disagree on the values of {block}, a block of both")
 
 
 async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> None:
@@ -57,16 +78,14 @@ async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> N
 
 def difference(theirs: Json, mine: Json, path: str = "") -> tuple[str, str, str] | None:
     """Return where two JSON values differ, and what each has there; None where they are alike."""
-    if type(theirs) is type(mine) and isinstance(theirs, dict):
-        for key in [*theirs, *(key for key in mine if key not in theirs)]:
+    if isinstance(theirs, list) and isinstance(mine, list):
+        theirs, mine = dict(enumerate(theirs)), dict(enumerate(mine))
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for key in theirs | mine:
+            where = f"{path}/{key}"
             if key not in theirs or key not in mine:
-                return (f"{path}/{key}", "there", "missing") if key in theirs else (f"{path}/{key}", "missing", "there")
-            if (found := difference(theirs[key], mine[key], f"{path}/{key}")) is not None:
-                return found
-        return None
-    if type(theirs) is type(mine) and isinstance(theirs, list) and len(theirs) == len(mine):
-        for number, (a, b) in enumerate(zip(theirs, mine, strict=True)):
-            if (found := difference(a, b, f"{path}/{number}")) is not None:
+                return (where, "there", "missing") if key in theirs else (where, "missing", "there")
+            if (found := difference(theirs[key], mine[key], where)) is not None:
                 return found
         return None
     return None if type(theirs) is type(mine) and theirs == mine else (path, f"{theirs!r:.60}", f"{mine!r:.60}")

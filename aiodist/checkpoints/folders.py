@@ -17,10 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aiodist.checkpoints.manifest import MANIFEST
-
+MANIFEST = "manifest.json"
 _log = logging.getLogger("aiodist")
 _NAME = re.compile(r"checkpoint-(\d{8,15})(\.part|\.old)?")
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"rank-{rank:05}.safetensors"
 
 
 def folder_of(path: Path, number: int, suffix: str = "") -> Path:
@@ -69,20 +73,23 @@ def begin(path: Path) -> int:
     return number
 
 
-def commit(path: Path, number: int, keep: int | None) -> Path:
-    """Have checkpoint `number`, whose files are on the disk, be one; then remove all but the newest `keep`."""
+def commit(path: Path, number: int) -> Path:
+    """Have checkpoint `number`, whose files are on the disk, be one."""
     part, whole = folder_of(path, number, ".part"), folder_of(path, number)
     sync_folder(part)
     os.rename(part, whole)
     sync_folder(path)
-    if keep is not None:
-        try:
-            for old in _found(path, None)[:-keep]:
-                os.rename(folder_of(path, old), folder_of(path, old, ".old"))
-                shutil.rmtree(folder_of(path, old, ".old"))
-        except OSError as error:  # the new one is there all the same, and the next save tries again
-            _log.warning("%s is written, but one before it could not be removed: %s", whole, error)
     return whole
+
+
+def remove_old(path: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep`; what cannot be removed the next save tries again."""
+    try:
+        for old in _found(path, None)[:-keep]:
+            os.rename(folder_of(path, old), folder_of(path, old, ".old"))
+            shutil.rmtree(folder_of(path, old, ".old"))
+    except OSError as error:
+        _log.warning("a checkpoint was written in %s, but one before it could not be removed: %s", path, error)
 
 
 def discard(path: Path, number: int) -> None:
@@ -105,10 +112,11 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a new file, and return when it is on the disk."""
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """Give a new file to a block, behind which it is on the disk."""
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-        write_all(fd, memoryview(data))
+        yield fd
         os.fsync(fd)
 
 

@@ -12,27 +12,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from aiodist.checkpoints.folders import MANIFEST
 from aiodist.checkpoints.safetensors_file import DTYPES, Block, TensorEntry
 from aiodist.checkpoints.values import Json
 from aiodist.errors import CheckpointDamaged
 
-MANIFEST = "manifest.json"
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
 _VERSION = 1
-_FIELDS = {"ranks": int, "files": list, "tensors": dict, "parts": list, "own": list}
-
-
-def file_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
-    return f"rank-{rank:05}.safetensors"
+_KINDS = {"files": list, "tensors": dict, "parts": list, "own": list}
 
 
 @dataclass(frozen=True)
@@ -89,12 +83,12 @@ class Manifest:
         except OSError as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
         try:
-            return _parsed(_content(data), folder)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return _parsed(_content(data))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{path}: {error}") from error
 
 
-def pieces_of(tensors: Mapping[str, Sequence[Stored]]) -> None:
+def check_filled(tensors: Mapping[str, Sequence[Stored]]) -> None:
     """Raise `ValueError` unless the pieces of each tensor fill it once, and agree about what it is."""
     for name, pieces in tensors.items():
         first = pieces[0].entry
@@ -104,41 +98,32 @@ def pieces_of(tensors: Mapping[str, Sequence[Stored]]) -> None:
                     f"tensor {name!r}: rank {pieces[0].file} has {first.dtype} {list(first.shape)}, "
                     f"rank {piece.file} {piece.entry.dtype} {list(piece.entry.shape)}"
                 )
-        by_block: dict[Block | None, list[TensorEntry]] = {}
-        for piece in pieces:
-            by_block.setdefault(piece.entry.block, []).append(piece.entry)
-        _check_blocks(name, first.shape, list(by_block))
-        for block, entries in by_block.items():
-            _check_filled(name, first.shape, block, sorted(entries, key=lambda entry: (entry.start, entry.numel)))
+        blocks = by_block(pieces)
+        for block, members in blocks.items():
+            at, end = 0, prod(block_shape(first.shape, block))
+            for piece in members:
+                if piece.entry.start != at:
+                    raise ValueError(
+                        f"tensor {name!r}: a piece begins at element {piece.entry.start}, where {at} was expected"
+                    )
+                at += piece.entry.numel
+            if at != end:
+                raise ValueError(f"tensor {name!r}: pieces end at element {at} of {end}")
+        if sum(prod(block_shape(first.shape, block)) for block in blocks) != prod(first.shape):
+            raise ValueError(f"tensor {name!r}: its blocks do not fill it once")
+
+
+def by_block(pieces: Iterable[Stored]) -> dict[Block | None, list[Stored]]:
+    """Return the pieces of a tensor by the block that they are of, each block's in order."""
+    found: dict[Block | None, list[Stored]] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.entry.start, piece.entry.numel)):
+        found.setdefault(piece.entry.block, []).append(piece)
+    return found
 
 
 def block_shape(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
     """Return the shape of `block` of a tensor of `shape`."""
     return shape if block is None else tuple(stop - start for start, stop in block)
-
-
-def _check_filled(name: str, shape: tuple[int, ...], block: Block | None, entries: Sequence[TensorEntry]) -> None:
-    at = 0
-    for entry in entries:
-        if entry.start != at:
-            raise ValueError(f"tensor {name!r}: a piece begins at element {entry.start}, where {at} was expected")
-        at += entry.numel
-    if at != prod(block_shape(shape, block)):
-        raise ValueError(f"tensor {name!r}: pieces end at element {at} of {prod(block_shape(shape, block))}")
-
-
-def _check_blocks(name: str, shape: tuple[int, ...], blocks: Sequence[Block | None]) -> None:
-    """Blocks fill the tensor along one dimension, and are whole along the others."""
-    if blocks == [None]:
-        return
-    known = [block for block in blocks if block is not None]
-    cut = [dim for dim, length in enumerate(shape) if any(block[dim] != (0, length) for block in known)]
-    if len(known) < len(blocks) or len(cut) > 1:
-        raise ValueError(f"tensor {name!r}: its blocks overlap")
-    bounds = sorted(block[cut[0]] for block in known) if cut else []
-    ends = [0, *(bound for pair in bounds for bound in pair), shape[cut[0]]] if cut else []
-    if any(a != b for a, b in zip(ends[::2], ends[1::2], strict=True)) or (not cut and len(known) > 1):
-        raise ValueError(f"tensor {name!r}: its blocks do not fill it once")
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -169,35 +154,32 @@ def _content(data: bytes) -> dict[str, Any]:
         raise ValueError(f"{len(rest)} bytes behind its first line: expected {nbytes} and a newline")
     if sha256(rest[:-1]).hexdigest() != match[3].decode():
         raise ValueError(f"the SHA-256 of bytes {len(first) + 1} to {len(data) - 1} is not the one in its first line")
-    content = json.loads(rest)
-    if not isinstance(content, dict):
-        raise ValueError("expected an object")
-    for name, kind in _FIELDS.items():
-        if type(content.get(name)) is not kind:
-            raise ValueError(f"{name!r} is {content.get(name)!r:.40}: expected {kind.__name__}")
+    content: dict[str, Any] = json.loads(rest)
+    for name, kind in _KINDS.items():
+        if not isinstance(content[name], kind):
+            raise TypeError(f"{name!r} is {content[name]!r:.40}: expected {kind.__name__}")
     return content
 
 
-def _parsed(content: dict[str, Any], folder: Path) -> Manifest:
+def _parsed(content: dict[str, Any]) -> Manifest:
     ranks = content["ranks"]
-    if len(content["files"]) != ranks or len(content["own"]) != ranks or ranks < 1:
+    if not len(content["files"]) == len(content["own"]) == ranks >= 1:
         raise ValueError(f"{ranks} ranks, {len(content['files'])} files and {len(content['own'])} values of ranks")
-    files = [FileFacts(*_naturals(row, 3, "a file")) for row in content["files"]]
+    files = [FileFacts(*_naturals(row, "a file")) for row in content["files"]]
+    if any(file.header > file.nbytes for file in files):
+        raise ValueError("a header is longer than its file")
     tensors = {name: _pieces(name, said, files) for name, said in content["tensors"].items()}
-    pieces_of(tensors)
-    _check_covered(files, tensors, folder)
+    check_filled(tensors)
     return Manifest(files, tensors, content["parts"], content.get("extra"), content["own"])
 
 
-def _pieces(name: str, said: Any, files: Sequence[FileFacts]) -> list[Stored]:  # noqa: ANN401
-    if not isinstance(said, dict) or said.get("dtype") not in DTYPES or not said.get("pieces"):
+def _pieces(name: str, said: dict[str, Any], files: Sequence[FileFacts]) -> list[Stored]:
+    if said["dtype"] not in DTYPES or not said["pieces"]:
         raise ValueError(f"tensor {name!r} is {str(said)[:60]}: expected its dtype, its shape and its pieces")
-    shape = _naturals(said["shape"], None, f"the shape of {name!r}")
+    shape = _naturals(said["shape"], f"the shape of {name!r}")
     found = []
     for row in said["pieces"]:
-        if not isinstance(row, list) or len(row) != 6:
-            raise ValueError(f"tensor {name!r}: a piece is {str(row)[:60]}")
-        file, offset, start, numel, crc = _naturals(row[:5], 5, f"a piece of {name!r}")
+        file, offset, start, numel, crc = _naturals(row[:5], f"a piece of {name!r}")
         entry = TensorEntry(name, said["dtype"], shape, start, numel, _block(row[5], shape, name), offset, crc)
         if file >= len(files) or offset + entry.nbytes > files[file].nbytes:
             raise ValueError(f"tensor {name!r}: a piece lies outside of the files")
@@ -205,30 +187,16 @@ def _pieces(name: str, said: Any, files: Sequence[FileFacts]) -> list[Stored]:  
     return found
 
 
-def _block(said: Any, shape: tuple[int, ...], name: str) -> Block | None:  # noqa: ANN401
+def _block(said: list[Any] | None, shape: tuple[int, ...], name: str) -> Block | None:
     if said is None:
         return None
-    if not isinstance(said, list) or len(said) != len(shape):
-        raise ValueError(f"tensor {name!r}: a block is {str(said)[:60]}")
-    bounds = [_naturals(bound, 2, f"a block of {name!r}") for bound in said]
+    bounds = [_naturals(bound, f"a block of {name!r}") for bound in said]
     if any(not start <= stop <= length for (start, stop), length in zip(bounds, shape, strict=True)):
         raise ValueError(f"tensor {name!r}: block {bounds} of shape {list(shape)}")
     return tuple((start, stop) for start, stop in bounds)
 
 
-def _naturals(said: Any, count: int | None, what: str) -> tuple[int, ...]:  # noqa: ANN401
-    if not isinstance(said, list) or not all(type(number) is int and 0 <= number < 1 << 62 for number in said):
+def _naturals(said: list[Any], what: str) -> tuple[int, ...]:
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in said):
         raise ValueError(f"{what} is {str(said)[:60]}: expected numbers, at least 0")
-    if count is not None and len(said) != count:
-        raise ValueError(f"{what} has {len(said)} numbers: expected {count}")
     return tuple(said)
-
-
-def _check_covered(files: Sequence[FileFacts], tensors: Mapping[str, Sequence[Stored]], folder: Path) -> None:
-    """Each byte of a file belongs to its header or to one piece, so that there is a checksum for each."""
-    for rank, file in enumerate(files):
-        mine = sorted((p.entry.offset, p.entry.nbytes) for pieces in tensors.values() for p in pieces if p.file == rank)
-        ends = [file.header, *(offset + nbytes for offset, nbytes in mine)]
-        starts = [*(offset for offset, _ in mine), file.nbytes]
-        if file.header < 10 or ends != starts or any(a > b for a, b in pairwise(ends)):
-            raise ValueError(f"its pieces do not fill {folder / file_name(rank)}")

@@ -13,6 +13,9 @@ from aiodist.checkpoints.generators import (
     Generator,
     generator_state,
     process_state,
+    seed_generator,
+    seed_of,
+    seed_process,
     set_generator_state,
     set_process_state,
 )
@@ -29,16 +32,11 @@ def check_own(own: Sequence[object]) -> None:
             raise TypeError(f"own[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict")
 
 
-def own_name(rank: int) -> str:
-    """Return what the names of tensors of `rank`'s own begin with."""
-    return f"rank{rank}"
-
-
 def own_loaders(own: Sequence[Any], rank: int) -> tuple[list[Json], dict[str, Tensor]]:
     """Return the states of loaders and the like, with copies of their tensors; None for generators. On the loop."""
     tensors: dict[str, Tensor] = {}
     said = [
-        None if isinstance(each, Generator) else encode(each.state_dict(), f"{own_name(rank)}/own/{i}", tensors)
+        None if isinstance(each, Generator) else encode(each.state_dict(), f"rank{rank}/own/{i}", tensors)
         for i, each in enumerate(own)
     ]
     return said, {name: t.clone() for name, t in tensors.items()}
@@ -51,12 +49,11 @@ def own_states(
 
     Where these are computed, after the last step.
     """
-    name = own_name(rank)
+    name = f"rank{rank}"
     said = {"random": encode(process_state(), f"{name}/random", tensors)}
     if isinstance(net, Net) and net.compressor is not None:
         said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
-    if isinstance(net, Net) and net.coll.size > 1:
-        said["buffers"] = encode(_buffers(net), f"{name}/buffers", tensors)
+    said["buffers"] = encode(own_buffers(net), f"{name}/buffers", tensors)
     said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
     said["generators"] = [
         encode(generator_state(each), f"{name}/generators/{i}", tensors) if isinstance(each, Generator) else None
@@ -65,8 +62,12 @@ def own_states(
     return said
 
 
+def own_buffers(net: object) -> dict[str, Tensor]:
+    """Return the buffers of a net that several ranks have: they do not have them alike, as running statistics."""
+    return _buffers(net) if isinstance(net, Net) and net.coll.size > 1 else {}
+
+
 def _buffers(net: object) -> dict[str, Tensor]:
-    """Return the buffers that a net's state has: ranks do not have them alike, as running statistics."""
     module = getattr(net, "module", net)
     if not isinstance(module, nn.Module):
         return {}
@@ -78,55 +79,54 @@ def _buffers(net: object) -> dict[str, Tensor]:
 class OwnState:
     """What was read of it, for one rank: nothing of it is in use yet."""
 
-    states: dict[str, Any] | None
-    """What this rank had of its own; None where another number of ranks wrote the checkpoint."""
+    states: dict[str, Any]
+    """Those of this rank; where the ranks that saved are fewer, those of one of them."""
     loaders: list[list[Any]]
     """The states of loaders and the like, of each rank that wrote it."""
     rank: int
+    same_size: bool
+    """As many ranks wrote the checkpoint."""
 
     @classmethod
     def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
-        """Return what `rank` of `size` takes of what each has said; raise ValueError where that is something else."""
-        each = [_checked(of_rank) for of_rank in said]
-        states = None
-        if len(each) == size:
-            states = {key: decode(value, tensor) for key, value in each[rank].items() if key != "loaders"}
-        return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in each], rank)
-
-    def count(self) -> int:
-        """Return how many objects were saved as a rank's own."""
-        return len(self.loaders[0])
+        """Return what `rank` of `size` takes of what each has said."""
+        mine = {key: value for key, value in said[rank % len(said)].items() if key != "loaders"}
+        if len(said) != size:
+            mine = {key: mine[key] for key in ("random", "generators")}
+        states = {key: decode(value, tensor) for key, value in mine.items()}
+        return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
 
     def of_part(self, number: int) -> Any:  # noqa: ANN401
         """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""
-        return None if self.states is None else self.states["parts"][number]
+        return self.states["parts"][number] if self.same_size else None
 
     def restore(self, net: object, own: Sequence[object]) -> None:
         """Have everything but loaders go on from it; where it is computed."""
-        if self.states is None:
-            return
         if isinstance(net, Net) and net.compressor is not None and "compressor" in self.states:
             net.compressor.load_state_dict(self.states["compressor"])
         mine = _buffers(net)
         with torch.inference_mode(False), torch.no_grad():
             for name, t in self.states.get("buffers", {}).items():
                 mine[name].copy_(t)
-        for each, state in zip(own, self.states["generators"], strict=True):
-            if isinstance(each, Generator):
-                set_generator_state(each, state)
-        set_process_state(self.states["random"])
+        self._restore_generators([each if isinstance(each, Generator) else None for each in own])
+
+    def _restore_generators(self, generators: Sequence[Generator | None]) -> None:
+        known = self.rank < len(self.loaders)
+        seed = seed_of(self.states["random"], self.rank)
+        for number, each in enumerate(generators):
+            if each is not None and known:
+                set_generator_state(each, self.states["generators"][number])
+            elif each is not None:
+                seed_generator(each, seed + 1 + number)
+        if known:
+            set_process_state(self.states["random"])
+        else:
+            seed_process(seed)
 
     def restore_loaders(self, own: Sequence[object]) -> None:
         """The same for loaders, on the loop's thread."""
         for number, each in enumerate(own):
-            if isinstance(each, Redivided) and (self.states is None or not isinstance(each, Stateful)):
+            if isinstance(each, Redivided) and not (self.same_size and isinstance(each, Stateful)):
                 each.load_state_dicts([states[number] for states in self.loaders])
-            elif self.states is not None and isinstance(each, Stateful):
+            elif self.same_size and isinstance(each, Stateful):
                 each.load_state_dict(self.loaders[self.rank][number])
-
-
-def _checked(said: Json) -> dict[str, Json]:
-    lists = ("loaders", "generators", "parts")
-    if not isinstance(said, dict) or not all(isinstance(said.get(name), list) for name in lists):
-        raise ValueError("what ranks have of their own is not as it is written")
-    return said

@@ -1,23 +1,25 @@
-"""What a checkpoint takes of a net, optimizers and the like."""
+"""What a checkpoint takes of a net, optimizers and the like, and what of it each rank writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from aiodist.checkpoints.blocks import Cut, Cuts
 from aiodist.checkpoints.pieces import InPieces, OfRanks
 from aiodist.checkpoints.safetensors_file import TensorEntry, dtype_name
-from aiodist.checkpoints.shares import share
 from aiodist.checkpoints.values import Json, encode
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.types import Stateful
 
 Part = Stateful | InPieces | OfRanks
+_WHOLE_BYTES = 64 << 10
 
 
 @runtime_checkable
@@ -61,8 +63,50 @@ def pieces_name(number: int, key: str) -> str:
 def check_parts(parts: Sequence[object]) -> None:
     """Raise `TypeError` for what has no state."""
     for number, part in enumerate(parts):
-        if not isinstance(part, Stateful | InPieces | OfRanks):
+        if not isinstance(part, Part):
             raise TypeError(f"{name_of(number)} is {type(part).__name__}: expected what has a state_dict, or pieces")
+
+
+class Extent(NamedTuple):
+    """A tensor's number, and elements `start` … `stop` of it, made flat."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+def share(tensors: Sequence[tuple[int, int]], rank: int, size: int) -> list[Extent]:
+    """Return what `rank` of `size` writes of `tensors`, each given as its elements and the bytes of one element.
+
+    The bytes of all tensors in a row are cut into `size` parts of equal length; a tensor below 64 KiB stays whole, with
+    the rank in whose part it begins. The same call on every rank gives each element to exactly one.
+
+    >>> share([(100_000, 4), (10, 4)], 1, 2)
+    [Extent(tensor=0, start=50005, stop=100000), Extent(tensor=1, start=0, stop=10)]
+    """
+    total = sum(numel * itemsize for numel, itemsize in tensors)
+    bounds = [total * r // size for r in range(size + 1)]  # where the part of each rank begins
+    found = []
+    offset = 0
+    for number, (numel, itemsize) in enumerate(tensors):
+        if numel * itemsize < _WHOLE_BYTES:
+            start, stop = 0, numel
+            mine = min(bisect_right(bounds, offset), size) - 1 == rank
+        else:
+            ends = bounds[rank : rank + 2]
+            start, stop = (min(max(0, -(-(bound - offset) // itemsize)), numel) for bound in ends)
+            mine = start < stop
+        if mine:
+            found.append(Extent(number, start, stop))
+        offset += numel * itemsize
+    return found
+
+
+class Written(NamedTuple):
+    """What a rank writes of a tensor: its entry, and the elements, flat."""
+
+    entry: TensorEntry
+    elements: Tensor
 
 
 @dataclass
@@ -73,7 +117,7 @@ class Taken:
     """Tensors that all ranks have the same."""
     blocks: list[tuple[str, Cut, Tensor]] = field(default_factory=list)
     """Blocks of tensors, each of which some ranks have the same."""
-    mine: list[tuple[TensorEntry, Tensor]] = field(default_factory=list)
+    mine: list[Written] = field(default_factory=list)
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
     own: list[Any] = field(default_factory=list)
@@ -99,10 +143,7 @@ class Taken:
     def _take_pieces(self, part: InPieces, number: int) -> None:
         pieces, rest = part.pieces()
         for key, piece in pieces.items():
-            called = pieces_name(number, key)
-            dtype = dtype_name(piece.tensor.dtype, called)
-            entry = TensorEntry(called, dtype, tuple(piece.shape), piece.start, piece.tensor.numel())
-            self.mine.append((entry, piece.tensor.detach().reshape(-1)))
+            self._keep(pieces_name(number, key), piece.tensor, tuple(piece.shape), piece.start)
         self.parts.append({"rest": encode(rest, f"{name_of(number)}/rest", self.alike)})
 
     def _take_state(self, part: Stateful, name: str, cuts: Cuts) -> None:
@@ -120,38 +161,63 @@ class Taken:
     def keep_own(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors of this rank, whose names are its own."""
         for name, t in tensors.items():
-            entry = TensorEntry(name, dtype_name(t.dtype, name), tuple(t.shape), 0, t.numel())
-            self.mine.append((entry, t.detach().reshape(-1)))
+            self._keep(name, t, tuple(t.shape), 0)
 
-    def structure(self) -> Json:
-        """Return what has to be the same on all ranks."""
-        tensors = {name: [str(t.dtype), list(t.shape)] for name, t in self.alike.items()}
-        return {
-            "tensors": tensors | {name: [str(t.dtype), list(cut.shape)] for name, cut, t in self.blocks},
-            "parts": self.parts,
+    def _keep(self, name: str, t: Tensor, shape: tuple[int, ...], start: int) -> None:
+        entry = TensorEntry(name, dtype_name(t.dtype, name), shape, start, t.numel())
+        self.mine.append(Written(entry, t.detach().reshape(-1)))
+
+    def structure(self, differing: Iterable[str]) -> Json:
+        """Return what has to be the same on all ranks: of tensors sums of their bits, but of those in `differing`."""
+        apart = set(differing)
+        sums = iter(bit_sums([t for name, t in self.alike.items() if name not in apart]))
+        tensors = {
+            name: _described(t, t.shape) | ({} if name in apart else {"sum of bits": next(sums)})
+            for name, t in self.alike.items()
         }
+        blocks = {name: _described(t, cut.shape) for name, cut, t in self.blocks}
+        return {"tensors": tensors | blocks, "parts": self.parts}
 
-    def mine_to_write(self, place: tuple[int, int], replica: tuple[int, int]) -> list[tuple[TensorEntry, Tensor]]:
-        """Return what this rank writes: each entry with its elements, flat.
+    def block_sums(self) -> dict[str, int]:
+        """Return sums of the bits of blocks, by the name of the tensor and where the block lies in it."""
+        names = [f"{name} {list(map(list, cut.block))}" for name, cut, _ in self.blocks]
+        return dict(zip(names, bit_sums([t for _, _, t in self.blocks]), strict=True))
+
+    def mine_to_write(self, place: tuple[int, int], replica: tuple[int, int]) -> list[Written]:
+        """Return what this rank writes, the largest elements first.
 
         `place` are rank and size among all, `replica` among those that have the same blocks.
         """
         whole = [(name, None, t) for name, t in self.alike.items()]
-        return [
-            *_shared(whole, *place),
-            *_shared([(name, cut, t) for name, cut, t in self.blocks], *replica),
-            *self.mine,
-        ]
+        found = [*_shared(whole, *place), *_shared(self.blocks, *replica), *self.mine]
+        return sorted(found, key=lambda written: -written.entry.itemsize)
 
 
-def _shared(
-    tensors: Sequence[tuple[str, Cut | None, Tensor]], rank: int, size: int
-) -> list[tuple[TensorEntry, Tensor]]:
+def _described(t: Tensor, shape: Sequence[int]) -> dict[str, Json]:
+    return {"dtype": str(t.dtype), "shape": list(shape)}
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return of each tensor the sum of its bytes as integers of up to 64 bits: another one where values differ.
+
+    Costs one pass over each. Orders of elements are not told apart.
+    """
+    sums = []
+    for t in tensors:
+        raw = t.detach().reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % 8:
+            raw = raw.clone()
+        end = raw.numel() // 8 * 8
+        sums.append(raw[:end].view(torch.int64).sum() + raw[end:].sum().to(torch.int64))
+    return [int(each) for each in sums]
+
+
+def _shared(tensors: Sequence[tuple[str, Cut | None, Tensor]], rank: int, size: int) -> list[Written]:
     found = []
     for number, start, stop in share([(t.numel(), t.element_size()) for _, _, t in tensors], rank, size):
         name, cut, t = tensors[number]
         shape = tuple(t.shape) if cut is None else cut.shape
         block = None if cut is None else cut.block
         entry = TensorEntry(name, dtype_name(t.dtype, name), shape, start, stop - start, block)
-        found.append((entry, t.reshape(-1)[start:stop]))
+        found.append(Written(entry, t.reshape(-1)[start:stop]))
     return found

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from aiodist.checkpoints.manifest import MANIFEST, Manifest, Stored, block_shape, file_name
-from aiodist.checkpoints.safetensors_file import DTYPES, Block
+from aiodist.checkpoints.folders import MANIFEST, file_name
+from aiodist.checkpoints.manifest import Manifest, Stored, block_shape, by_block
+from aiodist.checkpoints.safetensors_file import DTYPES
 from aiodist.errors import CheckpointDamaged
 
 
@@ -52,39 +53,46 @@ class Reader:
         if nbytes != facts.nbytes:
             raise CheckpointDamaged(f"{path} has {nbytes} bytes: expected {facts.nbytes}")
         header = torch.empty(facts.header, dtype=torch.uint8)
-        self._fill(rank, 0, header)
-        if zlib.crc32(header.numpy().data) != facts.crc:
+        if self._filled(rank, 0, header) != facts.crc:
             raise CheckpointDamaged(f"{path}, bytes 0 to {facts.header}: the header is not as it was written")
 
     # --- tensors ----------------------------------------------------------------------------------------------------
 
-    def tensor(self, name: str) -> Tensor:
-        """Return the whole tensor."""
+    def pieces(self, name: str) -> Sequence[Stored]:
+        """Return the pieces of a tensor, one at least."""
         if name not in self.manifest.tensors:
             raise CheckpointDamaged(f"{self.folder / MANIFEST}: there is no tensor {name!r}")
-        pieces = self.manifest.tensors[name]
-        first = pieces[0].entry
-        flat = torch.empty(prod(first.shape), dtype=DTYPES[first.dtype])
-        for block, members in _by_block(pieces):
+        return self.manifest.tensors[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the whole tensor."""
+        blocks = by_block(self.pieces(name))
+        first = self.pieces(name)[0].entry
+        whole = torch.empty(first.shape, dtype=DTYPES[first.dtype])
+        for block, members in blocks.items():
             shape = block_shape(first.shape, block)
-            into = flat if block is None else torch.empty(prod(shape), dtype=flat.dtype)
-            for piece in members:
-                self._read_piece(piece, into[piece.entry.start : piece.entry.start + piece.entry.numel])
-            if block is not None:
-                whole = flat.view(first.shape)
-                whole[tuple(slice(*bounds) for bounds in block)] = into.view(shape)
-        return flat.view(first.shape)
+            read = self._elements(members, 0, prod(shape)).view(shape)
+            if block is None:
+                return read
+            whole[tuple(slice(*bounds) for bounds in block)] = read
+        return whole
 
     def part(self, name: str, start: int, numel: int) -> Tensor:
         """Return elements `start` … `start + numel` of the tensor, made flat."""
-        pieces = self.manifest.tensors[name]
+        pieces = self.pieces(name)
+        if pieces[0].entry.block is None:
+            return self._elements(pieces, start, numel)
+        return self.tensor(name).view(-1)[start : start + numel].clone()
+
+    def _elements(self, pieces: Sequence[Stored], start: int, numel: int) -> Tensor:
+        """Return elements of what `pieces` fill: a tensor, or a block of one."""
         out = torch.empty(numel, dtype=DTYPES[pieces[0].entry.dtype])
-        if any(piece.entry.block is not None for piece in pieces):
-            return out.copy_(self.tensor(name).view(-1)[start : start + numel])
         for piece in pieces:
-            begins = piece.entry.start
-            first, last = max(start, begins), min(start + numel, begins + piece.entry.numel)
-            if first < last:
+            begins, ends = piece.entry.start, piece.entry.start + piece.entry.numel
+            first, last = max(start, begins), min(start + numel, ends)
+            if (first, last) == (begins, ends):
+                self._read_piece(piece, out[begins - start : ends - start])
+            elif first < last:
                 read = torch.empty(piece.entry.numel, dtype=out.dtype)
                 self._read_piece(piece, read)
                 out[first - start : last - start] = read[first - begins : last - begins]
@@ -101,16 +109,15 @@ class Reader:
         entry = piece.entry
         if not entry.numel:
             return
-        raw = into.view(torch.uint8)
-        self._fill(piece.file, entry.offset, raw)
-        if zlib.crc32(raw.numpy().data) != entry.crc:
+        if self._filled(piece.file, entry.offset, into.view(torch.uint8)) != entry.crc:
             raise CheckpointDamaged(
                 f"{self.folder / file_name(piece.file)}, bytes {entry.offset} to {entry.offset + entry.nbytes}: "
                 f"tensor {entry.name!r} is not as it was written (its CRC-32 differs)"
             )
         self._read.add((piece.file, entry.offset))
 
-    def _fill(self, rank: int, offset: int, raw: Tensor) -> None:
+    def _filled(self, rank: int, offset: int, raw: Tensor) -> int:
+        """Read bytes into `raw`; return their CRC-32."""
         data = raw.numpy().data
         path = self.folder / file_name(rank)
         while data:
@@ -121,10 +128,4 @@ class Reader:
             if not count:
                 raise CheckpointDamaged(f"{path} ends at byte {offset}, while it is read")
             data, offset = data[count:], offset + count
-
-
-def _by_block(pieces: Sequence[Stored]) -> Iterator[tuple[Block | None, list[Stored]]]:
-    found: dict[Block | None, list[Stored]] = {}
-    for piece in pieces:
-        found.setdefault(piece.entry.block, []).append(piece)
-    yield from found.items()
+        return zlib.crc32(raw.numpy().data)

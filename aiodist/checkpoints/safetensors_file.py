@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from aiodist.checkpoints import folders
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -37,7 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """By the names of safetensors, which has no complex128: there it is pairs of F64."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LENGTH = struct.Struct("<Q")
 
 Block = tuple[tuple[int, int], ...]
 """Of each dimension where a block begins and where it ends."""
@@ -68,54 +72,69 @@ class TensorEntry:
     """The CRC-32 of its bytes, that of zlib."""
 
     @property
-    def nbytes(self) -> int:
-        """How long it is."""
-        return self.numel * DTYPES[self.dtype].itemsize
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
 
     @property
-    def whole(self) -> bool:
-        """It is all of the tensor."""
-        return self.block is None and self.numel == prod(self.shape)
+    def nbytes(self) -> int:
+        """How long it is."""
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its header, and its entries in their order; `order` has their numbers as they were given."""
+    """A file: its header, and behind it its entries, in their order."""
 
     header: bytes
     entries: list[TensorEntry]
-    order: list[int]
-    nbytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries)
 
 
 def lay_out(given: Sequence[TensorEntry]) -> Layout:
-    """Return the file that has `given`, whose names differ from one another."""
-    order = sorted(range(len(given)), key=lambda i: -DTYPES[given[i].dtype].itemsize)
+    """Return the file that has `given` in this order; their names differ from one another."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in (given[i] for i in order):
-        described[entry.name] = {**_as_stored(entry), "data_offsets": [offset, offset + entry.nbytes]}
-        offset += entry.nbytes
+    ends = accumulate((entry.nbytes for entry in given), initial=0)
+    for entry, at in zip(given, ends, strict=False):
+        described[entry.name] = {**_as_stored(entry), "data_offsets": [at, at + entry.nbytes]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = _LENGTH.pack(len(text)) + text
-    entries, at = [], len(header)
-    for entry in (given[i] for i in order):
-        entries.append(replace(entry, offset=at))
-        at += entry.nbytes
-    return Layout(header, entries, order, at)
+    header = struct.pack("<Q", len(text)) + text
+    ends = accumulate((entry.nbytes for entry in given), initial=len(header))
+    return Layout(header, [replace(entry, offset=at) for entry, at in zip(given, ends, strict=False)])
 
 
 def _as_stored(entry: TensorEntry) -> dict[str, object]:
-    shape = [*entry.shape] if entry.whole else [entry.numel]
+    whole = entry.block is None and entry.numel == prod(entry.shape)
+    shape = [*entry.shape] if whole else [entry.numel]
     if entry.dtype == "C128":
         return {"dtype": "F64", "shape": [*shape, 2]}
     return {"dtype": entry.dtype, "shape": shape}
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
-    """Copy `sources`, flat and in the order of the given entries, into `buffer`: bytes as they follow the header."""
+    """Copy `sources`, flat, one for each entry, into `buffer`: bytes as they follow the header."""
     at = 0
-    for number, entry in zip(layout.order, layout.entries, strict=True):
-        buffer[at : at + entry.nbytes].view(DTYPES[entry.dtype]).copy_(sources[number])
+    for entry, source in zip(layout.entries, sources, strict=True):
+        buffer[at : at + entry.nbytes].view(DTYPES[entry.dtype]).copy_(source)
         at += entry.nbytes
+
+
+def write(path: Path, layout: Layout, buffer: Tensor) -> list[TensorEntry]:
+    """Write the file, of which `buffer` has the tensors; return the entries with their checksums when it is on disk.
+
+    The calls that take long are few and leave the GIL alone, so a thread of low priority rarely has it.
+    """
+    data, before = buffer.numpy().data[: layout.data_bytes], len(layout.header)
+    entries = []
+    for entry in layout.entries:
+        at = entry.offset - before
+        entries.append(replace(entry, crc=zlib.crc32(data[at : at + entry.nbytes])))
+    with folders.new_file(path) as fd:
+        folders.write_all(fd, memoryview(layout.header))
+        folders.write_all(fd, data)
+    return entries

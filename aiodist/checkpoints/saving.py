@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor
 
-from aiodist.checkpoints import folders
-from aiodist.checkpoints.agreeing import check_alike, digest, exchange
+from aiodist.checkpoints import folders, safetensors_file
+from aiodist.checkpoints.agreeing import check_alike, check_blocks, digest, together
 from aiodist.checkpoints.blocks import Cuts
-from aiodist.checkpoints.manifest import MANIFEST, FileFacts, Manifest, Stored, file_name, pieces_of
-from aiodist.checkpoints.output import Output
-from aiodist.checkpoints.own import check_own, own_loaders, own_states
+from aiodist.checkpoints.manifest import FileFacts, Manifest, Stored, check_filled
+from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
 from aiodist.checkpoints.safetensors_file import Layout, TensorEntry, copy_into, lay_out
 from aiodist.checkpoints.values import Json, encode
 from aiodist.checkpoints.writer import Writer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
-
-_CHUNK = 1 << 20
 
 
 def save(
@@ -60,17 +58,18 @@ def save(
 
     Raises TypeError at the call for what has no state, and for an `extra` that cannot be written, with its path in it;
     ValueError for a wrong `keep`. On await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as
-    `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they have to have the same;
-    what the communicator raises. The checkpoints before are untouched then.
+    `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they have to have the same, values
+    of tensors too (buffers of `net` may differ); what the communicator raises. The checkpoints before are untouched
+    then.
 
-    Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a copy of
-    that share, three small exchanges, and reading it once for its CRC-32. Where torch uses all cores of a rank, the
-    thread for files rests while the compute thread computes, so writing takes long, and steps do not.
+    Cost: once for a communicator a duplicate of it, two threads, and memory for this rank's share; each time a pass
+    over all tensors that ranks have alike, a copy of that share, three small exchanges, and a pass over the share for
+    its CRC-32. The thread that writes has the lowest priority, so writing takes long where steps use all cores.
     """
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
     coll, replicas = ranks_of(net, parts, own, coll)
-    job = _Save(Path(path), [net, *parts], own, keep, coll.rank, replicas)
+    job = _Save(Path(path), [net, *parts], own, keep, (coll.rank, coll.size), replicas)
     job.say(extra)
     writer = Writer.of(coll)
     job.begin(writer)
@@ -108,10 +107,9 @@ class _Copied:
     layout: Layout
     buffer: Tensor
     structure: Json
+    block_sums: dict[str, int]
     parts: list[Json]
     own: Json
-    on_device: bool
-    """Some of it lay on a device."""
 
 
 @dataclass
@@ -122,14 +120,17 @@ class _Save:
     parts: list[Any]
     own: Sequence[object]
     keep: int | None
-    rank: int
+    place: tuple[int, int]
     replicas: tuple[int, int]
     extra: Json = None
     loaders: list[Json] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
     """Copies of the tensors in `extra`."""
     of_loaders: dict[str, Tensor] = field(default_factory=dict)
-    copied: Handle[_Copied] | _Copied | None = None
+    copying: Handle[_Copied] | _Copied | None = None
+    copied: _Copied | None = None
+    number: int = 0
+    """That of the checkpoint, on rank 0."""
 
     # --- at the call --------------------------------------------------------------------------------------------------
 
@@ -138,120 +139,100 @@ class _Save:
         found: dict[str, Tensor] = {}
         self.extra = encode(extra, "extra", found)
         self.given = {name: t.clone() for name, t in found.items()}
-        self.loaders, self.of_loaders = own_loaders(self.own, self.rank)
+        self.loaders, self.of_loaders = own_loaders(self.own, self.place[0])
 
     def begin(self, writer: Writer) -> None:
         """Have the copy taken: behind the steps that were asked for, or now where nothing computes beside."""
-        net = self.parts[0]
+        net, buffers = self.parts[0], writer.buffers
         if isinstance(net, Net):
-            self.copied = net.run(self._copy, writer, writer.buffers.borrow)
+            self.copying = net.run(self._copy, buffers.borrow, buffers.release)
         else:
-            self.copied = self._copy(writer, writer.buffers.borrow_nowait)
+            self.copying = self._copy(buffers.borrow_nowait, buffers.release)
 
-    def _copy(self, writer: Writer, borrow: Any) -> _Copied:  # noqa: ANN401
+    def _copy(self, borrow: Callable[[int], Tensor], release: Callable[[Tensor], None]) -> _Copied:
+        net = self.parts[0]
         taken = Taken(alike=dict(self.given))
         taken.take(self.parts)
         mine = dict(self.of_loaders)
-        own = own_states(self.parts[0], self.own, taken.own, self.rank, mine) | {"loaders": self.loaders}
+        own = own_states(net, self.own, taken.own, self.place[0], mine) | {"loaders": self.loaders}
         taken.keep_own(mine)
-        written = taken.mine_to_write((writer.parent.rank, writer.parent.size), self.replicas)
+        structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "extra": self.extra}
+        written = taken.mine_to_write(self.place, self.replicas)
         layout = lay_out([entry for entry, _ in written])
-        buffer = borrow(layout.nbytes - len(layout.header))
+        buffer = borrow(layout.data_bytes)
         try:
             copy_into(buffer, layout, [t for _, t in written])
         except BaseException:
-            writer.buffers.release(buffer)
+            release(buffer)
             raise
-        on_device = not all(t.is_cpu for _, t in written)
-        return _Copied(layout, buffer, {**taken.structure(), "extra": self.extra}, taken.parts, own, on_device)
+        return _Copied(layout, buffer, structure, taken.block_sums(), taken.parts, own)
 
     # --- beside the steps ---------------------------------------------------------------------------------------------
 
     async def finish(self, writer: Writer) -> Path:
         """Write it; every rank does so at the same time."""
-        copied: _Copied | None = None
-        try:
-            error: Exception | None = None
-            try:
-                copied = await self.copied if isinstance(self.copied, Handle) else self.copied
-            except Exception as raised:  # noqa: BLE001  - told to all
-                error = raised
-            return await self._write(writer, copied, error)
-        finally:
-            if copied is not None:
-                writer.buffers.release(copied.buffer)
-            self.parts, self.copied = [], None
-
-    async def _write(self, writer: Writer, copied: _Copied | None, error: Exception | None) -> Path:
         coll, what = writer.coll, f"the checkpoint in {self.path}"
-        number = 0
-        if coll.rank == 0 and error is None:
-            try:
-                number = await writer.stream.submit(folders.begin, self.path)
-            except Exception as raised:  # noqa: BLE001  - told to all
-                error = raised
         try:
-            said = None if copied is None else digest(copied.structure)
-            told = await exchange(coll, what, (number, said), error)
-            number = told[0][0]
-            assert copied is not None
-            await check_alike(coll, copied.structure, [each for _, each in told])
-            return await self._write_files(writer, number, copied, what)
+            begun = await together(coll, what, self._begin_files(writer))
+            assert self.copied is not None
+            check_blocks([sums for _, _, sums in begun])
+            await check_alike(coll, self.copied.structure, [each for _, each, _ in begun])
+            part = folders.folder_of(self.path, begun[0][0], ".part")
+            written = await together(coll, what, self._write(writer, part))
+            return (await together(coll, what, self._commit(writer, part, written)))[0]
         except BaseException:
-            if coll.rank == 0 and number:
+            if self.number:
                 with suppress(RuntimeError):  # the thread for files was given up: the next save removes it
-                    writer.stream.submit(folders.discard, self.path, number).detach()
+                    writer.stream.submit(folders.discard, self.path, self.number).detach()
             raise
-
-    async def _write_files(self, writer: Writer, number: int, copied: _Copied, what: str) -> Path:
-        coll = writer.coll
-        facts, error = None, None
-        try:
-            facts = await self._write_mine(writer, number, copied)
-        except Exception as raised:  # noqa: BLE001  - told to all
-            error = raised
-        told = await exchange(coll, what, facts, error)
-        folder = None
-        if coll.rank == 0:
-            try:
-                folder = await writer.stream.submit(self._commit, number, told, copied)
-            except Exception as raised:  # noqa: BLE001  - told to all
-                error = raised
-        path: Path = (await exchange(coll, what, folder, error))[0]
-        return path
-
-    async def _write_mine(
-        self, writer: Writer, number: int, copied: _Copied
-    ) -> tuple[FileFacts, list[TensorEntry], Json]:
-        output = Output(copied.layout, copied.buffer)
-        stream = writer.stream
-        file = folders.folder_of(self.path, number, ".part") / file_name(writer.coll.rank)
-        try:
-            await stream.submit(output.open, file)
-            for at in range(0, output.nbytes, _CHUNK):
-                with await writer.lane.acquire(min(_CHUNK, output.nbytes - at)):
-                    seconds = await stream.submit(output.write, _CHUNK)
-                await writer.rest(seconds, on_device=copied.on_device)
-            await stream.submit(output.sync)
         finally:
-            output.close()
-        return (*output.facts(), copied.own)
+            if self.copied is not None:
+                writer.buffers.release(self.copied.buffer)
+            self.parts, self.copying, self.copied = [], None, None
 
-    def _commit(self, number: int, told: list[tuple[FileFacts, list[TensorEntry], Json]], copied: _Copied) -> Path:
-        """Write the manifest, and have the folder be a checkpoint; rank 0, on the thread for files."""
-        part = folders.folder_of(self.path, number, ".part")
+    async def _begin_files(self, writer: Writer) -> tuple[int, bytes, dict[str, int]]:
+        """Return the number of the checkpoint, which rank 0 knows, and what ranks compare."""
+        self.copied = copied = await self.copying if isinstance(self.copying, Handle) else self.copying
+        assert copied is not None
+        if writer.coll.rank == 0:
+            self.number = await writer.stream.submit(folders.begin, self.path)
+        return self.number, digest(copied.structure), copied.block_sums
+
+    async def _write(self, writer: Writer, part: Path) -> tuple[FileFacts, list[TensorEntry], Json]:
+        """Write the file of this rank; return what the manifest says of it."""
+        assert self.copied is not None
+        file, layout = part / folders.file_name(writer.coll.rank), self.copied.layout
+        entries = await writer.beside.submit(safetensors_file.write, file, layout, self.copied.buffer)
+        header = layout.header
+        return FileFacts(len(header) + layout.data_bytes, len(header), crc32(header)), entries, self.copied.own
+
+    async def _commit(
+        self, writer: Writer, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]
+    ) -> Path:
+        """Have the folder be a checkpoint; rank 0."""
+        if writer.coll.rank != 0:
+            return part
+        folder = await writer.stream.submit(self._finish_folder, part, written)
+        if self.keep is not None:
+            await writer.beside.submit(folders.remove_old, self.path, self.keep)
+        return folder
+
+    def _finish_folder(self, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]) -> Path:
+        """Write the manifest, and rename the folder; on the thread for files."""
+        assert self.copied is not None
         tensors: dict[str, list[Stored]] = {}
-        for rank, (facts, entries, _) in enumerate(told):
-            file = part / file_name(rank)
+        for rank, (facts, entries, _) in enumerate(written):
+            file = part / folders.file_name(rank)
             if not file.exists() or file.stat().st_size != facts.nbytes:
                 raise FileNotFoundError(
                     f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?"
                 )
             for entry in entries:
                 tensors.setdefault(entry.name, []).append(Stored(rank, entry))
-        pieces_of(tensors)
+        check_filled(tensors)
         manifest = Manifest(
-            [facts for facts, _, _ in told], tensors, copied.parts, self.extra, [own for *_, own in told]
+            [facts for facts, _, _ in written], tensors, self.copied.parts, self.extra, [own for *_, own in written]
         )
-        folders.write_file(part / MANIFEST, manifest.packed())
-        return folders.commit(self.path, number, self.keep)
+        with folders.new_file(part / folders.MANIFEST) as fd:
+            folders.write_all(fd, memoryview(manifest.packed()))
+        return folders.commit(self.path, self.number)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import get_ident, get_native_id
+from threading import get_native_id
 from typing import TypeVar
 
 import torch
@@ -15,33 +15,29 @@ from torch import Tensor
 
 from aiodist.communicator import Communicator
 from aiodist.errors import CommunicatorAborted
-from aiodist.handles import Handle, Lane, Origin, Progress, Scheduler
+from aiodist.handles import Handle, Origin, Progress
 from aiodist.streams import HostStream
 
 T = TypeVar("T")
 
-_PRIORITY = -10
 _LOOK_SECONDS = 0.5
 _NICE = 19
-_REST = 14.0
-"""How long the thread for files rests behind each part, in times that it took."""
 
 
 class Writer:
     """The checkpoints of one communicator, on this rank; made at the first, it ends with its communicator.
 
-    It owns a duplicate of the communicator, the thread for files, and the memory into which shares are copied.
+    It owns a duplicate of the communicator, two threads for files, and the memory into which shares are copied.
+    `stream` makes and reads files. `beside` is of low priority: it has what takes long beside steps.
     """
 
     def __init__(self, coll: Communicator) -> None:
         self.parent = coll
-        self.lane: Lane = Scheduler.current().lane(f"files {coll.name}", _PRIORITY)
         self.progress = Progress.current()
         self.buffers = BufferPool(self.progress)
         self.coll: Communicator
         self.stream: HostStream
-        self._thread = 0
-        self._cores = 0
+        self.beside: HostStream
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
         self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,20 +85,10 @@ class Writer:
         """Make the duplicate; from then on its communicator does not close before this is closed."""
         everybody = tuple(range(self.parent.size))
         self.coll = await self.parent.parts.registry.join(self.parent, name, everybody, shared=False)
-        self.stream = HostStream(f"files {self.coll.name}")
-        await self.stream.__aenter__()
+        self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
+        self.beside = await HostStream(f"files beside {self.coll.name}").__aenter__()
         self.coll.admit(self)
-        self._thread = await self.stream.submit(_lower_priority)
-        self._cores = _own_cores(self.coll.local_size)
-
-    async def rest(self, seconds: float, *, on_device: bool) -> None:
-        """Leave the cores to the steps, after `seconds` of work, if there are too few for both and a step is made.
-
-        Steps use as many as torch has threads, or one where they compute on a device.
-        """
-        used = 1 if on_device else torch.get_num_threads()
-        if used >= self._cores and self.progress.computing - {self._thread} and not self.buffers.wanted:
-            await asyncio.sleep(seconds * _REST)
+        await self.beside.submit(_lower_priority)
 
     # --- a guest of its communicator ------------------------------------------------------------------------------
 
@@ -112,14 +98,16 @@ class Writer:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.stream.aclose()
+        await self.beside.aclose()
 
     def abort(self) -> None:
         """Give up what is under way: nothing of it becomes a checkpoint."""
         self._forgotten()
-        self.buffers.abort()
+        self.buffers.given_up = True
         for task in self._tasks:
             task.cancel()
         self.stream.abort()
+        self.beside.abort()
 
     def _forgotten(self) -> None:
         self.progress.belongings[Writer].pop(self.parent, None)
@@ -128,17 +116,10 @@ class Writer:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
 
 
-def _lower_priority() -> int:
-    """Have the calling thread run when no other wants its core (setpriority(2) is of threads); return its number."""
+def _lower_priority() -> None:
+    """Have the calling thread run when no other wants its core: setpriority(2) is of threads."""
     with suppress(OSError):  # a container may refuse it
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
-    return get_ident()
-
-
-def _own_cores(ranks: int) -> int:
-    """Return how many cores this process has of those that it may use, which the `ranks` of this host may share."""
-    allowed = len(os.sched_getaffinity(0))
-    return allowed if allowed <= (os.cpu_count() or 1) // ranks else allowed // ranks
 
 
 class BufferPool:
@@ -148,21 +129,16 @@ class BufferPool:
         self._progress = progress
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         self._free.put(torch.empty(0, dtype=torch.uint8))
-        self._given_up = False
-        self.wanted = False
-        """A step waits for memory."""
+        self.given_up = False
+        """Nothing is written any more: a thread that waits for memory need not."""
 
     def borrow(self, nbytes: int) -> Tensor:
         """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
-        self.wanted = True
-        try:
-            while True:
-                with suppress(Empty):
-                    return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
-                if self._progress.loop.is_closed() or self._given_up:
-                    raise RuntimeError("the checkpoint before was given up")
-        finally:
-            self.wanted = False
+        while True:
+            with suppress(Empty):
+                return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
+            if self._progress.loop.is_closed() or self.given_up:
+                raise RuntimeError("the checkpoint before was given up")
 
     def borrow_nowait(self, nbytes: int) -> Tensor:
         """Return `nbytes` of memory, new where the save before is not written."""
@@ -180,7 +156,3 @@ class BufferPool:
         """It is written, or never will be."""
         if self._free.empty():
             self._free.put(buffer)
-
-    def abort(self) -> None:
-        """Nothing is written any more: a thread that waits for memory need not."""
-        self._given_up = True

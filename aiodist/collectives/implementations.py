@@ -48,15 +48,14 @@ class NativeCollectives(Implementation):
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
-        self.finishes, self.inline_bytes, self.in_order = native.finishes, native.inline_bytes, native.in_order
-        self.recallable = native.recallable
+        self.finishes, self.in_order, self.recallable = native.finishes, native.in_order, native.recallable
         self._native = native
 
     def lacks(self, wanted: Wanted) -> str | None:
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what the library begins with one call, where nothing has to be converted before."""
+        """Return what a library begins with one call, where nothing has to be converted before."""
         short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
         if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
@@ -140,7 +139,6 @@ class Repertoire:
 
     @property
     def carrier(self) -> str:
-        """The library that carries the communicator."""
         return self._transport.name
 
     @property
@@ -218,7 +216,6 @@ class Repertoire:
         return None if offer.state is State.AVAILABLE else f"{edit.impl} is {offer.state}: {offer.reason}"
 
     def edited(self, edits: Sequence[Edit]) -> Repertoire:
-        """Return the one after `edits`."""
         table = self.table
         for edit in edits:
             if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices that are not here

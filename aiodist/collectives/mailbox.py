@@ -3,12 +3,13 @@
 A message is a header of fixed size, with the data in it when that is short; longer data follows under a tag of
 its own. One receive for headers, from any source, is posted while somebody waits; matching is done here. So a
 receive that nothing matched can be withdrawn without losing a message, sizes need not be known, and every backend
-behaves the same.
+behaves the same. A synchronous message asks for an answer, a header of its own kind, when a receive has matched it.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +28,17 @@ from aiodist.handles import join
 from aiodist.types import ANY
 
 _HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
-_BEHIND, _INLINE, _IN_PIECES = range(3)
-"""Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them."""
+_BEHIND, _INLINE, _IN_PIECES, _RETURNED = range(4)
+"""Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them; or
+the receive that they were for was given up."""
+_SYNCHRONOUS = 0x80
+"""Added to the form of a message that asks for an answer."""
 _META_AT = _HEADER.size
 _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
 _INLINE_BYTES = _FRAME_BYTES - _DATA_AT
 _HEADER_TAG = 0
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _PAYLOAD_TAGS = 1 << 20
 
 
@@ -46,6 +51,8 @@ class Arrived:
     source: int
     tag: int
     nbytes: int
+    kind: int
+    """What it carries: `Mailbox.TENSOR` or `Mailbox.OBJECT`."""
 
 
 @dataclass(eq=False)
@@ -53,6 +60,7 @@ class Wanted:
     """A receive that waits for its message."""
 
     kind: int
+    """Of the messages that it takes; ANY takes both."""
     src: int
     tag: int
     into: Tensor | None
@@ -61,6 +69,8 @@ class Wanted:
     """What it does on a device, where `into` lies on one, or the message may."""
     work_later: Callable[[], DeviceWork] | None = None
     """Makes it, where the message may and this process has used no device yet: it opens none for what may not come."""
+    given: _Unexpected | None = None
+    """The message that it was matched with."""
 
     def cancel(self) -> None:
         """Nothing of it will be done on a device."""
@@ -79,6 +89,13 @@ class _Unexpected:
     meta: Meta
     form: int
     data: Tensor | None = field(repr=False)
+    synchronous: bool = False
+    """Its sender waits for an answer."""
+    place: int = 0
+    """Among all that came."""
+    error: BaseException | None = None
+    """What it came to, where it was put back; `waiting` is told when that is known, or its data."""
+    waiting: list[Done] = field(default_factory=list)
 
     def __str__(self) -> str:
         what = self.meta if self.kind == Mailbox.TENSOR else f"an object of {self.meta.nbytes} bytes"
@@ -91,7 +108,7 @@ class Mailbox:
     What is raised while a message is sent or received is the error of that one: `done` or `finish` gets it.
     """
 
-    TENSOR, OBJECT, _FAREWELL = 0, 1, 2
+    TENSOR, OBJECT, _FAREWELL, _ANSWER = range(4)
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -102,6 +119,9 @@ class Mailbox:
         self._unexpected: list[_Unexpected] = []
         self._listening = False
         self._sent = 0
+        self._heard_of = 0
+        self._unanswered: dict[int, Done] = {}
+        """By payload number: the synchronous messages that nothing is known to have matched."""
         self._parting: Done | None = None
         self._farewell_heard = False
 
@@ -114,19 +134,26 @@ class Mailbox:
         """Return what came and no receive has matched, as words; from any thread."""
         return [str(message) for message in tuple(self._unexpected)]
 
-    def send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done) -> None:
-        """Send `t`; `done` when it may be reused, which for this rank itself is at once."""
-        guarded(lambda told: self._send(t, dst, tag, kind, told), done)
+    def send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done, *, synchronous: bool = False) -> None:
+        """Send `t`; `done` when it may be reused, which for this rank itself is at once.
 
-    def _send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done) -> None:
+        `synchronous`: not before a receive has matched it.
+        """
+        guarded(lambda told: self._send(t, dst, tag, kind, synchronous, told), done)
+
+    def _send(self, t: Tensor, dst: int, tag: int, kind: int, synchronous: bool, done: Done) -> None:
         flat = bytes_of(t)
+        self._sent = number = self._sent % _PAYLOAD_TAGS + 1
+        if synchronous:
+            done = self._unanswered[number] = join(2, done)
+            self._listen()
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
             # What it is copied behind on a device is queued on the stream that is current now.
 
             def copied(data: Tensor | None, error: BaseException | None) -> None:
                 if data is not None:
-                    self._arrived(_Unexpected(kind, dst, tag, 0, meta, _INLINE, data))
+                    self._arrived(_Unexpected(kind, dst, tag, number, meta, _INLINE, data, synchronous))
                 done(error)
 
             if t.is_cpu:
@@ -135,10 +162,10 @@ class Mailbox:
                 assert self.device_messages is not None
                 self.device_messages.fetch(flat, copied)
             return
-        self._sent = self._sent % _PAYLOAD_TAGS + 1
         inline = flat.nbytes <= (_INLINE_BYTES if t.is_cpu else 0)
         form = _INLINE if inline else _BEHIND if t.is_cpu else _IN_PIECES
-        frame = self._frame(kind, form, tag, t, flat.nbytes if inline else 0)
+        marked = form | _SYNCHRONOUS if synchronous else form
+        frame = self._frame(kind, marked, tag, t, number, flat.nbytes if inline else 0)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
             self._transport.isend(frame, dst, _HEADER_TAG, keeping(frame, done))
@@ -146,14 +173,14 @@ class Mailbox:
             both = join(2, keeping(frame, done))
             self._transport.isend(frame, dst, _HEADER_TAG, both)
             if form == _BEHIND:
-                guarded(lambda told: self._transport.isend(flat, dst, self._sent, told), both)
+                guarded(lambda told: self._transport.isend(flat, dst, number, told), both)
             else:
                 assert self.device_messages is not None
-                guarded(partial(self.device_messages.send, self._transport, flat, dst, self._sent), both)
+                guarded(partial(self.device_messages.send, self._transport, flat, dst, number), both)
 
-    def _frame(self, kind: int, form: int, tag: int, t: Tensor, room: int) -> Tensor:
-        """Return the header of a message of `t`, with so much room behind it."""
-        head = _HEADER.pack(kind, form, self._transport.rank, tag, self._sent) + pack_meta(t)
+    def _frame(self, kind: int, form: int, tag: int, t: Tensor, number: int, room: int = 0) -> Tensor:
+        """Return the header of message `number`, of `t`, with so much room behind it."""
+        head = _HEADER.pack(kind, form, self._transport.rank, tag, number) + pack_meta(t)
         frame = torch.empty(self._frame_bytes or (_DATA_AT + room), dtype=torch.uint8)
         frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return frame
@@ -163,7 +190,7 @@ class Mailbox:
 
         Every rank says so to the next one, when all have issued what they will. So no receive stays behind.
         """
-        frame = self._frame(self._FAREWELL, _INLINE, 0, torch.empty(0, dtype=torch.uint8), 0)
+        frame = self._frame(self._FAREWELL, _INLINE, 0, _NOTHING, 0)
         both = join(2, keeping(frame, done))
         self._transport.isend(frame, (self._transport.rank + 1) % self._transport.size, _HEADER_TAG, both)
         if self._farewell_heard:
@@ -206,41 +233,80 @@ class Mailbox:
         self._listening = False
         if error is None:
             try:
-                if self._is_farewell(frame):
-                    return
-                self._arrived(_read(frame))
+                self._take_in(frame)
             except Exception as raised:  # noqa: BLE001  - whose message it was nobody knows
                 error = ours(raised)
         if error is not None:
             self._fail(error)
-        elif self._wanted or self._parting is not None:
+        elif self._wanted or self._unanswered or (self._parting is not None and not self._farewell_heard):
             self._listen()
 
-    def _is_farewell(self, frame: Tensor) -> bool:
-        """Return True, and tell who waits for it, when the rank before this one in the ring says that it ends."""
-        if frame[0] != self._FAREWELL:
-            return False
-        self._farewell_heard = True
-        if self._parting is not None:
-            self._parting(None)
-        return True
+    def _take_in(self, frame: Tensor) -> None:
+        """Take a message, an answer, or that the rank before this one in the ring says that it ends."""
+        if frame[0] == self._FAREWELL:
+            self._farewell_heard = True
+            if self._parting is not None:
+                self._parting(None)
+        elif frame[0] == self._ANSWER:
+            self._unanswered.pop(_HEADER.unpack_from(frame.numpy().data)[-1])(None)
+        else:
+            self._arrived(_read(frame))
+
+    def _answer(self, message: _Unexpected) -> None:
+        """Tell who sent it that a receive has matched it."""
+        message.synchronous = False
+        if message.source == self._transport.rank:
+            self._unanswered.pop(message.payload)(None)
+            return
+        frame = self._frame(self._ANSWER, _INLINE, 0, _NOTHING, message.payload)
+        told = keeping(frame, lambda error: None)  # who is gone waits for no answer
+        guarded(partial(self._transport.isend, frame, message.source, _HEADER_TAG), told)
 
     def _fail(self, error: BaseException) -> None:
         """Nothing can be received any more."""
         wanted, self._wanted = self._wanted, []
-        tell((partial(_fail, receive), error) for receive in wanted)
+        unanswered, self._unanswered = self._unanswered, {}
+        tell([*((partial(_fail, receive), error) for receive in wanted), *((d, error) for d in unanswered.values())])
         if self._parting is not None:
             self._parting(error)
 
     def _arrived(self, message: _Unexpected) -> None:
+        self._heard_of += 1
+        message.place = self._heard_of
+        if not self._matched(message):
+            self._unexpected.append(message)
+
+    def put_back(self, wanted: Wanted) -> Callable[[Arrived | None, BaseException | None], None] | None:
+        """Have what `wanted` was given, and nobody will see, go to the next receive that matches; in its place.
+
+        Return what to tell when the transfer, which may go on, is over; None where nothing has matched.
+        """
+        if (message := wanted.given) is None:
+            return None
+        message.form, message.data = _RETURNED, None
+        if not self._matched(message):
+            insort(self._unexpected, message, key=lambda other: other.place)
+
+        def over(arrived: Arrived | None, error: BaseException | None) -> None:
+            message.data = None if arrived is None else bytes_of(arrived.data.cpu())
+            message.error = error
+            tell((then, None) for then in message.waiting)
+
+        return over
+
+    def _matched(self, message: _Unexpected) -> bool:
+        """Return True, and deliver it, where a receive waits for such a message."""
         for wanted in self._wanted:
             if _matches(wanted, message):
                 self._wanted.remove(wanted)
                 self._deliver(message, wanted)
-                return
-        self._unexpected.append(message)
+                return True
+        return False
 
     def _deliver(self, message: _Unexpected, wanted: Wanted) -> None:
+        wanted.given = message
+        if message.synchronous:
+            self._answer(message)
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
@@ -252,7 +318,7 @@ class Mailbox:
             if error is not None or refusal is not None:
                 wanted.finish(None, error or refusal)
             else:
-                wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes), None)
+                wanted.finish(Arrived(into, message.source, message.tag, meta.nbytes, message.kind), None)
 
         def take(told: Done) -> None:
             nonlocal into, work
@@ -276,9 +342,13 @@ class Mailbox:
         guarded(take, finish)
 
     def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
-        if message.data is not None:
+        if message.error is not None:
+            done(message.error)
+        elif message.data is not None:
             copy(flat, message.data)
             done(None)
+        elif message.form == _RETURNED:
+            message.waiting.append(lambda _: guarded(partial(self._take, message, flat), done))
         elif message.form == _IN_PIECES:
             assert self.device_messages is not None
             pieces = self.device_messages.cut(flat)
@@ -308,7 +378,7 @@ class Mailbox:
             on_host(message.data, None)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8)
-            guarded(partial(self._transport.irecv, host, message.source, message.payload), partial(on_host, host))
+            guarded(partial(self._take, message, host), partial(on_host, host))
 
 
 def _read(frame: Tensor) -> _Unexpected:
@@ -316,8 +386,9 @@ def _read(frame: Tensor) -> _Unexpected:
     data = frame.numpy().data
     kind, form, source, tag, payload = _HEADER.unpack_from(data)
     meta = unpack_meta(data, _META_AT)
+    synchronous, form = bool(form & _SYNCHRONOUS), form & ~_SYNCHRONOUS
     inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
-    return _Unexpected(kind, source, tag, payload, meta, form, inlined)
+    return _Unexpected(kind, source, tag, payload, meta, form, inlined, synchronous)
 
 
 def _fail(wanted: Wanted, error: BaseException | None) -> None:
@@ -326,7 +397,9 @@ def _fail(wanted: Wanted, error: BaseException | None) -> None:
 
 
 def _matches(wanted: Wanted, message: _Unexpected) -> bool:
-    return wanted.kind == message.kind and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
+    return (
+        wanted.kind in (ANY, message.kind) and wanted.src in (ANY, message.source) and wanted.tag in (ANY, message.tag)
+    )
 
 
 def _refusal(meta: Meta, into: Tensor | None) -> BaseException | None:

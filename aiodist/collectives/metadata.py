@@ -8,11 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, dtype_name
-
-__all__ = ["DTYPES", "DTYPE_CODES", "META_BYTES", "Meta", "pack_meta", "unpack_meta"]
-
-DTYPE_CODES = {kind: code for code, kind in enumerate(DTYPES)}
+from aiodist.backends.base import DTYPES, dtype_code, dtype_name
 
 _MAX_DIMS = 16
 _ON_DEVICE = 0x80
@@ -30,12 +26,10 @@ class Meta(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the data."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -46,7 +40,7 @@ def pack_meta(t: Tensor) -> bytes:
     """Return `META_BYTES` bytes; shapes of more than 16 dimensions travel flat."""
     shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
     dims = len(shape) if t.is_cpu else len(shape) | _ON_DEVICE
-    return _FORMAT.pack(DTYPE_CODES[t.dtype], dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))
+    return _FORMAT.pack(dtype_code(t.dtype), dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))
 
 
 def unpack_meta(data: bytes | bytearray | memoryview, offset: int = 0) -> Meta:

@@ -17,7 +17,6 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, key_of, ours
 from aiodist.collectives.traffic import Traffic
-from aiodist.handles import LARGE_BYTES
 from aiodist.types import ReduceOp
 
 T = TypeVar("T")
@@ -105,8 +104,6 @@ class Implementation(ABC):
     name: str
     finishes: bool = False
     """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
-    inline_bytes: int = LARGE_BYTES
-    """Shorter tensors are worked on by the thread that issues or awaits, longer ones by the progress thread."""
     in_order: bool = False
     """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
     recallable: bool = False
@@ -243,14 +240,13 @@ def concurrently(programs: Sequence[Program[None]]) -> Program[None]:
 class Nested:
     """The call that runs a program of its own; code that wraps calls can wrap that program's too."""
 
-    program: Program[None]
+    program: Program[Any]
 
     def __call__(self, done: Done) -> None:
-        """Run it."""
         over = False
         failed: BaseException | None = None
 
-        def finish(_: None, error: BaseException | None) -> None:
+        def finish(_: object, error: BaseException | None) -> None:
             nonlocal failed
             if over:
                 done(error)
@@ -306,11 +302,7 @@ def _joined(calls: Sequence[Call]) -> list[Call]:
         else:
             items[call.key] = list(call.items)
             joined.append(Joint(call.key, items[call.key], call.start))
-    return joined + [Nested(_without_results(lockstep(programs))) for programs in apart.values()]
-
-
-def _without_results(program: Program[Any]) -> Program[None]:
-    yield from program
+    return joined + [Nested(lockstep(programs)) for programs in apart.values()]
 
 
 def meet(done: Done) -> None:

@@ -50,11 +50,9 @@ class SubEndpoint(Endpoint):
         self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
 
     def send(self, t: Tensor, dst: int) -> Call:
-        """Return the call that sends `t` to rank `dst` of these."""
         return super().send(t, self.ranks[dst])
 
     def recv(self, t: Tensor, src: int) -> Call:
-        """Return the call that receives `t` from rank `src` of these."""
         return super().recv(t, self.ranks[src])
 
 
@@ -77,19 +75,12 @@ class Scheduled(Implementation):
 
     `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
     `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
-    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`). Raises
-    ValueError for an unknown name and for too many chunks.
+    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`).
     """
 
     recallable = True
 
     def __init__(self, name: str, chunks: int | None = None, limits: Mapping[str, int] = USUAL_LIMITS) -> None:
-        known = {one: algorithm for names in SCHEDULES.values() for one, algorithm in names.items()}
-        if name not in known:
-            raise ValueError(f"no schedule {name!r}: there are {', '.join(sorted(known))}")
-        most = max(names[name].most_chunks for names in SCHEDULES.values() if name in names)
-        if chunks is not None and not 1 <= chunks <= most:
-            raise ValueError(f"{chunks} chunks: schedule {name!r} takes 1 to {most}")
         self.name = name
         self.chunks = chunks
         self._limits = limits
@@ -213,7 +204,6 @@ class _Scratch:
         return self._room[self._taken - count : self._taken]
 
     def release(self) -> None:
-        """Say that the step is over."""
         self._taken = 0
 
 

@@ -49,7 +49,6 @@ class Traffic:
         self._refusal: BaseException | None = None
 
     def check(self) -> None:
-        """Raise what the operation was refused with, if it was."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
 

@@ -61,6 +61,8 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
     the first of each host, takes part for its host (docs/algorithms.md).
     """
 
+    _registry: Registry[Communicator]
+
     # --- other communicators --------------------------------------------------------------------------------
 
     def dup(self, *, thread: bool = False) -> Handle[Communicator]:
@@ -288,7 +290,7 @@ async def root_levels(world: Communicator, make: Callable[[Communicator], Hierar
     levels = built.levels
     asked = Asked("init(levels=)", built.name, keys_of(levels), forms_of(levels))
     agree(world.name, await world.allgather_object(asked))
-    world.upkeep.set_levels(levels.below(world.topology.host_of))
+    world.upkeep.set_levels(levels.below(world.topology.host_of), None)
 
 
 def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]:
@@ -309,9 +311,10 @@ def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]
 def _issue(
     comm: Communicator, kind: str, asked: Asked, join: Callable[[str, list[Asked]], Coroutine[Any, Any, T]]
 ) -> Handle[T]:
+    registry: Registry[Communicator] = comm.parts.registry
     agreed = comm.allgather_object(asked)
-    name = comm.parts.registry.next_name(comm, "span" if kind == "span" else "hierarchy")
-    return comm.parts.registry.later(comm, kind, agreed, lambda table: join(name, table))
+    name = registry.next_name(comm, "span" if kind == "span" else "hierarchy")
+    return registry.later(comm, kind, agreed, lambda table: join(name, table))
 
 
 async def _level(comm: Communicator, name: str, groups: Levels, number: int) -> Level:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import key_of, tag_of
+from aiodist.backends.base import Transport, key_of, tag_of
+from aiodist.backends.shm import Neighbourhood
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
+from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
+from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
@@ -25,7 +28,6 @@ from aiodist.communicator.fingerprint import Fingerprint, described
 from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.names import Named
-from aiodist.communicator.registry import Parts, Registry
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
@@ -52,10 +54,41 @@ class CommunicatorStatistics:
     """How many collectives were issued by `name=`; they are not among `collectives`."""
 
 
+class Parts(NamedTuple):
+    """What is below the calls of a communicator, for what is built upon one within aiodist."""
+
+    dispatcher: Dispatcher
+    transport: Transport
+    registry: Any
+    """The `Registry` that made it."""
+    repertoire: Repertoire
+
+
+class Upkeep(NamedTuple):
+    """What the registry does to a communicator; apart from the calls, since users make none of it."""
+
+    apply_edits: Callable[[Sequence[Edit]], None]
+    """Have the selector's table be as after the edits, for every operation from the next one on."""
+    compare_edit: Callable[[Edit], Handle[None]]
+    """Issue the comparison of an edit with the other ranks'; where they differ the communicator is given up."""
+    set_levels: Callable[[Levels | None, tuple[Base, Sequence[int]] | None], None]
+    """Form the levels; without them, those that are left among its ranks of what it was made of."""
+
+
+class Keeper(Protocol):
+    """What the communicators of one rank have in common: the registry, as they see it."""
+
+    accelerator: Accelerator | None
+    near: Neighbourhood | None
+
+    def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
+        """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
+
+
 class Base:
     """A group of ranks: its place, and the way every call takes."""
 
-    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Any]) -> None:
+    def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
         self._dispatcher = dispatcher
         self._transport = dispatcher.transport
         self._topology = topology
@@ -68,7 +101,7 @@ class Base:
         self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
         self._selector = Selector(
-            self._repertoire, lambda edit: registry.edit(self.name, self.upkeep, edit), lambda: dispatcher.large_bytes
+            self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
         )
         self._can_be_quick = self._transport.size > 1
         self._direct = Direct(dispatcher, self._device)
@@ -81,7 +114,7 @@ class Base:
     @property
     def upkeep(self) -> Upkeep:
         """What the registry does to it: for aiodist itself."""
-        return Upkeep(self)
+        return Upkeep(self._apply_edits, self._compare_edit, self._set_levels)
 
     # --- who and where --------------------------------------------------------------------------------------
 
@@ -189,6 +222,34 @@ class Base:
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
 
+    # --- what the registry does to it -------------------------------------------------------------------------
+
+    def _apply_edits(self, edits: Sequence[Edit]) -> None:
+        with self._dispatcher.undisturbed():
+            self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
+            self._direct.follow(self._repertoire)
+            self._plans.clear()
+            self._queue_plans.clear()
+            for edit in edits:
+                if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
+                    self._dispatcher.large_bytes = edit.value
+
+    def _compare_edit(self, edit: Edit) -> Handle[None]:
+        dispatcher = self._dispatcher
+        with dispatcher.undisturbed():
+            seq = self.seq
+            endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
+            program = compared(
+                Primitives(endpoint, self._repertoire, "direct"),
+                edit,
+                lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
+            )
+            handle = dispatcher.collective(Fingerprint("selector"), program)
+        return handle.detach()  # nobody has to look: what went wrong, every later operation says too
+
+    def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
+        self._levels, self._made_of = levels, made_of
+
     # --- issuing --------------------------------------------------------------------------------------------
 
     def _issue(
@@ -204,11 +265,16 @@ class Base:
         expects: bool = False,
     ) -> Handle[Any]:
         """`expects`: where no tensor says so, results may yet lie on this rank's device."""
-        if terms.name is not None:
-            return self._issue_named(what, program, claims, ts, terms, convert, outs)
         nbytes = sum(t.nbytes for t in ts)
         # In their order, which ranks have in common where they have devices of their own.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
+        if terms.name is not None:
+            if where:
+                why = "expected the CPU, since a device takes operations in one order"
+                raise ValueError(f"name= with a tensor on {next(iter(where))}: {why}")
+            return self._dispatcher.collective(
+                what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert, when=self._named(terms)
+            )
         tag = tag_of(self.seq)
         work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
         if work:
@@ -234,26 +300,6 @@ class Base:
             raise
         attach(handle, work, (ts, outs, claims))
         return handle
-
-    def _issue_named(
-        self,
-        what: Fingerprint,
-        program: Program[Any],
-        claims: Sequence[Claim],
-        ts: Sequence[Tensor],
-        terms: Terms,
-        convert: Callable[[Any], Any] | None,
-        outs: Sequence[Tensor | None],
-    ) -> Handle[Any]:
-        devices = sorted({str(t.device) for t in (*ts, *outs) if t is not None and not t.is_cpu})
-        if devices:
-            raise ValueError(
-                f"name= with a tensor on {devices[0]}: expected the CPU, since a device takes operations in one order"
-            )
-        nbytes = sum(t.nbytes for t in ts)
-        return self._dispatcher.named(
-            self._named(terms), what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert
-        )
 
     def _named(self, terms: Terms) -> Named:
         """Return the next use of the name; raise where it cannot be issued."""
@@ -379,46 +425,3 @@ def check_alike(ts: list[Tensor]) -> list[Tensor]:
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
         raise ValueError(f"ts are {described(ts)}: expected the same dtype and number of elements")
     return ts
-
-
-class Upkeep(NamedTuple):
-    """What the registry does to a communicator that it made; apart from the calls, since users make none of it."""
-
-    communicator: Base
-
-    def apply_edits(self, edits: Sequence[Edit]) -> None:
-        """Have the selector's table be as after `edits`, for every operation from the next one on."""
-        comm = self.communicator
-        with comm._dispatcher.undisturbed():
-            self._apply_edits(edits)
-
-    def _apply_edits(self, edits: Sequence[Edit]) -> None:
-        comm = self.communicator
-        comm._repertoire = comm._selector.repertoire = comm._repertoire.edited(edits)
-        comm._direct.follow(comm._repertoire)
-        comm._plans.clear()
-        comm._queue_plans.clear()
-        for edit in edits:
-            if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
-                comm._dispatcher.large_bytes = edit.value
-
-    def compare_edit(self, edit: Edit) -> Handle[None]:
-        """Issue the comparison of `edit` with the other ranks'; where they differ the communicator is given up."""
-        with self.communicator.parts.dispatcher.undisturbed():
-            return self._compare_edit(edit)
-
-    def _compare_edit(self, edit: Edit) -> Handle[None]:
-        dispatcher, transport, _, repertoire = self.communicator.parts
-        seq = self.communicator.seq
-        endpoint = Endpoint(transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
-        program = compared(
-            Primitives(endpoint, repertoire, "direct"),
-            edit,
-            lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
-        )
-        handle = dispatcher.collective(Fingerprint("selector"), program)
-        return handle.detach()  # nobody has to look: what went wrong, every later operation says too
-
-    def set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None = None) -> None:
-        """Form `levels`; without them, those that are left among its ranks of what it was made of."""
-        self.communicator._levels, self.communicator._made_of = levels, made_of

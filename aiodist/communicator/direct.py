@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import Wanted, key_of, tag_of
-from aiodist.backends.shm.lanes import KINDS, Kind, dtype_code, op_code
+from aiodist.backends.base import Wanted, dtype_code, key_of, tag_of
+from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.backends.words import word_of
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op

@@ -67,8 +67,6 @@ class ReductionPlan(NamedTuple):
     what: Fingerprint
     nbytes: int
     start: Begin
-    inline_bytes: int
-    """From here on it begins on the progress thread, unless the communicator says otherwise."""
 
 
 class QueuePlan(NamedTuple):
@@ -233,31 +231,48 @@ class Dispatcher:
         nbytes: int = 0,
         timeout: float | None = None,
         convert: Callable[[Any], Any] | None = None,
-        when: When = When.HOST,
+        when: When | Named = When.HOST,
         queues: bool = False,
     ) -> Handle[Any]:
-        """Issue `program` as the next operation that all ranks take part in.
+        """Issue `program` as an operation that all ranks take part in.
 
-        It begins `when` the ranks are known to agree on it. With `queues` it only queues its work on a device, which
-        takes no time. `convert` makes the result of what the program returns, on the loop's thread: it may run the
-        user's code.
+        It is the next one in their order, and begins `when` they are known to agree on it; or it is that use of a name:
+        it has no number in the order, and begins when every rank has issued the same as that. With `queues` it only
+        queues its work on a device, which takes no time. `convert` makes the result of what the program returns, on
+        the loop's thread: it may run the user's code.
         """
-        traffic = self.traffic()
-        handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout)
-        self.oplog.record(what, handle.raw_origin)
+        if isinstance(when, Named):
+            handle = self._handle(what.kind, nbytes, claims, timeout, when)
+            self.names.record(when, handle, what)
+            self._watchdog.came(when)
+        else:
+            traffic = self.traffic()
+            handle = self._handle(what.kind, nbytes, claims, timeout)
+            self.oplog.record(what, handle.raw_origin)
         completion = Completion(self, handle, claims, convert)
         work_bytes = 0 if queues else nbytes
+        large = work_bytes >= self.large_bytes
         if self.gate is None:
             self.start(partial(completion.run, program), work_bytes)
             return handle
-        large = work_bytes >= self.large_bytes
+        refuse = partial(completion.refuse, program)
+        if isinstance(when, Named):
+            begin = partial(self._begin_named, partial(completion.run, program), large)
+            self.names.meet(when, what.word, (begin, refuse))
+            return handle
         entry = Entry(handle.seq, what.word ^ handle.seq, when, traffic, large=large)
         failure = self.disputes.refuse(handle.seq)
         start = partial(completion.run, program, entry)
-        refuse = partial(completion.refuse, program)
         entry.calls = (start if failure is None else partial(refuse, failure)), refuse
         self.start(partial(self.gate.enter, entry), work_bytes)
         return handle
+
+    def _begin_named(self, run: Callable[[], None], large: bool) -> None:
+        """All ranks have come; what is large leaves the loop's thread alone."""
+        if large and self.progress.owns_thread():
+            self.progress.start_in_thread(run)
+        else:
+            run()
 
     def finish(self, handle: Handle[Any], call: Callable[[], object]) -> None:
         """See `Owner`."""
@@ -265,39 +280,6 @@ class Dispatcher:
             self.progress.post(call)
         else:
             handle.finish_with(call)
-
-    def named(
-        self,
-        use: Named,
-        what: Fingerprint,
-        program: Program[T],
-        claims: Sequence[Claim] = (),
-        *,
-        nbytes: int = 0,
-        timeout: float | None = None,
-        convert: Callable[[Any], Any] | None = None,
-    ) -> Handle[Any]:
-        """Issue `program` as `use` of its name: it begins when all ranks are known to have issued the same as that.
-
-        It has no place in the order, and no number there. `convert`: as of `collective`.
-        """
-        handle: Handle[T] = self._handle(what.kind, nbytes, claims, timeout, use)
-        self.names.record(use, handle, what)
-        self._watchdog.came(use)
-        completion = Completion(self, handle, claims, convert)
-        run = partial(completion.run, program)
-        if self.gate is None:
-            self.start(run, nbytes)
-            return handle
-
-        def begin() -> None:
-            if nbytes >= self.large_bytes and self.progress.owns_thread():
-                self.progress.start_in_thread(run)
-            else:
-                run()
-
-        self.names.meet(use, what.word, (begin, partial(completion.refuse, program)))
-        return handle
 
     def later(self, call: Callable[[], object]) -> None:
         """See `Owner`."""
@@ -326,8 +308,8 @@ class Dispatcher:
         done = once(partial(self._quick_done, handle, claim, t))
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
-        elif plan.nbytes >= (plan.inline_bytes if self.large_bytes == LARGE_BYTES else self.large_bytes):
-            then = self.progress.counted(done) if plan.nbytes < plan.inline_bytes else done
+        elif plan.nbytes >= self.large_bytes:
+            then = self.progress.counted(done) if plan.nbytes < LARGE_BYTES else done
             self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
         else:
             self._start(self._quickly(plan, t, handle.seq, done, large=False))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.gate import Entry, When
-from aiodist.control import Channel
+from aiodist.control import Channel, name_ranks
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Progress
 
@@ -279,8 +279,4 @@ def _sides(texts: dict[int, str]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in by_text.items())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items())

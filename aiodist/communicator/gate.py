@@ -244,9 +244,8 @@ class Gate:
         """
         beginning = [entry for entry in self._line if entry.when is When.ALL]
         for entry in (*self._undecided, *beginning):
-            if entry.seq == seq and not entry.decided:
-                entry.settle(differs=True)
-                self._on_differ(entry)
+            if entry.seq == seq:
+                self._settle(entry, differs=True)
 
     def close(self, error: BaseException) -> None:
         """Compare nothing any more: what has not begun is refused with `error`, and so is what comes."""

@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from sys import _current_frames
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any, NamedTuple
 
-from aiodist.control import Channel
+from aiodist.control import Channel, name_ranks
 from aiodist.handles import Progress
 from aiodist.handles.origin import is_ours
 
@@ -40,7 +41,7 @@ class Wait(NamedTuple):
     """The world ranks that it is known to wait for."""
 
     def __str__(self) -> str:
-        whom = f"for {ranked(self.ranks)} " if self.ranks else ""
+        whom = f"for {name_ranks(self.ranks)} " if self.ranks else ""
         return f"waits {whom}in {self.what}{f', for {self.seconds:.0f} s' if self.seconds >= 1 else ''}"
 
 
@@ -198,25 +199,11 @@ class Inquiry:
         self._progress.post(lambda: reply("loop", on_loop=True))
 
 
-def ranked(ranks: Iterable[int]) -> str:
-    """Return numbers of ranks as words.
-
-    >>> ranked([1]), ranked([3, 1])
-    ('rank 1', 'ranks 1, 3')
-    """
-    numbers = sorted(ranks)
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:8]))}{more}"
-
-
 def line_of_thread(thread_id: int) -> str:
     """Return the innermost line of the program that a thread executes just now."""
-    frames: list[FrameType] = []
     frame = _current_frames().get(thread_id)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return _innermost([(frame.f_code, frame.f_lineno) for frame in reversed(frames)])
+    frames = [] if frame is None else [*walk_stack(frame)]
+    return _innermost([(frame.f_code, line) for frame, line in reversed(frames)])
 
 
 def line_of_task(task: asyncio.Task[Any]) -> str:

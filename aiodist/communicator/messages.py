@@ -1,10 +1,11 @@
-"""Calls between two ranks: tensors in messages."""
+"""Calls between two ranks: tensors in messages, and the messages that come, whatever they carry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from aiodist.collectives.program import Program
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.pickling import unpack
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, gather
 from aiodist.types import ANY
@@ -23,18 +25,37 @@ if TYPE_CHECKING:
     from aiodist.backends.base import Done
 
 
-class PointToPoint(Base):
-    """`send`, `recv` and `sendrecv`."""
+class Message(NamedTuple):
+    """A message that came, as `Communicator.messages` yields it."""
 
-    def send(self, t: Tensor | list[Tensor], dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
+    source: int
+    """The rank that sent it."""
+    tag: int
+    data: Any
+    """The tensor that was sent, in new memory, or the object."""
+
+
+class PointToPoint(Base):
+    """`send`, `recv`, `sendrecv` and `messages`."""
+
+    def send(
+        self,
+        t: Tensor | list[Tensor],
+        dst: int,
+        tag: int = 0,
+        *,
+        synchronous: bool = False,
+        timeout: float | None = None,
+    ) -> Handle[None]:
         """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
 
+        With `synchronous=True` not before a receive has matched it, for which it takes an answer of some 60 bytes.
         `t` has any shape, which `recv()` restores. A list is sent as so many messages. Raises ValueError for a `dst` or
         `tag` out of range. Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
-        return self._send("send", ts, dst, tag, Mailbox.TENSOR, timeout)
+        return self._send("send", ts, dst, tag, Mailbox.TENSOR, timeout, synchronous)
 
     def recv(
         self, t: Tensor | list[Tensor] | None = None, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -55,20 +76,20 @@ class PointToPoint(Base):
             return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
         into = None if t is None else check_tensor(t)
         works = self._work_for(into)
-        accelerator, later = self._registry.accelerator, None
-        if into is None and not works and accelerator is not None and self._repertoire.on_cuda:
-            later = partial(accelerator.work, self.name, self.device)
-        handle, finish = self._dispatcher.message(
-            "recv",
-            0 if into is None else into.nbytes,
-            [] if into is None else writing(into),
-            timeout,
-            Peer(src, None, tag),
-        )
+        nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
+        handle, finish = self._dispatcher.message("recv", nbytes, claims, timeout, Peer(src, None, tag))
         work = next(iter(works), None)
+        later = self._work_later() if into is None and not works else None
         self._dispatcher.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
         attach(handle, works, into)
         return handle
+
+    def _work_later(self) -> Callable[[], DeviceWork] | None:
+        """Return what makes the work of a message that may come from a device; None where there are no devices."""
+        accelerator = self._registry.accelerator
+        if accelerator is None or not self._repertoire.on_cuda:
+            return None
+        return partial(accelerator.work, self.name, self.device)
 
     def _work_for(self, into: Tensor | None) -> list[DeviceWork]:
         """Return what a receive does on a device: where `into` lies, or a tensor that comes from one."""
@@ -121,14 +142,69 @@ class PointToPoint(Base):
         attach(handle, [*sending, *works], (t, into))
         return handle
 
-    def _send(self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None) -> Handle[None]:
+    def messages(
+        self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
+    ) -> AsyncGenerator[Message, None]:
+        """Return an iterator over the messages from `src` with `tag`, as they come: `async for message in ...`.
+
+        It yields tensors (of `send`) and objects (of `send_object`), each as a `Message`: its source, tag and data. It
+        posts one receive for each turn, when the turn begins, and receives match in the order of issue. So a plain
+        `recv()` that was issued before wins the next message, and one that is issued while the body of the loop runs
+        wins what comes meanwhile. Leaving the loop loses no message, and neither does cancelling it: the receive is
+        withdrawn, and a message that had matched goes to the next receive. It ends only so, or by an error.
+
+        Raises ValueError at the call for a `src` or `tag` out of range; while it waits what `recv` raises:
+        OperationTimeout when no message comes for `timeout` seconds, PeerLost where `src` is gone. Unpickling an object
+        runs code of the sender's choice. Cost: as `recv`.
+        """
+        self._dispatcher.check_on_loop("messages()")
+        src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
+        return self._messages(src, tag, timeout)
+
+    async def _messages(self, src: int, tag: int, timeout: float | None) -> AsyncGenerator[Message, None]:
+        while True:
+            handle, wanted = self._next_message(src, tag, timeout)
+            try:
+                arrived = await handle
+            except BaseException:
+                self._dispatcher.progress.exclusively(partial(self._give_up, handle, wanted))
+                raise
+            of_object = arrived.kind == Mailbox.OBJECT
+            yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
+
+    def _next_message(self, src: int, tag: int, timeout: float | None) -> tuple[Handle[Arrived], Wanted]:
+        """Issue a receive of a tensor or of an object; its result is all that is known of the message."""
+        handle, finish = self._dispatcher.message("messages", 0, [], timeout, Peer(src, None, tag))
+
+        def whole(arrived: Arrived | None, error: BaseException | None) -> None:
+            finish(None if arrived is None else replace(arrived, data=arrived), error)
+
+        wanted = Wanted(ANY, src, tag, None, whole, work_later=self._work_later())
+        self._dispatcher.receive(handle, wanted)
+        return handle, wanted
+
+    def _give_up(self, handle: Handle[Arrived], wanted: Wanted) -> None:
+        """Withdraw a receive, and what it was given; the transport lock is held."""
+        if handle.cancel() or (over := self._dispatcher.mailbox.put_back(wanted)) is None:
+            return
+
+        def tell(handle: Handle[Arrived]) -> None:
+            error = handle.exception()
+            there = partial(over, None if error is not None else handle.result(), error)
+            self._dispatcher.progress.exclusively(there)
+
+        handle.add_done_callback(tell)
+
+    def _send(
+        self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None, synchronous: bool
+    ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
         handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, Peer(None, dst, tag))
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:
-            yield [partial(mailbox.send, t, dst, tag, kind) for t in ts]
+            yield [partial(mailbox.send, t, dst, tag, kind, synchronous=synchronous) for t in ts]
 
         self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
         attach(handle, work, ts)

@@ -86,13 +86,15 @@ class Objects(PointToPoint):
         program = operations.alltoall(self._primitives(terms), packed, None)
         return self._issue(Fingerprint("alltoall_object"), program, [], packed, terms, objects.unpack_each)
 
-    def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: float | None = None) -> Handle[None]:
-        """Return None once the object, pickled at the call, is on its way. Only `recv_object` receives it.
+    def send_object(
+        self, obj: object, dst: int, tag: int = 0, *, synchronous: bool = False, timeout: float | None = None
+    ) -> Handle[None]:
+        """Return None once the object, pickled at the call, is on its way. `recv_object` and `messages` receive it.
 
-        Cost: as `send`.
+        `synchronous` and cost: as of `send`.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
-        return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout)
+        return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout, synchronous)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost as of `recv`."""

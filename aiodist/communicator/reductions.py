@@ -211,7 +211,7 @@ class Reductions(Base):
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
-        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin, chosen.inline_bytes)
+        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin)
         return plan
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:

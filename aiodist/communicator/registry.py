@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
+from aiodist.communicator.movement import Movement
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -33,6 +34,8 @@ from aiodist.handles.combinators import all_over
 from aiodist.handles.progress import transport_lock
 
 if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
+
     from aiodist.communicator.levels import Levels
     from aiodist.control import Channel, Exit
     from aiodist.topology import Topology
@@ -72,56 +75,7 @@ class _Making(Handle[T]):
         return {} if self.done() else self.keep.late()
 
 
-class Parts(NamedTuple):
-    """What is below the calls of a communicator, for what is built upon one within aiodist."""
-
-    dispatcher: Dispatcher
-    transport: Transport
-    registry: Registry[Any]
-    repertoire: Repertoire
-
-
-class Tables(Protocol):
-    """What an edit does to one communicator, and the registry when it has made one."""
-
-    def apply_edits(self, edits: Sequence[Edit]) -> None:
-        """Have the table be as after `edits`."""
-
-    def compare_edit(self, edit: Edit) -> Handle[None]:
-        """Issue the comparison of `edit` with the other ranks'."""
-
-    def set_levels(self, levels: Levels | None, made_of: tuple[Any, Sequence[int]] | None = None) -> None:
-        """Form `levels`, or what is left of those of what it was made of."""
-
-
-class Member(Protocol):
-    """A communicator, as the registry sees it."""
-
-    @property
-    def name(self) -> str:
-        """What error messages call it."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number in it."""
-
-    @property
-    def topology(self) -> Topology:
-        """Which of its ranks share a host."""
-
-    @property
-    def parts(self) -> Parts:
-        """What is below its calls."""
-
-    @property
-    def upkeep(self) -> Tables:
-        """What is done to it."""
-
-    def allgather(self, t: torch.Tensor) -> Handle[Any]:
-        """Return the tensors of all ranks."""
-
-
-C = TypeVar("C", bound=Member)
+C = TypeVar("C", bound=Movement)
 
 
 class Registry(Generic[C]):
@@ -159,6 +113,8 @@ class Registry(Generic[C]):
         self._closing: list[C] = []
         self.kept: OpenBlock | None = None
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
+        self.portal: BlockingPortal | None = None
+        """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,6 +156,7 @@ class Registry(Generic[C]):
     ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
         gate = partial(self._gate, transport, ranks, repertoire.within) if transport.size > 1 else None
+        thread = thread or self.portal is not None
         dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate, thread=thread)
         dispatcher.timeout = self._timeout
         if self.accelerator is not None:
@@ -304,12 +261,12 @@ class Registry(Generic[C]):
 
     # --- the selector ----------------------------------------------------------------------------------------
 
-    def edit(self, name: str, upkeep: Tables, edit: Edit) -> Handle[None]:
-        """Edit the tables of communicator `name` and of what was made of it; return the handle of its comparison."""
-        handle = upkeep.compare_edit(edit)
-        upkeep.apply_edits([edit])
-        self._edits.setdefault(name, []).append(edit)
-        for member in [c for c in self._open if c.name.startswith(f"{name}/")]:
+    def edit(self, comm: C, edit: Edit) -> Handle[None]:
+        """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
+        handle = comm.upkeep.compare_edit(edit)
+        comm.upkeep.apply_edits([edit])
+        self._edits.setdefault(comm.name, []).append(edit)
+        for member in [c for c in self._open if c.name.startswith(f"{comm.name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
             with suppress(AiodistError):  # it was given up
                 member.upkeep.compare_edit(edit)
@@ -414,15 +371,14 @@ class Registry(Generic[C]):
         for edit in self._edits.get(parent.name, [])[before:]:
             self._edits.setdefault(made.name, []).append(edit)
             made.upkeep.compare_edit(edit)
-        made.upkeep.set_levels(levels, made_of=(parent, ranks))
+        made.upkeep.set_levels(levels, (parent, ranks))
         if shared:
             self._shared[key] = made
         return made
 
     def _outside(self, name: str, size: int) -> C:
         error = CommunicatorError(f"this rank is outside communicator {name!r}")
-        nobodys = LocalTransport(LocalHub(), -1, size)
-        nobodys.name = "none"
+        nobodys = LocalTransport(LocalHub(), -1, size, name="none")
         return self._make(Dispatcher.refusing(name, nobodys, self._channel, error), None, self)
 
     # --- closing -----------------------------------------------------------------------------------------------

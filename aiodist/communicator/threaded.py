@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from aiodist.communicator import Communicator
+
+if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -29,18 +32,38 @@ def _issues(call: Call) -> Call:
 
 
 def _makes(call: Call) -> Call:
-    """Return `call`, which makes communicators by a task of the loop, for the loop's thread alone."""
+    """Return `call`, which makes communicators by a task of the loop: on the loop's thread, or by way of the portal."""
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        _, _, registry, _ = self.parts
+        if registry.portal is not None and not self.parts.dispatcher.progress.owns_thread():
+            return registry.portal.call(_returned, partial(make, self, *args, **kwargs))
         self.parts.dispatcher.check_on_loop(f"{call.__name__}()")
-        return call(self, *args, **kwargs)
+        return issue(self, *args, **kwargs)
 
-    return _issues(cast(Call, make))
+    issue = _issues(call)
+    return cast(Call, make)
+
+
+async def _returned(call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Return what `call` returns; a portal would await it."""
+    return call()
 
 
 class ThreadedCommunicator(Communicator):
     """A communicator whose collectives and messages any thread may call, one at a time; see `Communicator.dup`."""
+
+    @property
+    def portal(self) -> BlockingPortal:
+        """The way to the loop's thread: `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited.
+
+        Raises RuntimeError unless `aiodist.start` opened the world.
+        """
+        portal: BlockingPortal | None = self.parts.registry.portal
+        if portal is None:
+            raise RuntimeError(f"communicator {self.name!r} has no portal: only a world of aiodist.start() has one")
+        return portal
 
     allreduce = _issues(Communicator.allreduce)
     reduce = _issues(Communicator.reduce)

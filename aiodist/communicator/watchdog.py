@@ -215,10 +215,8 @@ class Watchdog:
         self._old: set[tuple[int, int]] = set()
         """What was pending at the last look; handles would keep their tensors."""
         self._stalled: WeakKeyDictionary[Handle[Any], _Stalled] = WeakKeyDictionary()
-        self._asked: dict[int, set[int]] = {}
-        """By number, who waits for this rank to issue an operation, with what it has issued itself."""
-        self._asked_by_name: dict[tuple[str, int], set[int]] = {}
-        """The same of named ones, by name and use."""
+        self._asked: dict[tuple[str, int], set[int]] = {}
+        """Who waits for this rank to have issued so many uses of a name; see the conversation."""
         watch.members[name] = self
         self._inquiry.channel.subscribe(self._topic, self._heard)
 
@@ -267,18 +265,15 @@ class Watchdog:
 
     def _publish(self, handles: Sequence[Handle[Any]]) -> None:
         """Tell the others of collectives that take long, once of each."""
-        uses = []
         for handle in handles:
             stalled, meets = self._stalled.get(handle), self.pending.get(handle)
             if stalled is None or stalled.published:
                 continue
             stalled.published = True
             if isinstance(meets, Use):
-                uses.append((meets.name, meets.count))
+                self._send(list(self._reached), "stalled", meets.name, meets.count + 1)
             elif meets is True:
-                self._send(list(self._reached), "stalled", handle.seq + 1)
-        if uses:
-            self._send(list(self._reached), "uses", 0, uses)
+                self._send(list(self._reached), "stalled", "", handle.seq + 1)
 
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
         """Return the first of the collectives in the order, behind which the others come, and what has no place in it.
@@ -387,71 +382,56 @@ class Watchdog:
         return None if stalled is None else stalled.since
 
     # --- the conversation ----------------------------------------------------------------------------------
+    # It is about the uses of a name, or of "", which all collectives have that no name calls.
 
-    def _send(self, ranks: Sequence[int], what: str, issued: int, last: str | Sequence[tuple[str, int]] = "") -> None:
-        """Tell `ranks` how many collectives this one has issued, at least; who is "stalled" wants to hear back.
+    def _issued(self, name: str) -> int:
+        """Return how many uses of `name` this rank has issued."""
+        return self.uses_of(name) if name else self._oplog.seq
 
-        "uses" asks after uses of names, as a list in place of `last`, and "came" tells of those that this rank issued.
-        """
+    def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
+        """Tell `ranks` how many uses of `name` this one has issued, at least; who is "stalled" wants to hear back."""
         for rank in ranks:
-            self._inquiry.channel.send(self._ranks[rank], self._topic, [what, issued, last])
+            self._inquiry.channel.send(self._ranks[rank], self._topic, [what, name, issued, last])
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
         """On the listener thread."""
-        what, issued, last = message
+        what, name, issued, last = message
         src = self._ranks.index(world_rank)
-        if what == "uses":
-            self._tell_of_uses(src, last)
-            return
-        if what == "came":
-            self._take_note(src, last)
-            return
-        self._reached[src] = max(self._reached[src], issued)
+        self._take_note(src, name, issued)
         if last:
             self._inquiry.hint(world_rank, last)
         if what == "stalled":
-            behind = issued > self._oplog.seq
-            self._send([src], "reached", self._oplog.seq, self.last() if behind else "")
+            behind = issued > self._issued(name)
+            self._send([src], "reached", name, self._issued(name), self.last() if behind and not name else "")
             if behind:
-                self._tell_later(src, issued - 1)
+                self._tell_later(src, name, issued)
 
-    def _tell_later(self, src: int, seq: int) -> None:
-        """Tell rank `src` as soon as this rank has issued operation `seq`."""
-        self._asked.setdefault(seq, set()).add(src)
-        self._oplog.awaited[seq] = lambda: self._came(seq)
-        if seq < self._oplog.seq:  # just now, on the loop's thread
-            self._oplog.awaited.pop(seq, None)
-            self._came(seq)
+    def _take_note(self, src: int, name: str, issued: int) -> None:
+        """Rank `src` has issued so many uses of `name`."""
+        if not name:
+            self._reached[src] = max(self._reached[src], issued)
+            return
+        for meets in list(self.pending.values()):
+            if isinstance(meets, Use) and meets.name == name and meets.count < issued:
+                meets.came.add(src)
 
-    def _came(self, seq: int) -> None:
-        self._send(list(self._asked.pop(seq, ())), "reached", seq + 1)
-
-    # --- the same of named operations ------------------------------------------------------------------------
+    def _tell_later(self, src: int, name: str, issued: int) -> None:
+        """Tell rank `src` as soon as this rank has issued so many uses of `name`."""
+        self._asked.setdefault((name, issued), set()).add(src)
+        if not name:
+            self._oplog.awaited[issued - 1] = partial(self._came, name, issued)
+        if issued <= self._issued(name):  # just now, on the loop's thread, which may have missed this rank
+            self._send([src], "reached", name, issued)
+            self._came(name, issued)
 
     def came(self, use: Use) -> None:
         """This rank has issued `use`: tell those that wait for it."""
         self._last_use = use
-        if self._asked_by_name:
-            asked = self._asked_by_name.pop((use.name, use.count), set())
-            self._send(list(asked), "came", 0, [(use.name, use.count)])
+        if self._asked:
+            self._came(use.name, use.count + 1)
 
-    def _tell_of_uses(self, src: int, uses: Sequence[tuple[str, int]]) -> None:
-        """Tell rank `src` which of `uses` this rank has issued, and of each other one as soon as it has."""
-        came = []
-        for name, count in uses:
-            asked = self._asked_by_name.setdefault((name, count), set())
-            asked.add(src)
-            if self.uses_of(name) > count:  # also where it was issued just now, on the loop's thread
-                asked.discard(src)
-                if not asked:  # else the loop's thread is about to tell the others
-                    self._asked_by_name.pop((name, count), None)
-                came.append((name, count))
-        if came:
-            self._send([src], "came", 0, came)
-
-    def _take_note(self, src: int, uses: Sequence[tuple[str, int]]) -> None:
-        """Rank `src` has issued `uses`."""
-        issued = {(name, count) for name, count in uses}
-        for meets in list(self.pending.values()):
-            if isinstance(meets, Use) and (meets.name, meets.count) in issued:
-                meets.came.add(src)
+    def _came(self, name: str, issued: int) -> None:
+        """Tell those that wait for it; from any thread."""
+        if not name:
+            self._oplog.awaited.pop(issued - 1, None)  # each record asks for it while there is one
+        self._send(list(self._asked.pop((name, issued), ())), "reached", name, issued)

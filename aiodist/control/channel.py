@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiodist.control import forks
-from aiodist.control.inbox import Subscriptions
 from aiodist.control.roster import Exit
-from aiodist.control.wire import EVERYBODY, pack
+from aiodist.control.wire import EVERYBODY, pack, unpack
 from aiodist.errors import OperationTimeout
 
 
@@ -35,16 +35,27 @@ class Channel(ABC):
     """One rank's end of the control channel.
 
     In a forked child every call raises `RuntimeError`: the connection is the parent's. So does every call after
-    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`,
-    `add` and `delete` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
+    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`
+    and `add` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
     by `on_lost`.
+
+    What arrives is handed on by one thread, on which all callbacks run. `subscribe` and `unsubscribe` change one dict
+    entry, which is atomic, and have `post` run the rest on that thread; so there is no lock.
     """
 
-    def __init__(self, rank: int, size: int, inbox: Subscriptions) -> None:
+    def __init__(self, rank: int, size: int, post: Callable[..., object], loop: asyncio.AbstractEventLoop) -> None:
+        """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
         self.rank = rank
         self.size = size
-        self._inbox = inbox
         self._owner = forks.Owner()
+        self._post = post
+        self._loop = loop
+        self._subscribers: dict[str, Callable[[int, Any], None]] = {}
+        self._waiting: dict[str, deque[tuple[int, Any]]] = {}
+        """What came for a topic and has no subscriber yet, in order."""
+        self._muted: set[str] = set()
+        self._watchers: list[Callable[[Exit], None]] = []
+        self._exits: dict[int, Exit] = {}
 
     async def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key` for all ranks; raise `ValueError` when it is over 48 MiB."""
@@ -71,10 +82,6 @@ class Channel(ABC):
         total: int = await self.request("add", key, amount)
         return total
 
-    async def delete(self, key: str) -> None:
-        """Forget `key`; nothing happens when it is not there."""
-        await self.request("delete", key)
-
     def send(self, dst: int, topic: str, payload: Any) -> None:  # noqa: ANN401
         """Send `payload` (JSON's types and bytes) to the subscriber of `topic` on rank `dst`, oneself too.
 
@@ -98,12 +105,17 @@ class Channel(ABC):
         reported to the exception handler of the loop it ran in. Raises `ValueError` when the topic has a subscriber.
         """
         self._check_open()
-        self._inbox.subscribe(topic, fn)
+        if self._subscribers.setdefault(topic, fn) is not fn:
+            raise ValueError(f"topic {topic!r} has a subscriber already: unsubscribe it first")
+        self._muted.discard(topic)
+        self._post(self._drain, topic)
 
     def unsubscribe(self, topic: str) -> None:
         """Deliver `topic` no more: its messages are dropped until somebody subscribes again."""
         self._check_open()
-        self._inbox.unsubscribe(topic)
+        self._muted.add(topic)
+        self._subscribers.pop(topic, None)
+        self._post(self._forget, topic)
 
     def on_lost(self, fn: Callable[[Exit], None]) -> None:
         """Call `fn(exit)` for each rank that leaves without a goodbye, those known already too.
@@ -112,12 +124,12 @@ class Channel(ABC):
         whose process it lived or as `HUB`. `fn` runs where subscribers run.
         """
         self._check_open()
-        self._inbox.on_lost(fn)
+        self._post(self._watch, fn)
 
     def exits(self) -> Mapping[int, Exit]:
         """Return what is known of the ranks that left, clean exits too."""
         self._owner.check()
-        return dict(self._inbox.exits)
+        return dict(self._exits)
 
     @abstractmethod
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
@@ -142,12 +154,44 @@ class Channel(ABC):
     def _check_open(self) -> None:
         """Raise `RuntimeError` where the channel is closed, or of another process."""
 
+    # On the thread that delivers.
 
-def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
-    """Give a future its result or its error, unless it has one."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
+    def _deliver(self, src: int, body: bytes) -> None:
+        """Give a message to the subscriber of its topic, or keep it until there is one."""
+        topic, payload = unpack(body)
+        if topic not in self._muted:
+            self._waiting.setdefault(topic, deque()).append((src, payload))
+            self._drain(topic)
+
+    def _left(self, exit: Exit) -> None:
+        """Note that a rank left; what was known first stays."""
+        if exit.rank in self._exits:
+            return
+        self._exits[exit.rank] = exit
+        if not exit.clean:
+            for fn in tuple(self._watchers):
+                self._call(fn, exit)
+
+    def _drain(self, topic: str) -> None:
+        waiting = self._waiting.get(topic)
+        while waiting and (fn := self._subscribers.get(topic)):
+            self._call(fn, *waiting.popleft())
+        if not waiting:
+            self._waiting.pop(topic, None)
+
+    def _forget(self, topic: str) -> None:
+        if topic in self._muted:
+            self._waiting.pop(topic, None)
+
+    def _watch(self, fn: Callable[[Exit], None]) -> None:
+        self._watchers.append(fn)
+        for exit in tuple(self._exits.values()):
+            if not exit.clean:
+                self._call(fn, exit)
+
+    def _call(self, fn: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
+        try:
+            fn(*args)
+        except BaseException as error:  # noqa: BLE001  (even SystemExit must not end the thread that listens)
+            message = f"a callback of the control channel raised: {fn!r}"
+            self._loop.call_exception_handler({"message": message, "exception": error})

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
-from aiodist.control.channel import Channel, settle
-from aiodist.control.inbox import Subscriptions
+from aiodist.control.channel import Channel
 from aiodist.control.link import Link, Pulse
 from aiodist.control.roster import HUB, Exit, name_ranks
+from aiodist.control.thread import settle
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 
@@ -42,7 +42,7 @@ class SocketChannel(Channel):
     def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
         self.place = place
         """Where it met the others."""
-        super().__init__(rank, size, Subscriptions(thread.call, thread.loop))
+        super().__init__(rank, size, thread.call, thread.loop)
         self._of_process.add(self)
         self._thread = thread
         self._outbox: deque[bytes] = deque()
@@ -172,14 +172,13 @@ class SocketChannel(Channel):
     def _hear(self, received: Frame) -> None:
         match received.kind:
             case Kind.MESSAGE:
-                topic, payload = unpack(received.body)
-                self._inbox.deliver(received.number, topic, payload)
+                self._deliver(received.number, received.body)
             case Kind.REPLY:
                 error, value = unpack(received.body)
                 if resolve := self._replies.pop(received.number, None):
                     resolve(value, None if error is None else ValueError(error))
             case Kind.EXIT:
-                self._inbox.left(Exit(**unpack(received.body)))
+                self._left(Exit(**unpack(received.body)))
             case Kind.READY:
                 settle(self.ready, None, None)
             case Kind.CLOSING:
@@ -203,14 +202,14 @@ class SocketChannel(Channel):
 
     def _lose(self, exit: Exit) -> None:
         if self._lost is None:
-            earlier = self._inbox.exits.get(exit.rank)
+            earlier = self._exits.get(exit.rank)
             if earlier is not None and not earlier.clean:
                 exit = earlier  # the rank that hosted the hub said why before it went
             elif earlier is not None:
                 exit = replace(exit, rank=HUB)  # it had said goodbye, and was still serving
             self._lost = exit
             if not self._closing:
-                self._inbox.left(exit)
+                self._left(exit)
         settle(self.ready, None, self._gone())
         while self._replies:
             _, resolve = self._replies.popitem()

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from aiodist.control.link import Link
 from aiodist.control.roster import Refused
+from aiodist.control.thread import settle
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 
 HANDSHAKE_TIMEOUT: Final = 10.0
@@ -98,64 +99,38 @@ async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dic
     (`ConnectionError`) or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not
     accept the other.
     """
-    handshake = _Handshake(hello, welcomed)
-    try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            await asyncio.get_running_loop().create_connection(lambda: handshake.link, host, port)
-            await handshake.outcome
-    except BaseException:
-        handshake.link.abort("the handshake failed")
-        handshake.outcome.cancel()
-        raise
+    outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    challenge, counter_challenge = b"", os.urandom(16)
 
-
-class _Handshake:
-    """The rank's side of one handshake."""
-
-    def __init__(self, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
-        self.link = Link(self._hear, self._closed)
-        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hello = hello
-        self._welcomed = welcomed
-        self._challenge = b""
-        self._counter_challenge = os.urandom(16)
-
-    def _hear(self, received: Frame) -> None:
+    def hear(received: Frame) -> None:
+        nonlocal challenge
         match received.kind, unpack(received.body):
             case Kind.GREETING, [str(protocol), bytes(challenge)]:
-                self._introduce(protocol, challenge)
+                if protocol != _PROTOCOL:
+                    raise WireError(f"it speaks {protocol!r}, this is {_PROTOCOL!r}")
+                proof = hello.prove(b"rank", challenge, counter_challenge)
+                link.write(frame(Kind.HELLO, body=pack([hello.rank, hello.size, proof, counter_challenge])))
             case Kind.REFUSED, [str(code), str(message)]:
-                self._fail(Refused(code, message))
+                settle(outcome, None, Refused(code, message))
             case Kind.WELCOME, [bytes(answer), dict(settings)]:
-                self._enter(answer, settings)
+                if hmac.compare_digest(answer, hello.prove(b"hub", challenge, counter_challenge)):
+                    link.trust()
+                    welcomed(link, settings)
+                    settle(outcome, None, None)
+                else:
+                    settle(outcome, None, Refused("token", "the hub does not know this job's token"))
             case _:
                 raise WireError("no handshake of a hub")
 
-    def _introduce(self, protocol: str, challenge: bytes) -> None:
-        if protocol != _PROTOCOL:
-            raise WireError(f"it speaks {protocol!r}, this is {_PROTOCOL!r}")
-        self._challenge = challenge
-        hello = self._hello
-        said = [
-            hello.rank,
-            hello.size,
-            hello.prove(b"rank", challenge, self._counter_challenge),
-            self._counter_challenge,
-        ]
-        self.link.write(frame(Kind.HELLO, body=pack(said)))
+    def closed(cause: str) -> None:
+        settle(outcome, None, ConnectionError(f"no hub of aiodist, or a closing one: {cause}"))
 
-    def _enter(self, answer: bytes, settings: dict[str, Any]) -> None:
-        if not hmac.compare_digest(answer, self._hello.prove(b"hub", self._challenge, self._counter_challenge)):
-            self._fail(Refused("token", "the hub does not know this job's token"))
-            return
-        self.link.trust()
-        self._welcomed(self.link, settings)
-        if not self.outcome.done():
-            self.outcome.set_result(None)
-
-    def _closed(self, cause: str) -> None:
-        self._fail(ConnectionError(f"no hub of aiodist, or a closing one: {cause}"))
-
-    def _fail(self, error: Exception) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
+    link = Link(hear, closed)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            await asyncio.get_running_loop().create_connection(lambda: link, host, port)
+            await outcome
+    except BaseException:
+        link.abort("the handshake failed")
+        outcome.cancel()
+        raise

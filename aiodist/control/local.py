@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiodist.control.channel import Channel, settle
-from aiodist.control.inbox import Subscriptions
+from aiodist.control.channel import Channel
 from aiodist.control.roster import Exit
 from aiodist.control.store import Store
-from aiodist.control.wire import EVERYBODY, Kind, frame, pack, unpack
+from aiodist.control.thread import settle
+from aiodist.control.wire import EVERYBODY, Kind, frame, pack
 
 
 def in_process(size: int) -> list[Channel]:
@@ -40,7 +40,7 @@ class _InProcessHub:
         """Tell every other rank how one left."""
         for channel in self.channels:
             if channel.rank != exit.rank:
-                self.post(channel.left, exit)
+                self.post(channel._left, exit)
 
     def post(self, fn: Callable[..., None], /, *args: Any) -> None:  # noqa: ANN401
         """Call `fn(*args)` on the loop, in the order of these calls; dropped when the loop is closed."""
@@ -53,7 +53,7 @@ class _InProcessChannel(Channel):
     """A `Channel` to ranks on the same loop. Its coroutines yield at least once: no loop over them starves others."""
 
     def __init__(self, hub: _InProcessHub, rank: int, size: int) -> None:
-        super().__init__(rank, size, Subscriptions(hub.post, hub.loop))
+        super().__init__(rank, size, hub.post, hub.loop)
         self._hub = hub
         self._open = True
         self._failed = False
@@ -86,26 +86,24 @@ class _InProcessChannel(Channel):
             for answer in self._asked:
                 settle(answer, None, self._closed())
 
-    def left(self, exit: Exit) -> None:
-        """Hear that a rank left. On the loop."""
-        if self._open:
-            self._inbox.left(exit)
-
     def _answered(self, waiter: tuple[int, int], answer: asyncio.Future[Any]) -> None:
         self._asked.discard(answer)
         if answer.cancelled():
             self._hub.store.cancel(*waiter)
 
-    def _hear(self, src: int, body: bytes) -> None:
+    def _left(self, exit: Exit) -> None:
         if self._open:
-            topic, payload = unpack(body)
-            self._inbox.deliver(src, topic, payload)
+            super()._left(exit)
+
+    def _deliver(self, src: int, body: bytes) -> None:
+        if self._open:
+            super()._deliver(src, body)
 
     def _send(self, dst: int, body: bytes) -> None:
         frame(Kind.MESSAGE, body=body)  # over 64 MiB is an error here too
         others = (rank for rank in range(self.size) if rank != self.rank)
         for rank in others if dst == EVERYBODY else (dst,):
-            self._hub.post(self._hub.channels[rank]._hear, self.rank, body)
+            self._hub.post(self._hub.channels[rank]._deliver, self.rank, body)
 
     def _check_open(self) -> None:
         self._owner.check()

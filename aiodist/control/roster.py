@@ -10,6 +10,7 @@ from aiodist.errors import PeerLost, RemoteError
 
 HUB: Final = -1
 """Stands for the hub where a rank is expected, when the hub lives in no rank's process."""
+_MOST_NAMED: Final = 16
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,20 @@ class Exit:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as words, runs joined.
+    """Return the ranks as words, runs joined; the first of many.
 
-    >>> name_ranks([2]), name_ranks([7, 1, 3, 4, 5])
-    ('rank 2', 'ranks 1, 3-5, 7')
+    >>> name_ranks([2]), name_ranks([1, 0]), name_ranks([7, 1, 3, 4, 5])
+    ('rank 2', 'ranks 0, 1', 'ranks 1, 3-5, 7')
     """
     runs: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
         else:
-            runs.append([rank, rank])
-    if len(runs) == 1 and runs[0][0] == runs[0][1]:
-        return f"rank {runs[0][0]}"
-    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            runs.append([rank])
+    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
+    return f"rank{'s' * (sum(map(len, runs)) != 1)} {', '.join(words[:_MOST_NAMED])}{more}"
 
 
 class Refused(Exception):

@@ -38,8 +38,6 @@ class Store:
                     reply(None, ValueError(f"key {key!r} holds {old[:32]!r}, which is no counter"))
                     return True
                 self._set(key, str(value).encode())
-            case ["delete", str(key)]:
-                self._values.pop(key, None)
             case _:
                 return False
         reply(value, None)

@@ -91,3 +91,13 @@ async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
+
+
+def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:  # noqa: ANN401
+    """Give a future its result or its error, unless it has one."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.data.nesting import rebuilt
 from aiodist.handles import Done, Handle, Progress, join
 from aiodist.streams import CudaStream, OnStream, Staging
@@ -73,7 +73,7 @@ class ToDevice:
 
     def put(self, item: Item, made: Made) -> None:
         """Have `item` copied, and its handle resolved then; from any thread."""
-        if made.outcome is not Outcome.VALUE:
+        if made.error is not None:
             item.handle.resolve(made)
             return
         began = perf_counter()
@@ -108,13 +108,17 @@ class ToDevice:
         item.handle.resolve(made)
         self.over()
 
-    def take(self, made: Made) -> None:
-        """Make `made` its consumer's, whose stream is the current one; on the loop, and may raise what torch does."""
-        stream = torch.cuda.current_stream(self._device)
-        for t in made.copies:
-            t.record_stream(stream)
-        if made.late:
-            made.value = rebuilt(made.value, self._moved)
+    def take(self, made: Made) -> Made:
+        """Return `made` as its consumer gets it, whose stream is the current one, or what torch raises; on the loop."""
+        try:
+            stream = torch.cuda.current_stream(self._device)
+            for t in made.copies:
+                t.record_stream(stream)
+            if made.late:
+                made.value = rebuilt(made.value, self._moved)
+        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
+            return made.failed(error)
+        return made
 
     def _moved(self, x: Any) -> Any:  # noqa: ANN401
         return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)

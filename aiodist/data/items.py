@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -12,21 +11,12 @@ from torch import Tensor
 from aiodist.handles import Handle, Permit
 
 
-class Outcome(Enum):
-    """What became of an item."""
-
-    VALUE = "value"
-    ERROR = "error"
-    END = "end"
-    """The source had no more."""
-
-
 @dataclass(slots=True)
 class Made:
-    """An item that is ready, the error that it raised, or the end of the source."""
+    """An item that is ready, or the error that came in its place: `StopAsyncIteration` at the end of the source."""
 
-    outcome: Outcome
     value: Any = None
+    error: BaseException | None = None
     nbytes: int = 0
     reading: float = 0.0
     """Seconds that the source took."""
@@ -41,7 +31,7 @@ class Made:
 
     def failed(self, error: BaseException) -> Made:
         """Return what becomes of it when it cannot be brought to the device."""
-        return replace(self, outcome=Outcome.ERROR, value=error, nbytes=0, copies=(), late=False)
+        return replace(self, value=None, error=error, nbytes=0, copies=(), late=False)
 
 
 @dataclass(eq=False, slots=True)

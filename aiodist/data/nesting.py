@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -13,9 +13,8 @@ from torch import Tensor
 
 _FLAT = frozenset({int, float, bool, complex, str, type(None)})
 """What most leaves are that hold neither bytes nor tensors."""
-_BYTES = (bytes, bytearray)
-_SEQUENCES = (list, tuple, set, frozenset)
 _LEAVES = (str, bytes, bytearray, memoryview, range, array, type)
+"""Sequences that are not looked into, and classes."""
 
 Change = Callable[[Any], Any]
 
@@ -34,13 +33,11 @@ def rebuilt(value: Any, change: Change) -> Any:  # noqa: ANN401
         return value
     if isinstance(value, Tensor) or _moves_itself(value):
         return change(value)
-    if isinstance(value, Mapping):
-        return _mapping(value, change)
-    if isinstance(value, Sequence):
-        return _sequence(value, change)
-    if is_dataclass(value):
-        return _dataclass(value, change)
-    return value
+    places = _places(value)
+    items = {place: rebuilt(item, change) for place, item in places}
+    if all(items[place] is item for place, item in places):
+        return value
+    return _filled(value, items)
 
 
 def _moves_itself(value: object) -> bool:
@@ -48,44 +45,34 @@ def _moves_itself(value: object) -> bool:
     return callable(getattr(value, "pin_memory", None)) and callable(getattr(value, "to", None))
 
 
-def _mapping(value: Mapping[Any, Any], change: Change) -> Any:  # noqa: ANN401
-    items = {key: rebuilt(item, change) for key, item in value.items()}
-    if all(items[key] is item for key, item in value.items()):
-        return value
-    return _filled(value, items, items.items())
+def _places(value: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
+    """Return what a container holds, each item with its key, number or name; nothing for what is none."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, Sequence):
+        return list(enumerate(value))
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    return []
 
 
-def _sequence(value: Sequence[Any], change: Change) -> Any:  # noqa: ANN401
-    items = [rebuilt(item, change) for item in value]
-    if all(new is item for new, item in zip(items, value, strict=True)):
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
-    return _filled(value, items, enumerate(items))
-
-
-def _filled(value: Any, items: object, places: Iterable[tuple[Any, Any]]) -> Any:  # noqa: ANN401
+def _filled(value: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401
     """Return a container such as `value` with these items; the items as they are, where that cannot be had."""
+    kind: Any = type(value)
+    plain = items if isinstance(value, Mapping) else list(items.values())
     try:
-        if not isinstance(value, MutableMapping | MutableSequence):
-            return type(value)(items)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind(*plain)
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, MutableSequence | MutableMapping):
+            return kind(plain)
         clone = copy(value)  # it may hold more than its items
-        for place, item in places:
-            clone[place] = item
+        for place, item in items.items():
+            if is_dataclass(value):
+                object.__setattr__(clone, place, item)  # frozen ones too
+            else:
+                clone[place] = item
     except TypeError:
-        return items
-    return clone
-
-
-def _dataclass(value: Any, change: Change) -> Any:  # noqa: ANN401
-    clone = value
-    for field in fields(value):
-        item = getattr(value, field.name, None)
-        new = rebuilt(item, change)
-        if new is not item:
-            if clone is value:
-                clone = copy(value)
-            object.__setattr__(clone, field.name, new)  # frozen ones too
+        return plain
     return clone
 
 
@@ -117,14 +104,12 @@ def nbytes_of(value: object) -> int:
 
 def _own(value: Any, left: list[object]) -> int:  # noqa: ANN401
     """Return the bytes of `value` itself, and leave what it holds to be looked at."""
-    if isinstance(value, _BYTES):
+    if isinstance(value, bytes | bytearray):
         return len(value)
-    if isinstance(value, _SEQUENCES):
-        left.extend(value)
-    elif isinstance(nbytes := getattr(value, "nbytes", None), int):
+    if isinstance(nbytes := getattr(value, "nbytes", None), int):
         return nbytes
-    elif isinstance(value, Mapping):
-        left.extend(value.values())
-    elif is_dataclass(value):
-        left.extend([getattr(value, field.name, None) for field in fields(value)])
+    if isinstance(value, set | frozenset):
+        left.extend(value)
+    elif not isinstance(value, _LEAVES):
+        left.extend(item for _, item in _places(value))
     return 0

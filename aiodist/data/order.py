@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
-
-T = TypeVar("T")
 
 Shuffle = bool | Literal["shards"]
 """True: the shards and the records within each. "shards": the shards alone. False: nothing."""
@@ -49,23 +47,12 @@ class EpochOrder:
                 yield Part(shard, self._within(shard)[start - first : end - first])
             start, at = end, at + 1
 
-    def shards(self, start: int, stop: int) -> Sequence[int]:
-        """Return the shards of these positions; `stop` is above `start`."""
-        return self._shards[bisect_right(self.ends, start) : bisect_left(self.ends, stop) + 1]
-
     def _within(self, shard: int) -> Sequence[int]:
         size = self._sizes[shard]
         if not self._shuffles_within:
             return range(size)
         places: list[int] = np.random.default_rng([*self._seeds, shard]).permutation(size).tolist()
         return places
-
-
-def picked(records: list[T], within: Sequence[int]) -> list[T]:
-    """Return the records at these places; a range of them is one slice."""
-    if isinstance(within, range):
-        return records[within.start : within.stop]
-    return [records[place] for place in within]
 
 
 def check_shuffle(shuffle: Shuffle) -> None:

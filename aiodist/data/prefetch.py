@@ -16,9 +16,10 @@ import torch
 from anyio import CancelScope
 
 from aiodist.data.device import DeviceLike, ToDevice, device_of
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
-from aiodist.data.reading import Counting, reader_of
+from aiodist.data.reading import reader_of
+from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
@@ -218,7 +219,7 @@ class Prefetched(Generic[T]):
             make = _WORKERS[plan.kind]
             self._workers = make(plan.transform, plan.workers, self._deliver)
         after = self._measure if self._workers is None else self._workers.put
-        self._counted = source.counted_pass() if isinstance(source, Counting) else None
+        self._counted = source.counted_pass() if isinstance(source, ShardQueue) else None
         self._reader = reader_of(self._counted or source, after, plan.name)
         self._items: deque[Item] = deque()
         """Ordered and not taken, in order."""
@@ -250,16 +251,18 @@ class Prefetched(Generic[T]):
         waited = perf_counter() - began
         if self._closed:
             raise RuntimeError(f"{self} was closed while this task waited for an item")
-        made = self._arrived(made)
-        if self._counted is not None and made.outcome is Outcome.VALUE:
-            self._counted.taken()
+        if self._device is not None:
+            made = self._device.take(made)
+        if self._counted is not None:
+            if made.error is None:
+                self._counted.taken()
+            else:
+                self._counted.leave()
         self._take(made, waited)
-        if made.outcome is Outcome.VALUE:
+        if made.error is None:
             return cast(T, made.value)
-        if made.outcome is Outcome.END:
-            raise StopAsyncIteration
         try:
-            raise made.value
+            raise made.error
         finally:
             del made  # else the error's traceback holds the error
 
@@ -305,11 +308,14 @@ class Prefetched(Generic[T]):
     # --- taking --------------------------------------------------------------------------------------------
 
     def _settle(self, item: Item, made: Made) -> None:
-        """On the loop, once for each item: have the scheduler know its size, or end the stream with it."""
-        if item.settled or self._closed:
+        """On the loop, when an item is ready and when it is taken, which may fail too.
+
+        The scheduler learns its size, or the stream ends with it.
+        """
+        if self._closed or (item.settled and made.error is None):
             return
         item.settled = True
-        if made.outcome is Outcome.VALUE:
+        if made.error is None:
             self._expect(made.nbytes)
             if item.permit.nbytes != made.nbytes:
                 item.permit.resize(made.nbytes)
@@ -329,24 +335,13 @@ class Prefetched(Generic[T]):
             if not item.settled:
                 item.permit.resize(nbytes)
 
-    def _arrived(self, made: Made) -> Made:
-        """Return the first item as its consumer gets it, or the error of the part that torch moves only now."""
-        if self._device is None or made.outcome is not Outcome.VALUE:
-            return made
-        try:
-            self._device.take(made)
-        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
-            self._items[0].settled = False
-            return made.failed(error)
-        return made
-
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)
         self._items.popleft().release()
         self._fill()
         taken = self._taken
         self._taken = PrefetchedStatistics(
-            taken.items + (made.outcome is Outcome.VALUE),
+            taken.items + (made.error is None),
             taken.nbytes + made.nbytes,
             taken.waited_seconds + waited,
             taken.reading_seconds + made.reading,
@@ -377,7 +372,7 @@ class Prefetched(Generic[T]):
                 item = self._items.popleft()
                 item.release()
                 if not item.handle.done():  # a task that is not the one that left may wait for it
-                    item.handle.resolve(Made(Outcome.END))
+                    item.handle.resolve(Made(error=StopAsyncIteration()))
 
     def __repr__(self) -> str:
         return f"<Prefetched {self._plan.name!r}>"

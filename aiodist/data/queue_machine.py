@@ -48,16 +48,11 @@ class HandBack(NamedTuple):
     """A rank has used `total` records, and gives back the others that it holds."""
 
     rank: int
-    total: int
+    total: int | None
+    """None: the rank was lost, and has used what it said before."""
 
 
-class Lost(NamedTuple):
-    """A rank is gone: what it held is given back, but for what it said it had used."""
-
-    rank: int
-
-
-Event = Take | Used | HandBack | Lost
+Event = Take | Used | HandBack
 
 
 class Hand(NamedTuple):
@@ -133,7 +128,8 @@ class QueueMachine:
         self._before = merged(used)
         total = ends[-1] if ends else 0
         self._pool = deque(_rest_of(self._before, total))
-        self._left = sum(stop - start for start, stop in self._pool)
+        self.left = sum(stop - start for start, stop in self._pool)
+        """How many records are in the pool."""
         self._shares: dict[int, Share] = {}
         self._waiting: deque[Take] = deque()
 
@@ -142,12 +138,11 @@ class QueueMachine:
         share = self._shares.setdefault(event.rank, Share())
         if isinstance(event, Take):
             return [self._answer(event, share)]
-        if not isinstance(event, Lost):
+        if event.total is not None:
             share.use(event.total)
-        if not isinstance(event, Used):
-            back = share.hand_back()
-            self._pool.extendleft(reversed(back))
-            self._left += sum(stop - start for start, stop in back)
+        if isinstance(event, HandBack):
+            self.left += share.holds
+            self._pool.extendleft(reversed(share.hand_back()))
             self._waiting = deque(take for take in self._waiting if take.rank != event.rank)
         return self._answer_waiting()
 
@@ -161,16 +156,13 @@ class QueueMachine:
         """How many records each rank holds, of those that hold some."""
         return {rank: share.holds for rank, share in sorted(self._shares.items()) if share.held}
 
-    @property
-    def left(self) -> int:
-        """How many records are in the pool."""
-        return self._left
-
     def _answer(self, take: Take, share: Share) -> Instruction:
         ranges = self._next()
-        if not ranges and take.waits and (holders := self._holders_but(take.rank)):
-            self._waiting.append(take)
-            return Hold(take.rank, take.number, holders)
+        if not ranges and take.waits:
+            others = {rank: count for rank, count in self.holders.items() if rank != take.rank}
+            if others:
+                self._waiting.append(take)
+                return Hold(take.rank, take.number, others)
         share.held.extend(ranges)
         return Hand(take.rank, take.number, tuple(ranges))
 
@@ -180,13 +172,10 @@ class QueueMachine:
         answers = [self._answer(take, self._shares[take.rank]) for take in waiting]
         return [answer for answer in answers if isinstance(answer, Hand)]
 
-    def _holders_but(self, rank: int) -> dict[int, int]:
-        return {holder: count for holder, count in self.holders.items() if holder != rank}
-
     def _next(self) -> list[Range]:
         """Take the next hand-out from the pool."""
-        want = max(self._least, -(-self._left // (2 * self._ranks)))
-        enough = min(want, max(self._least, _PLENTY, min(_MOST, self._left // (16 * self._ranks))))
+        want = max(self._least, -(-self.left // (2 * self._ranks)))
+        enough = min(want, max(self._least, _PLENTY, min(_MOST, self.left // (16 * self._ranks))))
         taken: list[Range] = []
         count = 0
         while self._pool and count < enough:
@@ -196,7 +185,7 @@ class QueueMachine:
             count += end - start
             if end < stop:
                 self._pool.appendleft(Range(end, stop))
-        self._left -= count
+        self.left -= count
         return _joined(taken)
 
 

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.data.queue_machine import Event, Hand, HandBack, Hold, Instruction, Lost, QueueMachine, Range, Take, Used
+from aiodist.data.queue_machine import Hand, HandBack, Instruction, QueueMachine, Range, Take, Used
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,21 @@ class Lap(NamedTuple):
     """Which epoch ranks are in. All ranks begin the same laps in the same order, each at its own time."""
 
     number: int
-    """How many epochs were begun before."""
-    loads: int
-    """How often a state was loaded until then."""
+    """How many epochs and loaded states were begun before."""
     epoch: int
+    loaded: int
+    """The CRC-32 of the state that was loaded; 0: none."""
+
+    def __str__(self) -> str:
+        state = f", with the loaded state {self.loaded:08x}" if self.loaded else ""
+        return f"epoch {self.epoch} after {self.number} others{state}"
 
 
 class QueueServer:
     """Messages go into the machine of their lap, and what it says goes back.
 
     It lives on the first rank, and works on the listener thread of the control channel: so nobody waits for what that
-    rank's program does, on its loop or elsewhere. A lap begins with the first message of any rank that is in it. Where
-    a state was loaded it begins when this rank has loaded that too; what comes before waits.
+    rank's program does, on its loop or elsewhere. A lap begins when the first rank that is in it asks for records.
     """
 
     def __init__(
@@ -73,42 +76,26 @@ class QueueServer:
         self._laps: dict[int, tuple[Lap, QueueMachine]] = {}
         self._reached = dict.fromkeys(range(len(wires.ranks)), 0)
         """The number of the last lap of each rank that is there."""
-        self._loads = 0
-        self._early: list[tuple[int, Lap, Take]] = []
-        self._closed = False
         wires.channel.subscribe(wires.asks, self._heard)
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that have not left."""
+        return list(self._reached)
+
+    def lose(self, rank: int) -> None:
+        """`rank` is gone: others get what it held; on the loop."""
+        with self._lock:
+            for _, machine in self._laps.values():
+                self._perform(machine.handle(HandBack(rank, None)))
+            self._leave(rank)
 
     def unsubscribe(self) -> None:
         """Hear nothing any more."""
         self._wires.channel.unsubscribe(self._wires.asks)
 
-    # --- from the loop ---------------------------------------------------------------------------------------
-
-    def load(self, lap: Lap, used: Iterable[Range]) -> None:
-        """Begin a lap in which some records were used before."""
-        with self._lock:
-            self._loads = lap.loads
-            self._begin(lap, used)
-
-    def lose(self, rank: int) -> None:
-        """`rank` is gone: others get what it held."""
-        with self._lock:
-            for _, machine in self._laps.values():
-                self._perform(machine.handle(Lost(rank)))
-            self._forget_early(rank)
-            self._leave(rank)
-
-    def close(self) -> None:
-        """Load no state any more: who waits for that is refused."""
-        with self._lock:
-            self._closed = True
-            early, self._early = self._early, []
-            for rank, lap, take in early:
-                self._wait_for_load(rank, lap, take)
-
-    # --- messages, on the listener thread --------------------------------------------------------------------
-
     def _heard(self, world_rank: int, message: list[Any]) -> None:
+        """On the listener thread."""
         rank = self._wires.ranks.index(world_rank)
         what, *said = message
         with self._lock:
@@ -119,77 +106,35 @@ class QueueServer:
                 return
             lap = Lap(*said[0])
             if what == "take":
-                _, number, waits, terms = said
-                if terms != self._terms:
-                    self._refuse(rank, number, f"rank {rank} has {terms}; rank 0 has {self._terms}")
-                else:
-                    self._do(rank, lap, Take(rank, number, waits))
-            elif what == "used":
-                self._do(rank, lap, Used(rank, said[1]))
-            else:
-                self._do(rank, lap, HandBack(rank, said[1]))
+                self._take(rank, lap, *said[1:])
+                return
+            known, machine = self._laps.get(lap.number, (None, None))
+            if machine is not None and known == lap:  # else it holds nothing
+                self._perform(machine.handle((Used if what == "used" else HandBack)(rank, said[1])))
 
-    def _do(self, rank: int, lap: Lap, event: Event) -> None:
+    def _take(self, rank: int, lap: Lap, number: int, waits: bool, terms: str, used: list[list[int]]) -> None:
+        if terms != self._terms:
+            self._wires.answer(rank, "refuse", number, f"rank {rank} has {terms}; rank 0 has {self._terms}")
+            return
         if lap.number not in self._laps:
-            if not isinstance(event, Take):
-                self._forget_early(rank)  # nor does it hold anything of a lap that has not begun
-                return
-            if lap.loads != self._loads:
-                self._wait_for_load(rank, lap, event)
-                return
-            self._begin(lap, ())
-        known = self._laps[lap.number]
-        if known[0] != lap:
-            if isinstance(event, Take):
-                self._refuse(
-                    rank, event.number, f"rank {rank} is in {_text(lap)}; another rank is in {_text(known[0])}"
-                )
+            self._laps[lap.number] = lap, self._make(lap.epoch, (Range(*each) for each in used))
+        known, machine = self._laps[lap.number]
+        if known != lap:
+            self._wires.answer(rank, "refuse", number, f"rank {rank} is in {lap}; another rank is in {known}")
             return
         self._reached[rank] = lap.number
         oldest = min(self._reached.values())
-        for number in [number for number in self._laps if number < oldest]:
-            del self._laps[number]
-        self._perform(known[1].handle(event))
-
-    def _begin(self, lap: Lap, used: Iterable[Range]) -> None:
-        self._laps[lap.number] = lap, self._make(lap.epoch, used)
-        early, self._early = self._early, []
-        for each in early:
-            self._do(*each)  # those of later laps wait again
-
-    def _forget_early(self, rank: int) -> None:
-        self._early = [each for each in self._early if each[0] != rank]
-
-    def _wait_for_load(self, rank: int, lap: Lap, take: Take) -> None:
-        if lap.loads < self._loads:
-            self._refuse(rank, take.number, f"rank {rank} is in {_text(lap)}; rank 0 has loaded {self._loads} states")
-        elif self._closed:
-            self._refuse(rank, take.number, f"rank {rank} is in {_text(lap)}; rank 0 has closed the queue before that")
-        else:
-            self._early.append((rank, lap, take))
+        self._laps = {number: each for number, each in self._laps.items() if number >= oldest}
+        self._perform(machine.handle(Take(rank, number, waits)))
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for told in instructions:
             if isinstance(told, Hand):
                 self._wires.answer(told.rank, "hand", told.number, told.ranges)
             else:
-                assert isinstance(told, Hold)
                 self._wires.answer(told.rank, "hold", told.number, list(told.holders.items()))
-
-    def _refuse(self, rank: int, number: int, why: str) -> None:
-        self._wires.answer(rank, "refuse", number, why)
 
     def _leave(self, rank: int) -> None:
         self._reached.pop(rank, None)
         if not self._reached:
             self._over()
-
-    @property
-    def present(self) -> list[int]:
-        """The ranks that have not left."""
-        return list(self._reached)
-
-
-def _text(lap: Lap) -> str:
-    loaded = f" and {lap.loads} loaded states" if lap.loads else ""
-    return f"epoch {lap.epoch} after {lap.number} others{loaded}"

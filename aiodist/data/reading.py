@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
 
@@ -19,27 +19,6 @@ _LOOK_SECONDS = 0.5  # how soon a thread with nothing to do notices that its loo
 
 Deliver = Callable[[Item, Made], None]
 """Takes what was read for an item; called on the reader's thread."""
-
-
-class CountedPass(Protocol):
-    """A pass over a source that keeps account of what its consumer has taken; iterated over as any source."""
-
-    def taken(self) -> None:
-        """The consumer has the next item; on the loop."""
-
-    def leave(self) -> None:
-        """The consumer takes no more; on the loop."""
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """Return its items."""
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A source that keeps such account: what was read ahead and not taken is not lost to it."""
-
-    def counted_pass(self) -> CountedPass:
-        """Begin a pass."""
 
 
 class WorkQueue(Generic[T]):
@@ -129,14 +108,14 @@ class ThreadReader:
         try:
             if self._iterator is None:
                 self._iterator = iter(self._source)
-            made = Made(Outcome.VALUE, next(self._iterator))
+            made = Made(next(self._iterator))
         except StopIteration:
-            made = Made(Outcome.END)
+            made = Made(error=StopAsyncIteration())
         except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
-            made = Made(Outcome.ERROR, error)
+            made = Made(error=error)
         made.reading = perf_counter() - began
         self._deliver(item, made)
-        return made.outcome is Outcome.VALUE
+        return made.error is None
 
     def _close_source(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -196,16 +175,14 @@ class TaskReader:
         try:
             if self._iterator is None:
                 self._iterator = aiter(self._source)
-            made = Made(Outcome.VALUE, await anext(self._iterator))
-        except StopAsyncIteration:
-            made = Made(Outcome.END)
+            made = Made(await anext(self._iterator))
         except BaseException as error:
             if self._stopped:  # it comes from being stopped, and nobody takes items any more
                 raise
-            made = Made(Outcome.ERROR, error)
+            made = Made(error=error)
         made.reading = perf_counter() - began
         self._deliver(item, made)
-        return made.outcome is Outcome.VALUE
+        return made.error is None
 
 
 Reader = ThreadReader | TaskReader

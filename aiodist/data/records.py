@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, Literal, overload
 
 from aiodist.communicator import Communicator
-from aiodist.data.order import EpochOrder, Shuffle, check_shuffle, picked
+from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.recordio import PathLike, RecordFile, read_ahead
 from aiodist.data.shard_queue import ShardQueue
-from aiodist.data.sharded import RecordShards
 from aiodist.data.shards import check_batch_size, check_natural
 
 
@@ -93,7 +93,7 @@ class Records:
     def __init__(
         self, files: Sequence[RecordFile], rank: int, size: int, batch_size: int | None, shuffle: Shuffle, seed: int
     ) -> None:
-        self._chunks = [(file, chunk) for file in files for chunk in file.chunks]
+        self._shards = RecordShards(files)
         total = sum(map(len, files))
         self._start = rank * (total // size) + min(rank, total % size)
         self._stop = self._start + total // size + (rank < total % size)
@@ -120,9 +120,38 @@ class Records:
 
     def _parts(self) -> Iterator[list[bytes]]:
         """Yield of each chunk what is this rank's."""
-        sizes = [chunk.records for _, chunk in self._chunks]
-        mine = list(EpochOrder(sizes, self._shuffle, self._seed, self.epoch).parts(self._start, self._stop))
-        chunks = (self._chunks[part.shard] for part in mine)
-        found = read_ahead((file, chunk.number) for file, chunk in chunks)
+        order = EpochOrder(self._shards.sizes, self._shuffle, self._seed, self.epoch)
+        mine = list(order.parts(self._start, self._stop))
+        found = read_ahead(self._shards.chunks[part.shard] for part in mine)
         for part, read in zip(mine, found, strict=True):
-            yield picked(read, part.within)
+            yield _picked(read, part.within)
+
+
+class RecordShards:
+    """The chunks of RecordIO files; those that were read last are kept, since a rank may be handed more of them."""
+
+    threads = 2
+    """So many may read, each other chunks: the checksums keep both busy."""
+
+    def __init__(self, files: Sequence[RecordFile]) -> None:
+        self.chunks = chunks = [(file, chunk.number) for file in files for chunk in file.chunks]
+        self.sizes = [chunk.records for file in files for chunk in file.chunks]
+        """How many records each chunk has."""
+
+        @lru_cache(self.threads)
+        def read(shard: int) -> list[bytes]:  # no method: its memory goes with the last reference to these shards
+            file, number = chunks[shard]
+            return file.chunk(number)
+
+        self._read = read
+
+    def read(self, shard: int, within: Sequence[int], /) -> list[bytes]:
+        """Return the records at these places of a chunk, which is read and checked as a whole."""
+        return _picked(self._read(shard), within)
+
+
+def _picked(records: list[bytes], within: Sequence[int]) -> list[bytes]:
+    """Return the records at these places; a range of them is one slice."""
+    if isinstance(within, range):
+        return records[within.start : within.stop]
+    return [records[place] for place in within]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -16,12 +17,12 @@ from aiodist.communicator.watchdog import Watch
 from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.queue_client import QueueClient
 from aiodist.data.queue_machine import QueueMachine, Range, merged
-from aiodist.data.queue_pass import PassTerms, QueuePass
+from aiodist.data.queue_pass import QueuePass
 from aiodist.data.queue_server import Lap, QueueServer, Wires
 from aiodist.data.sharded import Shards
 from aiodist.data.shards import check_batch_size, check_natural
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, PeerError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Progress
 
 T = TypeVar("T")
 
@@ -102,12 +103,11 @@ class ShardQueue(Generic[T]):
         terms = ", ".join(f"{what}={value!r}" for what, value in self._settings.items())
         report = Watch.of(Progress.current(), wires.channel).report.after
         self._client = QueueClient(wires, terms, coll.name, timeout=coll.timeout, report=report)
-        self._over: Handle[None] = Handle(Progress.current(), f"closing {self.name}", 0)
-        self._over.polled = False
-        self._over.detach()
+        self._over = asyncio.Event()
+        """On the first rank: all have closed it, or nobody waits for them any more."""
         self._server: QueueServer | None = None
         if coll.rank == 0:
-            over = partial(Progress.current().post, self._all_left)
+            over = partial(Progress.current().post, self._over.set)
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
@@ -130,8 +130,7 @@ class ShardQueue(Generic[T]):
         self._leave_pass()
         lap = self._client.lap
         if epoch != lap.epoch:
-            self._before = []
-            self._client.begin(Lap(lap.number + 1, lap.loads, epoch))
+            self._begin(Lap(lap.number + 1, epoch, 0), [])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of this rank in this epoch, in JSON's types; those of all ranks together are that of all.
@@ -161,11 +160,11 @@ class ShardQueue(Generic[T]):
         if not apart or any(not 0 <= start < stop <= total for start, stop in each):
             raise ValueError(f"states with used={each}: expected ranges of {total} records, each record once")
         self._leave_pass()
-        self._before = used
-        lap = Lap(self._client.lap.number + 1, self._client.lap.loads + 1, epochs[0])
-        self._client.begin(lap)
-        if self._server is not None:
-            self._server.load(lap, used)
+        self._begin(Lap(self._client.lap.number + 1, epochs[0], zlib.crc32(repr(used).encode())), used)
+
+    def _begin(self, lap: Lap, before: list[Range]) -> None:
+        self._before = before
+        self._client.begin(lap, before)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         for what, mine in self._settings.items():
@@ -181,10 +180,13 @@ class ShardQueue(Generic[T]):
     async def _one_by_one(self) -> AsyncGenerator[Any, None]:
         """Count each item as used when it is given to the consumer."""
         opened = self.counted_pass()
-        async with aclosing(opened.__aiter__()) as items:
-            async for item in items:
-                opened.taken()
-                yield item
+        try:
+            async with aclosing(aiter(opened)) as items:
+                async for item in items:
+                    opened.taken()
+                    yield item
+        finally:
+            opened.leave()
 
     def counted_pass(self) -> QueuePass[T]:
         """Begin a pass whose consumer says itself what it has taken; for `prefetch`."""
@@ -192,7 +194,7 @@ class ShardQueue(Generic[T]):
             raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
         self._leave_pass()
         order = EpochOrder(self._sizes, self._shuffle, self._seed, self.epoch)
-        self._pass = QueuePass(self._client, PassTerms(self._shards, order, self._batch_size, self._wait))
+        self._pass = QueuePass(self._client, self._shards, order, self._batch_size, wait=self._wait)
         return self._pass
 
     def _leave_pass(self) -> None:
@@ -218,8 +220,7 @@ class ShardQueue(Generic[T]):
         self._leave_pass()
         self._client.close(CommunicatorClosed(f"{self.name} is closed", comm=self._coll.name), orderly=True)
         if self._server is not None:
-            self._server.close()
-            await self._over
+            await self._over.wait()
         if self._failure is not None:
             raise self._failure
         self._forget()
@@ -236,13 +237,8 @@ class ShardQueue(Generic[T]):
         self._closed = True
         self._failure = error
         self._client.close(error, orderly=False)
-        self._all_left()
+        self._over.set()
         self._forget()
-
-    def _all_left(self) -> None:
-        """All ranks have closed it, or nobody waits for them any more."""
-        if not self._over.done():
-            self._over.resolve(None)
 
     def _forget(self) -> None:
         """Hear nothing any more."""
@@ -264,6 +260,6 @@ class ShardQueue(Generic[T]):
             self._end(error)
 
     def __repr__(self) -> str:
-        waits = self._closed and self._server is not None and not self._over.done()
+        waits = self._closed and self._server is not None and not self._over.is_set()
         present = f", which ranks {self._server.present} have not closed" if waits and self._server else ""
         return f"<ShardQueue {self.name!r}{present}>"

@@ -1,12 +1,9 @@
-"""Data in shards, as a queue hands it out: indices of a dataset, and records of files."""
+"""Data in shards, as a queue hands it out, and the indices of a dataset as such."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
-from typing import Protocol, TypeVar, runtime_checkable
-
-from aiodist.data.order import picked
-from aiodist.data.recordio import AHEAD, RecordFile
+from collections.abc import Sequence, Sized
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -19,15 +16,10 @@ class Shards(Protocol[T]):
         """How many records each shard has; the same on every rank."""
 
     def read(self, shard: int, within: Sequence[int], /) -> list[T]:
-        """Return the records at these places of a shard, in that order; called on one thread of the queue's."""
+        """Return the records at these places of a shard, in that order; called on one thread of the queue's.
 
-
-@runtime_checkable
-class Expecting(Protocol):
-    """Shards that prepare for being read."""
-
-    def expect(self, shards: Iterable[int], /) -> None:
-        """Note that these are read next, in this order; called on the thread that reads."""
+        Where there is an attribute `threads`, so many threads call it at a time, each for other shards.
+        """
 
 
 class IndexShards:
@@ -54,29 +46,3 @@ class IndexShards:
         """Return the indices at these places of a shard."""
         first = shard * self._shard_size
         return [first + place for place in within]
-
-
-class RecordShards:
-    """The chunks of RecordIO files; the one that was read last is kept, since a rank may be handed more of it."""
-
-    def __init__(self, files: Sequence[RecordFile]) -> None:
-        self._chunks = [(file, chunk.number) for file in files for chunk in file.chunks]
-        self.sizes = [chunk.records for file in files for chunk in file.chunks]
-        """How many records each chunk has."""
-        self._last: tuple[int, list[bytes]] = (-1, [])
-
-    def expect(self, shards: Iterable[int], /) -> None:
-        """Have the disk bring the first of these chunks while others are read."""
-        ahead = 0
-        for file, number in map(self._chunks.__getitem__, shards):
-            if ahead > AHEAD:
-                break
-            ahead += file.chunks[number].nbytes
-            file.expect(number)
-
-    def read(self, shard: int, within: Sequence[int], /) -> list[bytes]:
-        """Return the records at these places of a chunk, which is read and checked as a whole."""
-        if shard != self._last[0]:
-            file, number = self._chunks[shard]
-            self._last = shard, file.chunk(number)
-        return picked(self._last[1], within)

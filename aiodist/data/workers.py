@@ -14,7 +14,7 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_process, to_thread
 
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Deliver, WorkQueue
 from aiodist.handles import Progress
@@ -39,7 +39,7 @@ class Workers(ABC):
 
     def put(self, item: Item, made: Made) -> None:
         """Transform what was read; from any thread."""
-        if made.outcome is Outcome.VALUE:
+        if made.error is None:
             self._hand_over((item, made))
         else:
             self._deliver(item, made)
@@ -114,7 +114,7 @@ class ProcessWorkers(Workers):
             try:
                 made = await to_process.run_sync(_in_process, self._transform, read.value, limiter=self._limiter)
             except Exception as error:  # noqa: BLE001  - a process that broke, or what cannot be pickled
-                made = Made(Outcome.ERROR, error)
+                made = Made(error=error)
             made.reading = read.reading
             self._deliver(item, made)
             del job, item, read, made
@@ -122,8 +122,8 @@ class ProcessWorkers(Workers):
 
 def _in_process(transform: Callable[[Any], Any], value: object) -> Made:
     made = _made(transform, value)
-    if made.outcome is Outcome.ERROR:
-        made.value = _portable(made.value)
+    if made.error is not None:
+        made.error = _portable(made.error)
     return made
 
 
@@ -131,13 +131,13 @@ def _made(transform: Callable[[Any], Any], value: object) -> Made:
     began = perf_counter()
     try:
         result = transform(value)
-        made = Made(Outcome.VALUE, result, nbytes_of(result))
+        made = Made(result, nbytes=nbytes_of(result))
     except (StopIteration, StopAsyncIteration) as error:  # it would end the stream without a word (PEP 479)
         ended = RuntimeError(f"transform raised {type(error).__name__}")
         ended.__cause__ = error
-        made = Made(Outcome.ERROR, ended)
+        made = Made(error=ended)
     except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
-        made = Made(Outcome.ERROR, error)
+        made = Made(error=error)
     made.transforming = perf_counter() - began
     return made
 

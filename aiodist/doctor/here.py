@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib import metadata
 
 from aiodist.doctor.calls import ASK_CALLS, system_calls
+from aiodist.doctor.probe import version as _version
 from aiodist.doctor.report import Answer, Finding, Report, State
 from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
@@ -342,11 +341,3 @@ def examine(
             backend_nccl(found_nccl, found_gpus, torch_answer),
         ],
     )
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -86,8 +86,8 @@ class Engine:
     operations and parameters, is that of the first one; with True each step may have another, as a `DataParallel`
     allows. `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, by torch's profiler.
     `checkpoint` is a folder that all ranks see: `aiodist.save` writes net, optimizer and engine there every `every`
-    steps, None behind each epoch, beside the next steps; the last `keep` are kept, None all. In epochs with uneven data
-    it is taken behind the epoch.
+    steps, None behind each epoch, beside the next steps; the last `keep` are kept, None all. `every` needs as many
+    batches on every rank: `train` raises ValueError where they may differ.
 
     Raises TypeError or ValueError for arguments that are none of this.
     """

@@ -43,7 +43,7 @@ async def evaluate(
         assembly.abort(f"rank {assembly.rank} was cancelled in this evaluation: {error!r}")
         raise
     figures = None if failure is not None else meter.figures()
-    words = await assembly.exchange(Word(Word.told(failure), figures=figures), failure)
+    words = await assembly.exchange(Word(figures=figures), failure)
     state.metrics = meter.merged([word.figures for word in words if word.figures is not None])
     await hooks.call("end", state)
     return dict(state.metrics)

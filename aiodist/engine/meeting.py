@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aiodist.checkpoints.agreeing import exchange
 from aiodist.communicator import Communicator
 from aiodist.engine.meters import EpochFigures
-from aiodist.errors import RemoteError
-from aiodist.world.tracebacks import cause_in, folded
 
 
 @dataclass(frozen=True)
 class Word:
     """What one rank says."""
 
-    failure: str | None = None
-    """The traceback of what it raised."""
     stop: bool = False
     """It asks all ranks to stop."""
     batches: int | None = None
@@ -28,11 +24,6 @@ class Word:
     """Its epoch ended before its data."""
     data: list[Any] | None = None
     """States of a queue of shards that it has loaded."""
-
-    @staticmethod
-    def told(error: Exception | None) -> str | None:
-        """Return `error` as others are told of it."""
-        return None if error is None else folded(error, programs=True)
 
 
 class Assembly:
@@ -65,26 +56,7 @@ class Assembly:
 
         Collective, one allgather of small objects.
         """
-        try:
-            words = [word] if self._comm is None else await self._comm.allgather_object(word)
-        except Exception as error:
-            if failure is not None:
-                raise failure from error
-            raise
-        if failure is not None:
-            raise failure
-        self._check(words)
-        return words
-
-    def _check(self, words: Sequence[Word]) -> None:
-        for rank, word in enumerate(words):
-            if word.failure is not None:
-                raise RemoteError(
-                    f"rank {rank} failed in this training: {cause_in(word.failure)}",
-                    raised_by=rank,
-                    traceback=word.failure,
-                    rank=self.rank,
-                )
+        return await exchange(self._comm, "this training", word, failure)
 
     async def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank. Collective, one allreduce of a number."""

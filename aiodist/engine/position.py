@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.generators import set_torch_state, torch_state
 from aiodist.checkpoints.pieces import Redivided
 from aiodist.engine.meters import EpochFigures
 
@@ -27,7 +28,7 @@ class Position:
     """How many of the current epoch were trained on."""
     order: Tensor | None = None
     """The state of torch's generator when this epoch began: it gives the order of its data."""
-    random: dict[str, Tensor] | None = None
+    random: dict[str, Any] | None = None
     """The states of torch's generators to go on with; None where training goes on with those that there are."""
     figures: EpochFigures | None = None
     """What was measured of this epoch."""
@@ -49,14 +50,12 @@ class Position:
         """Have torch's generators as they are to be when the next step begins."""
         given, self.random = self.random, None
         if given is not None:
-            torch.set_rng_state(given["cpu"])
-            if "cuda" in given and torch.cuda.is_available():
-                torch.cuda.set_rng_state(given["cuda"])
+            set_torch_state(given)
 
     def interrupt(self, figures: EpochFigures) -> None:
         """The epoch ends before its data do."""
         self.figures = figures
-        self.random = _random_states()
+        self.random = torch_state()
 
     def end_epoch(self) -> None:
         """The epoch is over."""
@@ -76,7 +75,7 @@ class Position:
             "step": self.steps,
             "batch": self.batches,
             "order": self.order if self.batches else None,
-            "random": self.random or _random_states(),
+            "random": self.random or torch_state(),
             "figures": {"weight": measured.weight, "sums": dict(measured.sums), "states": dict(measured.states)},
             "data": data,
         }
@@ -107,10 +106,3 @@ class Position:
             figures=EpochFigures(**state["figures"]) if state["batch"] else None,
             data=state["data"],
         )
-
-
-def _random_states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states

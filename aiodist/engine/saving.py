@@ -26,17 +26,25 @@ class Saving:
         if self._every is not None and state.step % self._every == 0:
             await self._save()
 
-    async def epoch(self, *, uneven: bool) -> None:
-        """An epoch is over; where ranks had different numbers of steps in it this is the first place they share."""
-        if self._every is None or uneven:
+    async def epoch(self, state: State) -> None:
+        """An epoch is over."""
+        if self._every is None:
             await self._save()
+
+    def check_uneven(self) -> None:
+        """Raise ValueError where checkpoints are to be taken within an epoch in which ranks share no step."""
+        if self._every is not None:
+            raise ValueError(
+                f"every={self._every}, and ranks may have different numbers of batches, so share no step: expected "
+                "every=None, a checkpoint behind each epoch, or as many batches on every rank"
+            )
 
     async def _save(self) -> None:
         """Have a checkpoint taken now, and written beside the next steps."""
         await self.finish()
         self._under_way = checkpoints.save(self.path, *self._parts, own=self._own, keep=self._keep)
 
-    async def finish(self) -> None:
+    async def finish(self, state: State | None = None) -> None:
         """Return when the last one is written; raise what that raised."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
-from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver, check_one_pass
 from aiodist.nn.forward import Forward, plain_step
 from aiodist.nn.reduction import Reduction
@@ -84,22 +84,16 @@ class _Plain:
     """The driver of a plain step, with a call when the gradients are reduced."""
 
     pending = False
+    pass_lag = 0
 
     def __init__(self, net: DataParallel, optimizer: Any, reduced: Callable[[], None]) -> None:  # noqa: ANN401
         self._net = net
         self._optimizer = optimizer
         self._reduced = reduced
-        self.passed = False
-        """The gradients of the last step were reduced."""
 
     def train(self, forward: Forward) -> None:
         """See `Driver`."""
-        self.passed = False
-        plain_step(forward, self._optimizer, self._net.compute, self._note)
-
-    def _note(self) -> None:
-        self.passed = True
-        self._reduced()
+        plain_step(forward, self._optimizer, self._net.compute, self._reduced)
 
     async def flush(self) -> None:
         """Nothing is left."""
@@ -121,18 +115,15 @@ class PassStepper(Stepper):
     def __init__(self, net: DataParallel, optimizer: Optimizer | Driver, reduced: Callable[[], None]) -> None:
         self.base = net.coll
         self._net = net
-        self._driver: Driver
-        self._plain: _Plain | None = None
         if isinstance(optimizer, Driver):
             self._driver = optimizer
         else:
             check_one_pass(optimizer)
-            self._driver = self._plain = _Plain(net, optimizer, reduced)
-        known = self._plain is not None or isinstance(optimizer, PipelinedOptimizer)
-        self.alike = known
-        self.asks = not known
-        self.midway = self._plain is not None
-        self.lag = int(self._plain is None)
+            self._driver = _Plain(net, optimizer, reduced)
+        lag = getattr(self._driver, "pass_lag", None)
+        self.asks, self.alike = lag is None, lag is not None
+        self.lag = 1 if lag is None else lag
+        self.midway = isinstance(self._driver, _Plain)
         self._old: Reduction | None = None
         """The last pass before this training."""
         self._before: Reduction | None = None
@@ -149,13 +140,15 @@ class PassStepper(Stepper):
         try:
             return await self._net.step(work, self._driver)
         except Exception as error:
-            self.behind = self._plain is not None and self._plain.passed and not isinstance(error, AiodistError)
+            made = self._net.reducer.last
+            status = None if self.lag or made is None or made is self._before else made.status
+            self.behind = status is not None and status.sound and not isinstance(error, AiodistError)
             raise
 
     def stopping(self) -> bool:
         """Return what the ranks have said in a pass that is over on all of them."""
-        # With a pipelined optimizer the last one may be under way: then all ranks look at the one before.
-        seen = self._before if self._plain is None else self._net.reducer.last
+        # Where the last one may be under way all ranks look at the one before.
+        seen = self._before if self.lag else self._net.reducer.last
         if self.asks:  # not every step of such a driver is a pass
             return False
         return seen is not None and seen is not self._old and seen.status is not None and seen.status.stops > 0
@@ -221,10 +214,7 @@ class _GroupStepper(PassStepper):
 
     def __init__(self, net: DataParallel, reduced: Callable[[], None]) -> None:
         super().__init__(net, _Plain(net, _NoUpdate(net), reduced), reduced)
-        assert isinstance(self._driver, _Plain)
-        self._plain = self._driver
-        self.asks = self.joins = self.alike = False
-        self.midway, self.lag = True, 0
+        self.joins = self.alike = False
 
 
 class _AloneStepper(Stepper):

@@ -79,9 +79,9 @@ class Training:
         if self._profiling is not None:
             self._hooks.add("update", self._end_profile)
         if plan.saving is not None:
-            self._hooks.add("update", self._save_step)
-            self._hooks.add("epoch", self._save_epoch)
-            self._hooks.add("end", self._save_all)
+            self._hooks.add("update", plan.saving.update)
+            self._hooks.add("epoch", plan.saving.epoch)
+            self._hooks.add("end", plan.saving.finish)
         if self._display is not None:
             self._hooks.add("update", self._display.update)
             self._hooks.add("epoch", self._display.epoch)
@@ -121,7 +121,7 @@ class Training:
             failure = await self._epoch()
             failure = await self._end_epoch(failure)
         failure = await self._call("end")
-        await self._assembly.exchange(Word(Word.told(failure)), failure)
+        await self._assembly.exchange(Word(), failure)
 
     async def _call(self, event: Event) -> Exception | None:
         """Call the hooks of `event`; return what they raise, which the ranks are told when they meet next."""
@@ -135,12 +135,14 @@ class Training:
         """Return whether there is another epoch, the same on all ranks, which hear of one another's data."""
         self._length = length_of(self._loader)
         left = None if self._length is None else self._length - self._position.batches
-        word = Word(Word.told(failure), stop=self._state.stop, batches=left, data=self._position.data)
+        word = Word(stop=self._state.stop, batches=left, data=self._position.data)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
         if self._state.stop or self._position.epochs >= self._state.epochs:
             return False
         self._uneven = self._stepper.waits and self._is_uneven([one.batches for one in words])
+        if self._uneven and self._plan.saving is not None:
+            self._plan.saving.check_uneven()
         self._data = [state for one in words for state in one.data or ()]
         return True
 
@@ -209,7 +211,7 @@ class Training:
             self._assembly.abort(f"rank {self._assembly.rank} failed in this training: {failure!r}")
             raise failure
         figures = None if failure is not None else self.meter.figures()
-        word = Word(Word.told(failure), self._state.stop, figures=figures, interrupted=self._interrupted)
+        word = Word(self._state.stop, figures=figures, interrupted=self._interrupted)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
         if self._stepper.asks:
@@ -298,7 +300,7 @@ class Training:
                 break
             self._passes, self._due = (self._passes or 0) + 1, False
             await self._stepper.tell(error)
-        if self._stepper.lag:
+        if not self._stepper.midway:
             with suppress(Exception):  # what the passes that failed have left: `error` says why
                 await self._stepper.flush()
 
@@ -352,19 +354,6 @@ class Training:
         assert self._profiling is not None
         if state.step == self._profiling.last and self._profiling.under_way:
             await self._stepper.run(self._profiling.end)
-
-    async def _save_step(self, state: State) -> None:
-        assert self._plan.saving is not None
-        if not self._uneven:
-            await self._plan.saving.update(state)
-
-    async def _save_epoch(self, state: State) -> None:
-        assert self._plan.saving is not None
-        await self._plan.saving.epoch(uneven=self._uneven)
-
-    async def _save_all(self, state: State) -> None:
-        assert self._plan.saving is not None
-        await self._plan.saving.finish()
 
     async def _check_parameters(self, state: State) -> None:
         """After each step: all parameters are finite, and the same on all ranks where they ought to be."""

@@ -20,7 +20,7 @@ from aiodist.launch.commands import Job, Mpi
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, Processes
 from aiodist.launch.ranks import Ranks
-from aiodist.launch.supervisor import Event, Signalled, Supervisor, report
+from aiodist.launch.supervisor import Event, Signalled, Supervisor
 from aiodist.launch.wire import Start, Stdin
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -61,7 +61,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             for rank in range(job.ranks)
         ]
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
-        supervisor = Supervisor(job, ranks, report(hub), output.say)
+        supervisor = Supervisor(job, ranks, hub.roster, output.say)
 
         async def overheard(data: bytes) -> None:
             if not (supervisor.stopping and ranks.came):  # an mpirun comments at length on what we say in a line

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiodist.control import Hub, name_ranks
+from aiodist.control import name_ranks
+from aiodist.control.roster import Roster
 from aiodist.errors import LaunchError
 from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished, Ranks
-from aiodist.launch.verdict import Departures, Ending, JobVerdict, Left, describe
+from aiodist.launch.verdict import Ending, JobVerdict, Left, describe, how_left
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
@@ -36,33 +37,17 @@ class Signalled:
 Event = Ending | Finished | ProcessEnded | Signalled
 
 
-def report(hub: Hub) -> Departures:
-    """Return what the hub knows in the words of the verdict."""
-
-    def left(rank: int) -> Left:
-        exit = hub.roster.exits.get(rank)
-        if exit is None:
-            return Left.OPEN if rank in hub.roster.joined else Left.NEVER_JOINED
-        return Left.CLEAN if exit.clean else Left.OPEN
-
-    def first_failure() -> tuple[int, int] | None:
-        failed = next((exit for exit in hub.roster.exits.values() if not exit.clean), None)
-        return None if failed is None else (failed.rank, failed.exitcode or 1)
-
-    return Departures(left, first_failure)
-
-
 class Supervisor:
     """Takes events until every rank is done; `code` is the job's exit code then."""
 
-    def __init__(self, job: Job, ranks: Ranks, known: Departures, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, ranks: Ranks, roster: Roster, say: Callable[[str], None]) -> None:
         self.code: int | None = None
         self.stopping = False
         self._job = job
         self._ranks = ranks
-        self._known = known
+        self._roster = roster
         self._say = say
-        self._verdict = JobVerdict(job.ranks, job.finish_within, known, servers=job.servers, keep_going=job.keep_going)
+        self._verdict = JobVerdict(job.ranks, job.finish_within, roster, servers=job.servers, keep_going=job.keep_going)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._times = {"start": self._loop.time() + _START_TIMEOUT}
@@ -146,7 +131,7 @@ class Supervisor:
         for line in lines:
             self._say(line)
         if self._verdict.code is not None and not self.stopping and not self._job.keep_going:
-            told = any(self._known.left(rank) is Left.OPEN for rank in self._verdict.working)
+            told = any(how_left(self._roster, rank) is Left.OPEN for rank in self._verdict.working)
             self._stop(signal.SIGTERM, _TOLD if told else 0.0)
 
     def _mpirun_ended(self, code: int) -> None:

@@ -20,9 +20,10 @@ The rules:
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+
+from aiodist.control.roster import Roster
 
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5
@@ -38,12 +39,12 @@ class Left(Enum):
     """It joined and has not said goodbye."""
 
 
-@dataclass(frozen=True)
-class Departures:
-    """What the control channel knows: how each rank left it, and the first to fail, with its exit code."""
-
-    left: Callable[[int], Left]
-    first_failure: Callable[[], tuple[int, int] | None]
+def how_left(roster: Roster, rank: int) -> Left:
+    """Return what the hub knows of a rank."""
+    exit = roster.exits.get(rank)
+    if exit is None:
+        return Left.OPEN if rank in roster.joined else Left.NEVER_JOINED
+    return Left.CLEAN if exit.clean else Left.OPEN
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class JobVerdict:
     """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
 
     def __init__(
-        self, size: int, finish_within: float, report: Departures, *, servers: int = 0, keep_going: bool = False
+        self, size: int, finish_within: float, roster: Roster, *, servers: int = 0, keep_going: bool = False
     ) -> None:
         """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job."""
         self.code: int | None = None
@@ -86,7 +87,7 @@ class JobVerdict:
         self._servers = range(size - servers, size)
         self._keep_going = keep_going
         self._finish_within = finish_within
-        self._report = report
+        self._roster = roster
         self._named: set[int] = set()
         self._suspects: dict[int, tuple[float, Ending]] = {}
 
@@ -125,7 +126,7 @@ class JobVerdict:
             if ending.code != 0:
                 return lines + self._settle()
             del self._suspects[rank]
-            if self.working and self._report.left(rank) is not Left.CLEAN:
+            if self.working and how_left(self._roster, rank) is not Left.CLEAN:
                 lines.append(self._early(ending, self.working))
         if lines and self.code is None:
             self.code = 1
@@ -141,18 +142,23 @@ class JobVerdict:
         self.code = (code if code >= 0 else 128 - code) or 1
         return [f"mpirun: {describe(code)} before its ranks had ended"]
 
+    def _first_failure(self) -> Ending | None:
+        """Return how the first rank ended that the hub knows to have failed."""
+        failed = (exit for exit in self._roster.exits.values() if not exit.clean)
+        return next((Ending(exit.rank, exit.exitcode or 1) for exit in failed), None)
+
     def _failed(self, ending: Ending, now: float) -> list[str]:
         if self.code is not None:
-            consequence = ending.code == 1 and self._report.left(ending.rank) is not Left.NEVER_JOINED
+            consequence = ending.code == 1 and how_left(self._roster, ending.rank) is not Left.NEVER_JOINED
             return [] if consequence else self._name(ending)
-        first = self._report.first_failure()
-        if first is not None and first[0] in self.working:
+        first = self._first_failure()
+        if first is not None and first.rank in self.working:
             self._suspects[ending.rank] = (now + HOLD, ending)
             return []
         early = [
             self._early(other, self.working | {ending.rank})
             for _, other in self._suspects.values()
-            if other.code == 0 and self._report.left(other.rank) is Left.OPEN
+            if other.code == 0 and how_left(self._roster, other.rank) is Left.OPEN
         ]
         return early + self._name(ending)
 
@@ -160,7 +166,7 @@ class JobVerdict:
         if not self.working:
             self._suspects = {rank: suspect for rank, suspect in self._suspects.items() if suspect[1].code != 0}
             return []
-        left = self._report.left(ending.rank)
+        left = how_left(self._roster, ending.rank)
         if left is not Left.CLEAN:
             patience = self._finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS
             self._suspects[ending.rank] = (now + patience, ending)
@@ -177,9 +183,9 @@ class JobVerdict:
         failed = [ending for _, ending in self._suspects.values() if ending.code != 0]
         if not failed:
             return []
-        first = self._report.first_failure()
-        if first is not None and first[0] in self.working:
-            return self._name(Ending(*first))
+        first = self._first_failure()
+        if first is not None and first.rank in self.working:
+            return self._name(first)
         unasked = [ending for ending in failed if not ending.told]
         return [line for ending in (unasked or failed) for line in self._name(ending)]
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from time import perf_counter
 from typing import Any
-
-from torch import Tensor
 
 from aiodist.errors import PeerLost
 from aiodist.ps.context import Context
@@ -15,7 +12,7 @@ from aiodist.ps.wire import Kind, Stage, pack_done
 
 
 class Answers:
-    """Every method but `decoded` runs with the transport lock held."""
+    """Every method runs with the transport lock held."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -42,17 +39,6 @@ class Answers:
             self.answer(client, number, error=error.args[0], lost=error.lost)
         else:
             self.answer(client, number, error=str(error), type=type(error).__name__)
-
-    def decoded(self, push: Pushing, like: Tensor) -> Tensor:
-        """Return the value of `push` as a flat tensor such as the shard; in any thread."""
-        assert push.value is not None
-        codec = self._context.codec
-        if not push.coded or codec is None:
-            return push.value
-        began = perf_counter()
-        value = codec.decode(push.value, like.dtype, like.numel())
-        self._context.counts["decode_seconds"] += perf_counter() - began
-        return value
 
     def recycle(self, push: Pushing) -> None:
         """Nobody looks at what was pushed any more."""

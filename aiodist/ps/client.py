@@ -165,7 +165,7 @@ class Client:
                 answers.append(said)
                 done(error)
             elif error is not None and not self.pushes.refuse(said["n"], error):
-                self.pulls.refuse(said["n"], src, error)
+                self.pulls.over(said["n"], src, error)
 
     def lose(self, rank: int) -> None:
         """`rank` died: what it should have answered never comes."""

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 from torch import Tensor
 
@@ -15,6 +14,8 @@ from aiodist.backends.inplace import copy
 from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
+from aiodist.ps.operation import PullPart
+from aiodist.ps.rows.packing import ID_BYTES
 from aiodist.ps.rules import RULES, Rule
 
 _Part = tuple[int, int]  # key of the tensor, rank of the server
@@ -58,34 +59,34 @@ class Codes:
         One call for a tensor at a time, in any thread. Residuals are of `alpha` times the value.
         """
         assert self.feedback is not None
-        began = perf_counter()
         adds = rule.combines and rule is not RULES["copy"]  # so that a later push can bring what one left out
         if adds and alpha != 1:
             value, alpha = value * alpha, 1.0
         found: list[tuple[Tensor, bool]] = []
-        for rank, start, stop in entry.spans:
-            part, block = (entry.key, rank), value[start:stop]
-            coded = rank != self._context.rank and rule.takes_value
-            if coded:
-                block = self.feedback.encode(part, block) if adds else self.feedback.codec.encode(block)
-            found.append((block, coded))
-            if rule in (RULES["copy"], RULES["zero"]):
-                self.feedback.forget(part)
-        self._context.counts["encode_seconds"] += perf_counter() - began
+        with self._context.timed("encode_seconds"):
+            for rank, start, stop in entry.spans:
+                part, block = (entry.key, rank), value[start:stop]
+                coded = rank != self._context.rank and rule.takes_value
+                if coded:
+                    block = self.feedback.encode(part, block) if adds else self.feedback.codec.encode(block)
+                found.append((block, coded))
+                if rule in (RULES["copy"], RULES["zero"]):
+                    self.feedback.forget(part)
         return found, alpha
 
     # --- what comes down -----------------------------------------------------------------------------------------
 
-    def expect(self, entry: NameEntry, src: int, into: Tensor, done: Done) -> Callable[[Tensor | BaseException], None]:
-        """Have the next code of `src` go `into`; return what to call with it, or with why it never comes.
+    def expect(self, pull: PullPart, src: int, done: Done) -> Callable[[Tensor | BaseException], None]:
+        """Have `pull` take the next code of `src`; return what to call with it, or with why it never comes.
 
         Codes are decoded in the order of these calls, whichever is there first; `done` is called when one is.
         """
-        if entry.table is not None:  # unlike rows each time: no change since the last ones can be told
-            return partial(self._rows_arrived, into, done)
-        part = (entry.key, src)
+        if pull.entry.table is not None:  # unlike rows each time: no change since the last ones can be told
+            return partial(self._rows_arrived, pull, src, done)
+        assert pull.place is not None
+        part = (pull.entry.key, src)
         line = self._lines.setdefault(part, deque())
-        code = _Code(into, done)
+        code = _Code(pull.place(src), done)
         line.append(code)
         return partial(self._arrived, part, line, code)
 
@@ -102,22 +103,24 @@ class Codes:
 
     def _decode(self, part: _Part, into: Tensor, raw: Tensor) -> None:
         assert self._incoming is not None
-        began = perf_counter()
-        copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
-        self._context.counts["decode_seconds"] += perf_counter() - began
+        with self._context.timed("decode_seconds"):
+            copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
 
-    def _rows_arrived(self, into: Tensor, done: Done, raw: Tensor | BaseException) -> None:
+    def _rows_arrived(self, pull: PullPart, src: int, done: Done, raw: Tensor | BaseException) -> None:
         if isinstance(raw, BaseException):
             done(raw)
             return
+        table = pull.entry.table
+        assert table is not None
+        numel = pull.ids[src].numel() // ID_BYTES * table.dim
 
         def decode() -> None:
             assert self._context.pull_codec is not None
-            began = perf_counter()
-            copy(into, self._context.pull_codec.decode(raw, into.dtype, into.numel()))
-            self._context.counts["decode_seconds"] += perf_counter() - began
+            with self._context.timed("decode_seconds"):
+                pull.fill(src, self._context.pull_codec.decode(raw, table.dtype, numel))
 
-        self._context.service.do(into.nbytes, decode, done)
+        pull.copying.add(src)
+        self._context.service.do(numel * table.dtype.itemsize, decode, done)
 
     # --- the end -------------------------------------------------------------------------------------------------
 

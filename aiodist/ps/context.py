@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aiodist.backends.shm import Neighbourhood
@@ -49,6 +52,22 @@ class Context:
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes to the count of that name."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.counts[name] += perf_counter() - began
+
+    def decoded(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return what a client has encoded, as a flat tensor; in any thread. ValueError where nothing is encoded."""
+        if self.codec is None:
+            raise ValueError("a code, and no codec: expected plain data")
+        with self.timed("decode_seconds"):
+            return self.codec.decode(code, dtype, numel)
 
     def living(self) -> list[int]:
         """Return the servers that are there."""

@@ -271,7 +271,7 @@ class Embedding(nn.Module):
         chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
         values = torch.cat([values for _, values in gradients])
         total = values.new_empty(chosen.ids.numel(), values.shape[1])
-        chosen.sum(values, total)
+        chosen.gather(values, [total[block] for block in chosen.blocks()])
         return chosen, total
 
     def _push(self, chosen: GroupedIds, values: Tensor) -> None:

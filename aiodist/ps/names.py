@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,49 +17,32 @@ from aiodist.ps.rules import Rule
 from aiodist.ps.sharding import Span
 
 
+@dataclass(eq=False, slots=True)
 class NameEntry:
     """A name as this rank sees it."""
 
-    __slots__ = (
-        "base",
-        "codec",
-        "dtype",
-        "key",
-        "name",
-        "open",
-        "rule",
-        "rule_number",
-        "shape",
-        "spans",
-        "table",
-        "tensor",
-    )
+    name: str
+    tensor: Tensor | None
+    """Where it lies here; None for an object and a table."""
+    rule_number: int
+    """That of the rule on the wire."""
+    rule: Rule
+    spans: tuple[Span, ...]
+    codec: ObjectCodec | None = None
+    table: TableSpec | None = None
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] = ()
+    key: int = -1
+    base: int = 0
+    """The version that this rank last read."""
+    open: set[int] = field(default_factory=set)
+    """The numbers of this rank's pushes and pulls of it that are not over."""
 
-    def __init__(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        rule: tuple[int, Rule],
-        spans: tuple[Span, ...],
-        codec: ObjectCodec | None = None,
-        table: TableSpec | None = None,
-    ) -> None:
-        """`tensor` is where it lies here, None for an object and a table; `rule` with its number on the wire."""
-        self.name = name
-        self.tensor = tensor
-        self.codec = codec
-        self.table = table
-        self.dtype = torch.uint8 if tensor is None else tensor.dtype
-        self.shape: tuple[int, ...] = () if tensor is None else tuple(tensor.shape)
-        if table is not None:
-            self.dtype, self.shape = table.dtype, (-1 if table.rows is None else table.rows, table.dim)
-        self.rule_number, self.rule = rule
-        self.spans = spans
-        self.key = -1
-        self.base = 0
-        """The version that this rank last read."""
-        self.open: set[int] = set()
-        """The numbers of this rank's pushes and pulls of it that are not over."""
+    def __post_init__(self) -> None:
+        if self.tensor is not None:
+            self.dtype, self.shape = self.tensor.dtype, tuple(self.tensor.shape)
+        if self.table is not None:
+            self.dtype, self.shape = self.table.dtype, (self.table.rows or -1, self.table.dim)
 
     @property
     def frozen(self) -> bool:

@@ -19,10 +19,9 @@ from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_settings, check_timeout, listed
 from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.optimizers import OptimizerRule
-from aiodist.ps.rows import Normal, TableSpec, Uniform, row_optimizer
-from aiodist.ps.rows.initial import Constant, initial_of
+from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
+from aiodist.ps.rows.initial import initial_of
 from aiodist.ps.rows.shard import TableShard
-from aiodist.ps.rows.spec import settings_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Start, one_of
@@ -93,7 +92,7 @@ class Naming:
                 raise ValueError(
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
-            return NameEntry(name, None, (number, chosen), place(name, 1, 1, servers, 2), codec)
+            return NameEntry(name, None, number, chosen, place(name, 1, 1, servers, 2), codec)
         t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
@@ -102,7 +101,7 @@ class Naming:
                 f"since {self._settings.consistency!r} takes means"
             )
         spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
-        return NameEntry(name, t, (number, chosen), spans)
+        return NameEntry(name, t, number, chosen, spans)
 
     def _check_new(self, name: str) -> None:
         """Raise KeyError unless the name is new here."""
@@ -148,13 +147,13 @@ class Naming:
             dim=dim,
             rows=rows,
             dtype=dtype,
-            initial=initial_of(init),
+            init=initial_of(init),
             seed=seed,
-            optimizer=settings_of(row_optimizer(chosen)) if isinstance(chosen, OptimizerRule) else None,
+            optimizer=chosen if isinstance(chosen, OptimizerRule) else None,
             coded=coded,
         )
         check_timeout(timeout)
-        entry = NameEntry(name, None, self._settings.rule(None), spread(name, self._settings.servers), table=spec)
+        entry = NameEntry(name, None, *self._settings.rule(None), spread(name, self._settings.servers), table=spec)
         self._names.announce([name])
         return self._session.run("embedding", self._making(entry), timeout)
 
@@ -171,7 +170,7 @@ class Naming:
         too, and RuntimeError while it is changed or read. Cost: a copy.
         """
         with transport_lock:
-            return self._quiet_table(name).state_dict()
+            return self._quiet_table(name).store.state_dict()
 
     def load_table_state(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Take what `table_state` gave, of any number of servers: those of its rows that belong to this server.

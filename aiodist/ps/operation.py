@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
+from aiodist.backends.inplace import copy
 from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, in_flight
-from aiodist.ps.sharding import Span
 
 if TYPE_CHECKING:
     from aiodist.ps.names import NameEntry
@@ -76,32 +77,34 @@ class PushPart:
 
 @dataclass(eq=False, slots=True)
 class PullPart:
-    """A pull of one tensor into flat `into`; without it, of an object. `given` is the tensor as the user gave it."""
+    """A pull of one tensor, of rows of a table, or of an object."""
 
     operation: Operation
     entry: NameEntry
-    into: Tensor | None
-    given: Tensor | None
-    spans: Sequence[Span] = ()
-    """What of `into` each server has: that of the tensor, or of a table the rows that are asked for."""
+    nbytes: int
+    place: Callable[[int], Tensor] | None = None
+    """Where the data of a server come to, flat; None for an object."""
+    take: Callable[[int, Tensor], None] | None = None
+    """Called with a server's data, in any thread, where these need not be copied to their place."""
     ids: Mapping[int, Tensor] = field(default_factory=dict)
     """Of a table: the rows that are asked of each server; they lie still until it is over."""
     left: set[int] = field(init=False)
+    """The servers that have not answered."""
     copying: set[int] = field(default_factory=set)
-    """The servers whose data the service thread writes into it just now."""
+    """The servers whose data the service thread writes just now."""
     value: Tensor | None = None
     """The code of an object."""
     version: int | None = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.spans = self.spans or self.entry.spans
-        self.left = {span.rank for span in self.spans}
+        self.left = {span.rank for span in self.entry.spans}
 
-    def result(self) -> Any:  # noqa: ANN401
-        """Return what the user gets: a tensor with the shape that it has, or the object."""
-        if self.entry.codec is not None:
-            assert self.value is not None
-            return self.entry.codec.decode(self.value)
-        assert self.into is not None
-        return self.into.view(self.entry.shape) if self.given is None else self.given
+    def fill(self, src: int, t: Tensor) -> None:
+        """Take the data of server `src`, which are not kept."""
+        if self.place is None:
+            self.value = t.clone()
+        elif self.take is not None:
+            self.take(src, t)
+        else:
+            copy(self.place(src).view(torch.uint8), t.view(torch.uint8))

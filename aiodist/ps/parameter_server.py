@@ -387,11 +387,11 @@ class ParameterServer(Naming):
         claims = self._claim(handle, pushes[0], outs)
 
         def result() -> Any:  # noqa: ANN401
-            results = [part.result() for part in parts]
-            return results[0] if single else results
+            found = [_result(part, out) for part, (_, out) in zip(parts, outs, strict=True)]
+            return found[0] if single else found
 
         operation = Operation(handle, len(pushes[0]) + len(entries), claims, result)
-        parts = [PullPart(operation, entry, *out) for entry, out in zip(entries, outs, strict=True)]
+        parts = [_part(operation, entry, into) for entry, (into, _) in zip(entries, outs, strict=True)]
         with self._session.client.queue.together():
             self._start_pushes(operation, *pushes)
             for part in parts:
@@ -405,3 +405,19 @@ _ALONE = nullcontext()
 
 def _none() -> None:
     return None
+
+
+def _part(operation: Operation, entry: NameEntry, into: Tensor | None) -> PullPart:
+    """Return the pull of one tensor into flat `into`; without it, of an object."""
+    if into is None:
+        return PullPart(operation, entry, 0)
+    blocks = {rank: into[start:stop] for rank, start, stop in entry.spans}
+    return PullPart(operation, entry, into.nbytes, blocks.__getitem__)
+
+
+def _result(part: PullPart, out: Tensor | None) -> Any:  # noqa: ANN401
+    """Return what the user gets: the tensor as it was given, or a new object."""
+    if part.value is None:
+        return out
+    assert part.entry.codec is not None
+    return part.entry.codec.decode(part.value)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aiodist.backends.inplace import copy
+from aiodist.backends.base import Done
 from aiodist.errors import AiodistError
 from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
@@ -51,14 +51,14 @@ class Pulls:
     def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
         """Pull what `part` says."""
         number = self._queue.number()
-        entry, into = part.entry, part.into
+        entry = part.entry
         self._parts[number] = part
         entry.open.add(number)
         counts = self._context.counts
         counts["pulls"] += 1
-        counts["pull_bytes"] += 0 if into is None else into.nbytes
+        counts["pull_bytes"] += part.nbytes
         senders = []
-        for span in part.spans:
+        for span in entry.spans:
             way = Way.MESSAGE
             if span.rank == self._context.rank:
                 way = Way.OWN
@@ -96,7 +96,7 @@ class Pulls:
             return
         counts = self._context.counts
         part.version = data.version if part.version is None else min(part.version, data.version)
-        if part.into is None:
+        if part.place is None:
             counts["pull_bytes"] += data.nbytes
         if data.way in (Way.INLINE, Way.MESSAGE):
             counts["pull_received_bytes"] += data.nbytes
@@ -112,53 +112,48 @@ class Pulls:
             else self._context.memory(src, data.segment, data.offset, data.nbytes)
         )
 
-        def look() -> None:
-            if part.into is None:
-                part.value = found.clone()
-            else:
-                copy(_span(part, part.into, src).view(torch.uint8), found)
-
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
                 self._context.coalescer.put(src, Kind.RELEASE, pack_release(part.entry.key, data.number))
-            self._read(data.number, src, error)
+            self.over(data.number, src, error)
 
+        self._fill(part, src, found, looked)
+
+    def _fill(self, part: PullPart, src: int, raw: Tensor, over: Done) -> None:
         part.copying.add(src)
-        self._context.service.do(data.nbytes, look, looked)
+        self._context.service.do(raw.nbytes, partial(part.fill, src, raw), over)
 
     def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
         """Take what came with the entry, or comes in a message behind it."""
-        over = partial(self._read, data.number, src)
-        into = None if part.into is None else _span(part, part.into, src)
-        arrived = self._codes.expect(part.entry, src, into, over) if data.coded and into is not None else None
+        over = partial(self.over, data.number, src)
+        arrived = self._codes.expect(part, src, over) if data.coded else None
         if data.way == Way.INLINE:
             raw = bytes_in(body, DATA_BYTES, data.nbytes)
             if arrived is not None:
                 arrived(raw)
-                return
-            if into is None:
-                part.value = raw.clone()
             else:
-                copy(into.view(torch.uint8), raw)  # as bytes: what lies in an entry is aligned for 8 of them
-            over(None)
+                part.fill(src, raw)
+                over(None)
             return
-        plain = into is not None and arrived is None
-        target = into.view(torch.uint8) if into is not None and plain else torch.empty(data.nbytes, dtype=torch.uint8)
+        plain = part.place is not None and arrived is None
+        target = (
+            part.place(src).view(torch.uint8)
+            if part.place is not None and plain
+            else torch.empty(data.nbytes, dtype=torch.uint8)
+        )
 
         def received(error: BaseException | None) -> None:
             if arrived is not None:
                 arrived(target if error is None else error)
-                return
-            part.value = None if plain else target
-            over(error)
+            elif error is None and part.take is not None:
+                self._fill(part, src, target, over)
+            else:
+                part.value = None if plain else target
+                over(error)
 
         self._context.coalescer.receive(target, src, data.number, received)
 
-    def refuse(self, number: int, src: int, error: BaseException) -> None:
-        """Server `src` has nothing for a pull."""
-        self._read(number, src, error)
-
-    def _read(self, number: int, src: int, error: BaseException | None) -> None:
+    def over(self, number: int, src: int, error: BaseException | None) -> None:
         """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
         part = self._parts.get(number)
         if part is None:
@@ -191,7 +186,7 @@ class Pulls:
         """`rank` died: what it should have sent never comes."""
         for number, part in list(self._parts.items()):
             if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
-                self._read(number, rank, error)
+                self.over(number, rank, error)
 
     def abort(self, error: AiodistError) -> None:
         """Fail everything."""
@@ -200,9 +195,3 @@ class Pulls:
             part.entry.open.discard(number)
             part.operation.part_over(error)
             self._one_over(part.entry)
-
-
-def _span(part: PullPart, into: Tensor, src: int) -> Tensor:
-    """Return the part of the destination that server `src` has."""
-    span = next(span for span in part.spans if span.rank == src)
-    return into[span.start : span.stop]

@@ -58,9 +58,12 @@ class Pushes:
     def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
         spans = entry.spans
-        number, part = self._begin(operation, entry, value.nbytes)
-        if self._codes.feedback is not None and self._codes.takes(entry):
-            self._push_code(number, part, value, rule, alpha)
+        number = self._begin(operation, entry, value.nbytes)
+        if self._codes.takes(entry):
+            if self._queue.behind and value.nbytes <= self._inline_bytes:
+                value = value.clone()  # it is the user's again when the call returns
+            encode = partial(self._codes.encode, entry, value, self._context.rules[rule], alpha)
+            self._encode(number, entry, value.nbytes, encode, rule)
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
             # What `_sender` does, for what is pushed fifty thousand times a second.
             head = pack_push(entry.key, rule, _INLINE, False, number, entry.base, alpha, value.nbytes, 0, 0)
@@ -77,28 +80,42 @@ class Pushes:
         entry: NameEntry,
         nbytes: int,
         pack: Callable[[], Sequence[tuple[Tensor, bool]]],
-        rule: int,
-        alpha: float,
+        how: tuple[int, float],
+        *,
+        later: bool,
     ) -> None:
-        """Push `nbytes` of rows of a table; `pack` returns each server's block, and whether it holds a code, in order.
+        """Push `nbytes` of rows of a table by a rule and an alpha.
 
-        `pack` may run in the service thread.
+        `pack` returns each server's block, and whether it holds a code, in order. With `later` it takes long, and may
+        run in the service thread.
         """
-        number, _ = self._begin(operation, entry, nbytes)
-        found: list[Sequence[tuple[Tensor, bool]]] = []
-
-        def senders() -> list[Sender]:
-            return [
-                self._sender(number, entry, span, block, rule, alpha, coded=coded)
-                for span, (block, coded) in zip(entry.spans, found[0], strict=True)
-            ]
-
-        self._encode(number, nbytes, lambda: found.append(pack()), senders)
+        rule, alpha = how
+        number = self._begin(operation, entry, nbytes)
+        self._encode(number, entry, nbytes if later else 0, lambda: (pack(), alpha), rule)
 
     def _encode(
-        self, number: int, nbytes: int, work: Callable[[], None], senders: Callable[[], Sequence[Sender]]
+        self,
+        number: int,
+        entry: NameEntry,
+        nbytes: int,
+        encode: Callable[[], tuple[Sequence[tuple[Tensor, bool]], float]],
+        rule: int,
     ) -> None:
-        """Do `work`, on so many bytes, then send: at once, or in the service thread, what comes later behind it."""
+        """Send each server what `encode` makes of so many bytes: its block, and whether that is a code; and the alpha.
+
+        At once, or in the service thread; then what comes after it is kept behind it.
+        """
+        found: list[tuple[Sequence[tuple[Tensor, bool]], float]] = []
+
+        def work() -> None:
+            found.append(encode())
+
+        def senders() -> list[Sender]:
+            blocks, alpha = found[0]
+            return [
+                self._sender(number, entry, span, block, rule, alpha, coded=coded)
+                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+            ]
 
         def over(error: BaseException | None) -> None:
             if error is not None:
@@ -113,18 +130,18 @@ class Pushes:
         else:
             self._queue.issue(senders())
 
-    def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> tuple[int, PushPart]:
+    def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> int:
         """Number a push, and have it wait for the servers of `entry`."""
         number = self._last = self._queue.number()
         servers = {span.rank for span in entry.spans}
         accepting = servers.copy() if self._context.policy.accepts else None
-        part = self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
+        self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
         self._open.add(number)
         entry.open.add(number)
         counts = self._context.counts
         counts["pushes"] += 1
         counts["push_bytes"] += nbytes
-        return number, part
+        return number
 
     def _sender(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
@@ -150,26 +167,6 @@ class Pushes:
                 self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
 
         return send
-
-    def _push_code(self, number: int, part: PushPart, value: Tensor, rule: int, alpha: float) -> None:
-        """Encode in the service thread what is large, and keep what comes after it behind it."""
-        entry = part.entry
-        if self._queue.behind and value.nbytes <= self._inline_bytes:
-            value = value.clone()  # it is the user's again when the call returns
-
-        found: list[tuple[list[tuple[Tensor, bool]], float]] = []
-
-        def encode() -> None:
-            found.append(self._codes.encode(entry, value, self._context.rules[rule], alpha))
-
-        def senders() -> list[Sender]:
-            codes, left = found[0]
-            return [
-                self._sender(number, entry, span, code, rule, left, coded=coded)
-                for span, (code, coded) in zip(entry.spans, codes, strict=True)
-            ]
-
-        self._encode(number, value.nbytes, encode, senders)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""

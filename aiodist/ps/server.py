@@ -18,7 +18,6 @@ from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
-from aiodist.ps.rows.serving import RowServing
 from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
@@ -56,7 +55,6 @@ class Server:
         self._counted: list[Counts] = []  # of tensors that were freed
         self._answers = answers = Answers(context)
         self._serving = Serving(context, answers)
-        self._row_serving = RowServing(context, answers)
         self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
         self._meeting = Meeting(context, answers, self._shards, self._directory)
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
@@ -208,8 +206,7 @@ class Server:
         leads = call["servers"][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
         if call["table"] is not None:
-            serve = self._row_serving.serve
-            return TableShard(self.context, self._answers, serve, self._unseen, call, machine)
+            return TableShard(self.context, self._answers, self._serving.serve_rows, self._unseen, call, machine)
         dtype = DTYPES[call["dtype"]]
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
         return Shard(self.context, self._answers, self._serving.serve, self._unseen, call, memory, machine)

@@ -337,10 +337,15 @@ class Shard:
         if not pushes:  # all of them died on the way
             return
         rules = self._context.rules
-        pieces = [Piece(rules[push.rule], self._answers.decoded(push, self.data), push.alpha, w) for push, w in pushes]
-        began = perf_counter()
-        apply_step(self.data, pieces, self._state)
-        self._context.counts["step_seconds"] += perf_counter() - began
+        pieces = [Piece(rules[push.rule], self._value(push), push.alpha, w) for push, w in pushes]
+        with self._context.timed("step_seconds"):
+            apply_step(self.data, pieces, self._state)
+
+    def _value(self, push: Pushing) -> Tensor:
+        assert push.value is not None
+        if not push.coded:
+            return push.value
+        return self._context.decoded(push.value, self.data.dtype, self.data.numel())
 
     def _compute_one(self, push: Pushing) -> None:
         assert push.value is not None

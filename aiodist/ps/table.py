@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.backends.inplace import copy, flat
+from aiodist.backends.inplace import flat, writable
+from aiodist.codecs import Codec
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, Progress, in_flight
 from aiodist.ps.arguments import check_version
@@ -19,11 +19,10 @@ from aiodist.ps.names import NameEntry, Names, checked
 from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rows.grouping import GroupedIds, grouped
-from aiodist.ps.rows.packing import ID_BYTES, pack, packed_bytes
+from aiodist.ps.rows.packing import COUNT_BYTES, ID_BYTES, pack_head
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, one_of
-from aiodist.ps.sharding import Span
 from aiodist.ps.wire import TABLE
 
 
@@ -46,6 +45,7 @@ class Table:
         self._entry = entry
         self._reads = reads
         self._spec: TableSpec = entry.table
+        self._ranks = [span.rank for span in entry.spans]
 
     @property
     def name(self) -> str:
@@ -108,74 +108,69 @@ class Table:
         """
         self._check()
         chosen = self.group(ids)
-        into = None if out is None else self._checked(out, "out", chosen)
-        handle = self._session.handle("pull_rows", chosen.ids.numel() * self._spec.row_bytes, timeout)
-        claims = [] if into is None else writing(flat(into))
-        in_flight.acquire_all(claims, handle)
-        room = self._room(chosen)
-        rows = self._rows_in(room, chosen)
+        with torch.inference_mode(False):
+            given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype) if out is None else out
+        into = self._checked(given, "out", chosen)
+        rows = flat(into).detach().view(-1, self.dim)
+        pool, rooms = self._session.context.pool, list[Tensor]()
+
+        def place(rank: int) -> Tensor:
+            """Return where a server's rows come to that cannot be looked at where they are."""
+            count = chosen.counts[self._ranks.index(rank)]
+            rooms.append(pool.take_room(count * self._spec.row_bytes))
+            return rooms[-1][: count * self._spec.row_bytes]
+
+        def take(rank: int, came: Tensor) -> None:
+            with writable(into), torch.no_grad():
+                chosen.scatter(self._ranks.index(rank), came.view(self.dtype).view(-1, self.dim), rows)
 
         def result() -> Tensor:
-            with torch.inference_mode(False), torch.no_grad():
-                if into is None or into.is_inference():
-                    found = rows.index_select(0, chosen.places)
-                else:
-                    found = torch.index_select(rows, 0, chosen.places, out=flat(into).detach().view(-1, self.dim))
-            self._session.context.pool.release(room)
-            if into is None:
-                return found.view(*chosen.shape, self.dim)
-            if into.is_inference():
-                copy(into, found.view_as(into))
+            self._release(rooms)
+            with writable(into), torch.no_grad():
+                chosen.repeat(rows)
             return into
 
-        self._pull(handle, claims, result, chosen, rows, reads, at_least)
-        return handle
+        return self._pull(chosen, writing(rows), result, (place, take), reads, at_least, timeout)
 
     def pull_grouped(
         self, chosen: GroupedIds, *, reads: ReadMode | None = None, at_least: int = 0, timeout: float | None = None
     ) -> Handle[Tensor]:
         """Return the rows of `chosen.ids`, which `group` made: `(len(chosen.ids), dim)`. Raises and costs as `pull`."""
         self._check()
-        handle = self._session.handle("pull_rows", chosen.ids.numel() * self._spec.row_bytes, timeout)
         with torch.inference_mode(False):
             rows = torch.empty(chosen.ids.numel(), self.dim, dtype=self.dtype)
-        self._pull(handle, [], lambda: rows, chosen, rows, reads, at_least)
-        return handle
-
-    def _room(self, chosen: GroupedIds) -> Tensor:
-        """Return a buffer of the pool with room for the rows of `chosen`."""
-        return self._session.context.pool.take_room(chosen.ids.numel() * self._spec.row_bytes)
-
-    def _rows_in(self, room: Tensor, chosen: GroupedIds) -> Tensor:
-        with torch.inference_mode(False):
-            rows = room[: chosen.ids.numel() * self._spec.row_bytes].view(self.dtype)
-            return rows.view(-1, self.dim)
+        blocks = {rank: rows[block].view(-1) for rank, block in zip(self._ranks, chosen.blocks(), strict=True)}
+        return self._pull(chosen, [], lambda: rows, (blocks.__getitem__, None), reads, at_least, timeout)
 
     def _pull(
         self,
-        handle: Handle[Tensor],
+        chosen: GroupedIds,
         claims: Sequence[Claim],
         result: Callable[[], Tensor],
-        chosen: GroupedIds,
-        rows: Tensor,
+        landing: tuple[Callable[[int], Tensor], Callable[[int, Tensor], None] | None],
         reads: ReadMode | None,
         at_least: int,
-    ) -> None:
+        timeout: float | None,
+    ) -> Handle[Tensor]:
         mode = READS[one_of("reads", self._reads if reads is None else reads, tuple(READS))]
-        pool = self._session.context.pool
-        room = pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
+        version = check_version(at_least)
+        nbytes = chosen.ids.numel() * self._spec.row_bytes
+        handle = self._session.handle("pull_rows", nbytes, timeout, depth=4)
+        in_flight.acquire_all(claims, handle)
+        room = self._session.context.pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
+        room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
+        ids = {
+            rank: room[block.start * ID_BYTES : block.stop * ID_BYTES]
+            for rank, block in zip(self._ranks, chosen.blocks(), strict=True)
+        }
 
         def over() -> Tensor:
-            pool.release(room)
+            self._release([room])
             return result()
 
-        spans, ids = [], {}
-        for (rank, _, _), block in zip(self._entry.spans, chosen.blocks(), strict=True):
-            spans.append(Span(rank, block.start * self.dim, block.stop * self.dim))
-            ids[rank] = room[block.start * ID_BYTES : block.stop * ID_BYTES]
-            ids[rank].view(torch.int64).copy_(chosen.ids[block])
-        part = PullPart(Operation(handle, 1, claims, over), self._entry, rows.view(-1), None, spans, ids)
-        self._session.client.pulls.pull(part, mode, check_version(at_least))
+        part = PullPart(Operation(handle, 1, claims, over), self._entry, nbytes, *landing, ids)
+        self._session.client.pulls.pull(part, mode, version)
+        return handle
 
     # --- pushing -----------------------------------------------------------------------------------------------
 
@@ -195,15 +190,18 @@ class Table:
         raised, PeerLost when one is gone. Cost: a message to each server, with 8 bytes for each id and its row, once.
         """
         self._check()
-        number = self._rule(rule)
+        number = self._how(rule, alpha)
         chosen = self.group(ids)
-        given = self._checked(values, "values", chosen)
-        with torch.inference_mode(False), torch.no_grad():
-            room = self._room(chosen)
-            by_id = self._rows_in(room, chosen)
-            join = chosen.last if rule == "copy" else chosen.sum
-            join(given.detach().reshape(-1, self.dim), by_id)
-        return self._push(chosen, by_id, number, alpha, timeout, [room])
+        given = self._checked(values, "values", chosen).detach().reshape(-1, self.dim)
+        fill, rooms = partial(chosen.gather, given, last=rule == "copy"), list[Tensor]()
+        if self._codec is None:
+            packed = self._packed(chosen, fill, rooms)
+            return self._push(chosen, lambda: packed, [], (number, alpha), timeout, rooms, later=False)
+        with torch.inference_mode(False), torch.no_grad():  # a code is made in the service thread
+            rows = torch.empty(chosen.ids.numel(), self.dim, dtype=self.dtype)
+            fill([rows[block] for block in chosen.blocks()])
+        pack = partial(self._packed, chosen, partial(_copy_blocks, chosen, rows), rooms)
+        return self._push(chosen, pack, [], (number, alpha), timeout, rooms)
 
     def push_grouped(
         self,
@@ -219,62 +217,75 @@ class Table:
         `values` must not be changed until it is done. Raises BufferInFlight for those that are written to just now.
         """
         self._check()
-        number = self._rule(rule)
-        values = checked(values, "values")
-        if values.dtype is not self.dtype or values.shape != (chosen.ids.numel(), self.dim):
-            raise self._unfit(values, "values", (chosen.ids.numel(), self.dim))
-        return self._push(chosen, values.detach(), number, alpha, timeout, [])
+        number = self._how(rule, alpha)
+        rows = self._checked(values, "values", chosen.ids).detach()
+        rooms: list[Tensor] = []
+        pack = partial(self._packed, chosen, partial(_copy_blocks, chosen, rows), rooms)
+        return self._push(chosen, pack, reading(flat(rows)), (number, alpha), timeout, rooms)
 
     def _push(
         self,
         chosen: GroupedIds,
-        values: Tensor,
-        rule: int,
-        alpha: float,
+        pack: Callable[[], Sequence[tuple[Tensor, bool]]],
+        claims: Sequence[Claim],
+        how: tuple[int, float],
         timeout: float | None,
         rooms: list[Tensor],
+        *,
+        later: bool = True,
     ) -> Handle[None]:
-        """Push; `rooms` go back to the pool when it is over."""
+        """Push what `pack` returns, by that rule and alpha; `rooms` go back to the pool when it is over."""
         session = self._session
-        if session.coll.rank not in session.settings.workers:
-            workers = list(session.settings.workers)
-            raise ValueError(f"push on rank {session.coll.rank}: expected a worker, one of {workers}")
-        RULES["add"].check(self.dtype, alpha)
-        handle = session.handle("push_rows", values.nbytes, timeout, depth=4)
-        claims = reading(flat(values))
+        nbytes = chosen.ids.numel() * self._spec.row_bytes
+        handle = session.handle("push_rows", nbytes, timeout, depth=4)
         in_flight.acquire_all(claims, handle)
         operation = Operation(handle, 1, claims, partial(self._release, rooms))
-        packed = partial(self._packed, chosen, values, rooms)
-        session.client.pushes.push_rows(operation, self._entry, values.nbytes, packed, rule, float(alpha))
+        session.client.pushes.push_rows(operation, self._entry, nbytes, pack, how, later=later)
         if session.context.coalescer.congested:
             session.progress.glance()
         return handle
 
-    def _release(self, rooms: Sequence[Tensor]) -> None:
+    def _release(self, rooms: Iterable[Tensor]) -> None:
         for room in rooms:
             self._session.context.pool.release(room)
 
-    def _packed(self, chosen: GroupedIds, values: Tensor, rooms: list[Tensor]) -> list[tuple[Tensor, bool]]:
-        """Return what each server gets, in buffers that are added to `rooms`, and whether it is a code; any thread."""
-        blocks: list[tuple[Tensor, bool]] = []
-        with torch.inference_mode(False), torch.no_grad():
-            for (rank, _, _), block in zip(self._entry.spans, chosen.blocks(), strict=True):
-                rows, coded = self._encoded(values[block], rank)
-                nbytes = packed_bytes(chosen.ids[block], rows)
-                rooms.append(self._session.context.pool.take_room(nbytes))
-                packed = rooms[-1][:nbytes]
-                pack(chosen.ids[block], rows, packed)
-                blocks.append((packed, coded))
-        return blocks
+    def _packed(
+        self, chosen: GroupedIds, fill: Callable[[list[Tensor]], None], rooms: list[Tensor]
+    ) -> list[tuple[Tensor, bool]]:
+        """Return what each server gets, and whether it is a code; any thread.
 
-    def _encoded(self, rows: Tensor, rank: int) -> tuple[Tensor, bool]:
-        codec = self._session.settings.codec
-        if codec is None or not self._spec.coded or rank == self._session.coll.rank or not rows.numel():
-            return rows, False
-        began = perf_counter()
-        code = codec.encode(rows.reshape(-1))
-        self._session.context.counts["encode_seconds"] += perf_counter() - began
-        return code, True
+        `fill` writes the rows of each server where it is told. Buffers of the pool are added to `rooms`.
+        """
+        blocks = [chosen.ids[block] for block in chosen.blocks()]
+        with torch.inference_mode(False), torch.no_grad():
+            plain = [self._room(ids, ids.numel() * self._spec.row_bytes, rooms) for ids in blocks]
+            fill([rows.view(self.dtype).view(-1, self.dim) for _, rows in plain])
+            return [
+                self._coded(ids, rows, rooms) if self._encodes(rank, ids) else (packed, False)
+                for rank, ids, (packed, rows) in zip(self._ranks, blocks, plain, strict=True)
+            ]
+
+    def _room(self, ids: Tensor, nbytes: int, rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a buffer of the pool that begins with `ids`, and the `nbytes` behind these."""
+        packed_bytes = COUNT_BYTES + ids.nbytes + nbytes
+        rooms.append(self._session.context.pool.take_room(packed_bytes))
+        packed = rooms[-1][:packed_bytes]
+        return packed, pack_head(ids, packed)
+
+    @property
+    def _codec(self) -> Codec | None:
+        return self._session.settings.codec if self._spec.coded else None
+
+    def _encodes(self, rank: int, ids: Tensor) -> bool:
+        return self._codec is not None and rank != self._session.coll.rank and bool(ids.numel())
+
+    def _coded(self, ids: Tensor, rows: Tensor, rooms: list[Tensor]) -> tuple[Tensor, bool]:
+        assert self._codec is not None
+        with self._session.context.timed("encode_seconds"):
+            code = self._codec.encode(rows.view(self.dtype))
+        packed, rest = self._room(ids, code.nbytes, rooms)
+        rest.copy_(code.view(torch.uint8))
+        return packed, True
 
     # --- checks ------------------------------------------------------------------------------------------------
 
@@ -283,23 +294,32 @@ class Table:
         if self.name not in self._names or self._names[self.name] is not self._entry:
             raise KeyError(f"the table {self.name!r} was freed")
 
-    def _rule(self, rule: str | None) -> int:
+    def _how(self, rule: str | None, alpha: float) -> int:
+        """Return the number of the rule by which to push; raise unless this rank may push so."""
+        session = self._session
+        if session.coll.rank not in session.settings.workers:
+            workers = list(session.settings.workers)
+            raise ValueError(f"push on rank {session.coll.rank}: expected a worker, one of {workers}")
+        RULES["add"].check(self.dtype, alpha)
         if rule is None:
-            return TABLE if self._spec.optimizer is not None else self._session.settings.rule("add")[0]
-        return self._session.settings.rule(one_of("rule", rule, ("add", "copy")))[0]
+            return TABLE if self._spec.optimizer is not None else session.settings.rule("add")[0]
+        return session.settings.rule(one_of("rule", rule, ("add", "copy")))[0]
 
-    def _checked(self, t: Tensor, name: str, chosen: GroupedIds) -> Tensor:
+    def _checked(self, t: Tensor, name: str, ids: Tensor | GroupedIds) -> Tensor:
         t = checked(t, name)
-        expected = (*chosen.shape, self.dim)
-        if t.dtype is not self.dtype or tuple(t.shape) != expected:
-            raise self._unfit(t, name, expected)
-        return t
-
-    def _unfit(self, t: Tensor, name: str, expected: tuple[int, ...]) -> TypeError | ValueError:
+        expected = (*ids.shape, self.dim)
         if t.dtype is not self.dtype:
-            return TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: expected {dtype_name(self.dtype)}")
-        return ValueError(f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(expected)}")
+            raise TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: expected {dtype_name(self.dtype)}")
+        if t.shape != expected:
+            raise ValueError(f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(expected)}")
+        return t
 
     def __repr__(self) -> str:
         rows = "any" if self.rows is None else str(self.rows)
         return f"<Table {self.name!r} of {rows} rows, {dtype_name(self.dtype)}[{self.dim}]>"
+
+
+def _copy_blocks(chosen: GroupedIds, rows: Tensor, into: list[Tensor]) -> None:
+    """Copy the rows of each group of ids."""
+    for block, t in zip(chosen.blocks(), into, strict=True):
+        t.copy_(rows[block])

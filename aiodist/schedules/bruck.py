@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, rounds, step
 
 
-def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+@one_lane(lambda rank, size, blocks: 2 * blocks.total if rank else blocks.total)
+def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     """Send all I have to the rank 1, 2, 4 and so on below me; all elements but some block, log2(size) messages.
 
     Blocks may differ. They lie in scratch, mine first, and are put in their places at the end.
     """
-    return Schedule(2 * blocks.total if rank else blocks.total, (partial(_allgather, rank, size, blocks),))
-
-
-def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     n = blocks.total
     at = n if rank else 0  # rank 0's lie in their places as they come
     if rank:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, step
 
 _AT_ONCE = 16
 """Receives that root of a reduction has open: each takes n elements of memory."""
@@ -45,22 +45,16 @@ def _reduce(rank: int, size: int, n: int, root: int) -> Iterator[Step]:
         yield step(Copy(at, at + n, 0))
 
 
-def allreduce(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: n)
+def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Reduce to rank 0, broadcast from there: size - 1 messages of n elements from rank 0, one from the others."""
-    return Schedule(n, (partial(_allreduce, rank, size, n),))
-
-
-def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     yield from _reduce(rank, size, n, 0)
     yield from _broadcast(rank, size, n, 0)
 
 
-def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+@one_lane(lambda rank, size, blocks: blocks.total)
+def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     """Each sends its block to each: size - 1 messages."""
-    return Schedule(blocks.total, (partial(_allgather, rank, size, blocks),))
-
-
-def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     others = _others(rank, size)
     yield step(
         *(Recv(peer, blocks.start(peer), blocks.stop(peer)) for peer in others),
@@ -68,12 +62,9 @@ def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     )
 
 
-def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
+@one_lane(lambda rank, size, blocks: blocks.total + blocks.count(rank))
+def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     """Each sends block r to rank r, which combines in rank order: size - 1 messages, all elements but my block."""
-    return Schedule(blocks.total + blocks.count(rank), (partial(_reduce_scatter, rank, size, blocks),))
-
-
-def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     out, stop = blocks.total, blocks.total + blocks.count(rank)
     sends = [Send(peer, blocks.start(peer), blocks.stop(peer)) for peer in _others(rank, size)]
     receives: list[Recv | Copy] = [Recv(peer, out, stop, combine=peer > 0) for peer in range(size) if peer != rank]
@@ -81,12 +72,9 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     yield step(*receives, *sends)
 
 
-def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Schedule:
+@one_lane(lambda rank, size, sends, receives: sends.total + receives.total)
+def alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator[Step]:
     """Each sends block r to rank r: size - 1 messages, all elements but my own block; blocks may differ."""
-    return Schedule(sends.total + receives.total, (partial(_alltoall, rank, size, sends, receives),))
-
-
-def _alltoall(rank: int, size: int, sends: Blocks, receives: Blocks) -> Iterator[Step]:
     out = sends.total
     others = _others(rank, size)
     yield step(

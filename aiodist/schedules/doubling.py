@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, rounds, step
+from aiodist.schedules.plan import Blocks, Copy, Recv, Schedule, Send, Step, one_lane, rounds, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Core:
         return cls(count, size - count)
 
     def rank(self, index: int) -> int:
-        """Return the rank at `index`."""
         return 2 * index + 1 if index < self.extra else index + self.extra
 
     def index(self, rank: int) -> int:
@@ -58,23 +57,30 @@ class Core:
 # --- recursive doubling: the whole buffer in each step, for short ones --------------------------------------------
 
 
-def allreduce(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: 2 * n if size > 1 else n)
+def allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Exchange all `n` elements with a partner in each of log2(size) steps; scratch: n.
 
     Both partners combine the lower one's partial result with the higher one's, in that order: equal to the bit.
     """
-    return Schedule(2 * n if size > 1 else n, (partial(_allreduce, rank, size, n),))
+    return _beside(Core.of(size), rank, n, _doubled)
 
 
-def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    core = Core.of(size)
+def _beside(core: Core, rank: int, n: int, steps: Callable[[Core, int, int], Iterator[Step]]) -> Iterator[Step]:
+    """Run `steps` on the ranks of the core; those beside it hand their elements over before, and get all of them."""
     if core.stands_by(rank):
         yield step(Send(rank + 1, 0, n))
         yield step(Recv(rank + 1, 0, n))
         return
-    here, there = 0, n  # my partial result, and room for a partner's
     if core.acts(rank):
-        yield step(Recv(rank - 1, there, there + n), Copy(there, there + n, here, combine=True))
+        yield step(Recv(rank - 1, 0, n, combine=True))
+    yield from steps(core, rank, n)
+    if core.acts(rank):
+        yield step(Send(rank - 1, 0, n))
+
+
+def _doubled(core: Core, rank: int, n: int) -> Iterator[Step]:
+    here, there = 0, n  # my partial result, and room for a partner's
     index = core.index(rank)
     for half in core.halves():
         peer = core.rank(index ^ half)
@@ -85,16 +91,11 @@ def _allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
         here, there = lower, higher
     if here:
         yield step(Copy(here, here + n, 0))
-    if core.acts(rank):
-        yield step(Send(rank - 1, 0, n))
 
 
-def scan(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: n)
+def scan(rank: int, size: int, n: int) -> Iterator[Step]:
     """Send what I have to the rank 1, 2, 4 and so on above me, and combine what comes from below."""
-    return Schedule(n, (partial(_scan, rank, size, n),))
-
-
-def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
     for distance in (1 << i for i in range(rounds(size))):
         sends = [Send(rank + distance, 0, n)] if rank + distance < size else []
         receives = [Recv(rank - distance, 0, n, combine=True)] if rank >= distance else []
@@ -104,29 +105,21 @@ def _scan(rank: int, size: int, n: int) -> Iterator[Step]:
 # --- recursive halving: half of what was sent before in each step, for long ones ----------------------------------
 
 
-def halving_allreduce(rank: int, size: int, n: int) -> Schedule:
+@one_lane(lambda rank, size, n: n)
+def halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
     """Reduce-scatter by halving, then allgather by doubling (Rabenseifner): 2 log2(size) messages.
 
     2 n (size - 1) / size elements where `size` is a power of two; n more for a rank that acts for another.
     """
-    return Schedule(n, (partial(_halving_allreduce, rank, size, n),))
+    return _beside(Core.of(size), rank, n, _halved)
 
 
-def _halving_allreduce(rank: int, size: int, n: int) -> Iterator[Step]:
-    core = Core.of(size)
-    if core.stands_by(rank):
-        yield step(Send(rank + 1, 0, n))
-        yield step(Recv(rank + 1, 0, n))
-        return
-    if core.acts(rank):
-        yield step(Recv(rank - 1, 0, n, combine=True))
+def _halved(core: Core, rank: int, n: int) -> Iterator[Step]:
     halves = list(_halves(core, rank, Blocks.even(n, core.count).start))
     for _, peer, mine, theirs in halves:
         yield step(Send(peer, *theirs), Recv(peer, *mine, combine=True))
     for _, peer, mine, theirs in reversed(halves):
         yield step(Send(peer, *mine), Recv(peer, *theirs))
-    if core.acts(rank):
-        yield step(Send(rank - 1, 0, n))
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
@@ -175,15 +168,12 @@ def _reduce_scatter(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
                 yield step(send, Recv(peer, at + mine[0], at + mine[1], combine=True))
 
 
-def allgather(rank: int, size: int, blocks: Blocks) -> Schedule:
+@one_lane(lambda rank, size, blocks: blocks.total)
+def allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     """Exchange all I have with a partner, log2(size) times, and have twice as much after each.
 
     All elements but some block where `size` is a power of two; all of them besides for a rank that acts for another.
     """
-    return Schedule(blocks.total, (partial(_allgather, rank, size, blocks),))
-
-
-def _allgather(rank: int, size: int, blocks: Blocks) -> Iterator[Step]:
     core = Core.of(size)
     if core.stands_by(rank):
         yield step(Send(rank + 1, blocks.start(rank), blocks.stop(rank)))

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
+P = ParamSpec("P")
 MAX_LANES = 32
 """The most lanes of a schedule: each has tags of its own, and libraries have few."""
 
@@ -126,19 +128,32 @@ class Blocks:
         return i * self._even + min(i, self._rest)
 
     def stop(self, i: int) -> int:
-        """Return the end of block `i`."""
         return self.start(i + 1)
 
     def count(self, i: int) -> int:
-        """Return the elements of block `i`."""
         return self.start(i + 1) - self.start(i)
 
     def counts(self) -> list[int]:
-        """Return the elements of each."""
         return [self.count(i) for i in range(self.parts)]
 
 
-# --- what the families of schedules share: cutting buffers, and steps without empty transfers ---
+# --- what the families of schedules share: one lane, cutting buffers, and steps without empty transfers ---
+
+
+def one_lane(room: Callable[..., int]) -> Callable[[Callable[P, Iterator[Step]]], Callable[P, Schedule]]:
+    """Make a plan of a function that yields the steps of the only lane; `room`, of the same arguments, see `Schedule`.
+
+    The lane begins with a call of the function, whose arguments the plan has.
+    """
+
+    def planned(steps: Callable[P, Iterator[Step]]) -> Callable[P, Schedule]:
+        @wraps(steps)
+        def plan(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+            return Schedule(room(*args, **kwargs), (partial(steps, *args, **kwargs),))
+
+        return plan
+
+    return planned
 
 
 def cut(n: int, chunks: int) -> list[tuple[int, int]]:

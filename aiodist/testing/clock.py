@@ -20,12 +20,12 @@ from time import monotonic, perf_counter
 from typing import Any
 from weakref import ref
 
+from aiodist import _core
 from aiodist.backends.cuda_ipc import ReleaseNotices
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.watchdog import Watch
-from aiodist.handles.pending import Pending
 from aiodist.handles.progress import Progress, transport_lock
-from aiodist.handles.timers import Timers
+from aiodist.handles.timers import Expiring, Timers
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -277,20 +277,20 @@ class _OneThread(Progress):
     def _park(self) -> None:
         self.armed = False
 
-    def spin(self, handle: Pending) -> None:
+    def spin(self, handle: _core.Handle) -> None:
         """Leave it to the loop."""
 
 
 class _LoopTimers(Timers):
     """Deadlines in the loop's own time."""
 
-    def add(self, expires: float, handle: Pending) -> None:
+    def add(self, expires: float, handle: Expiring) -> None:
         """Tell `handle` that it is late at `expires`, in seconds of `monotonic`, as if that went on from now."""
         seconds = round(expires - monotonic(), 3)  # as it was asked for: the microseconds since then are noise
         self._loop.call_later(max(0.0, seconds), partial(_tell, ref(handle)))
 
 
-def _tell(late: ref[Pending]) -> None:
+def _tell(late: ref[Expiring]) -> None:
     handle = late()
     if handle is not None and handle.is_pending:
         handle.expire()

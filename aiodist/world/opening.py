@@ -150,10 +150,10 @@ async def _transport(
 
 async def _open_shared_memory(
     environment: Environment, channel: Channel, hosts: Sequence[int], limits: Limits
-) -> ShmTransport:
+) -> Transport:
     """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
     if channel.size == 1:
-        return open_shared_memory(None)
+        return LocalTransport(LocalHub(), 0, 1, name="shm")
     near, reason, _ = await meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
     if near is not None and len(near.members) == channel.size:
         return open_shared_memory(near)
@@ -258,7 +258,7 @@ async def find_neighbours(
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")
     if isinstance(transport, ShmTransport):
-        return Met(transport.near, "", () if transport.near is None else (transport.near.members,))
+        return Met(transport.near, "", (transport.near.members,))
     return await unless_lost(
         channel, meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
     )

@@ -202,7 +202,7 @@ def run(
     `asyncio.run(main())` works too.
     """
     coroutine = main if isinstance(main, Coroutine) else main(*args)
-    with asyncio.Runner(loop_factory=loop_factory or _best_loop(), debug=debug) as runner:
+    with asyncio.Runner(loop_factory=loop_factory or best_loop(), debug=debug) as runner:
         isolate(runner.get_loop())
         try:
             return runner.run(coroutine)
@@ -211,7 +211,8 @@ def run(
             raise
 
 
-def _best_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def best_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes a loop of uvloop, None where that is not installed."""
     try:
         import uvloop
     except ImportError:

@@ -62,7 +62,7 @@ class Probe:
 
     def lent(self) -> int:
         """Return the bytes that this rank has copied so far, in all lanes."""
-        return sum(lane._lane.lent_bytes for lane in self._within._lanes_open)
+        return sum(lane.core.lent_bytes for lane in self._within._lanes_open)
 
     def arena_bytes(self) -> int:
         """Return the bytes of the arena that are in use."""

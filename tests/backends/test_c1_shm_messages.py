@@ -140,10 +140,11 @@ def test_c1_any_order_of_posting_keeps_the_order_of_equal_messages(drawing: Any)
 
     async def main() -> None:
         if count == 1:
-            alone = [Rank(Neighbourhood(0, {}), open_world(None))]
-            await exchange(alone)
-            await alone[0].transport.aclose(drained=True)
-            alone[0].near.close()
+            near = Neighbourhood(0, {})
+            alone = open_world(near)
+            await exchange([Rank(near, alone)])
+            await alone.aclose(drained=True)
+            near.close()
         else:
             async with ranks(count) as here:
                 await exchange(here)

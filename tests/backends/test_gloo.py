@@ -29,11 +29,12 @@ from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
 from aiodist.backends.base import Wanted
-from aiodist.backends.gloo import library, meeting, wire
+from aiodist.backends.gloo import frames, library, meeting, wire
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
+from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY, ReduceOp
 from tests.support.operations import operation
 
@@ -352,6 +353,29 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
     channels = in_process(2)
     with pytest.raises((BackendError, TimeoutError), match="was not set within"):
         await open_world(channels[0])
+
+
+@pytest.mark.parametrize("claimed", [1 << 40, 1, -1])
+async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(claimed: int) -> None:
+    async with worlds(2) as (zero, one):
+        lie = frames.Frame.write(frames.CREDITS, 0, 0, 0, 0, claimed, None)
+        assert one._wire is not None
+        waiting = receive(zero, torch.empty(1), 1)
+        with transport_lock:
+            one._wire.peers[0]._sent.append(one._wire.group.send([lie], 0, library.FRAMES))
+        (error,) = await outcome([waiting])
+        assert str(error) == f"gloo: rank 1 acknowledges {claimed} frames: 0 were sent to it, and 0 acknowledged"
+        assert await outcome([send(zero, torch.ones(1), 1)]) != [None], "nothing goes there any more"
+
+
+async def test_a_rank_that_took_what_was_never_offered_is_given_up_by_name() -> None:
+    async with worlds(2) as (zero, one):
+        assert one._wire is not None
+        waiting = receive(zero, torch.empty(1), 1)
+        with transport_lock:
+            one._wire.peers[0].send(frames.TAKEN, number=7)
+        (error,) = await outcome([waiting])
+        assert str(error) == "gloo: rank 1 took data number 7: none was offered"
 
 
 # --- the user's own works -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import aiodist
-from aiodist.checkpoints import folders, output
+from aiodist.checkpoints import folders
 from aiodist.testing import run_ranks
 from tests.support.crashing import Crash, CrashingOs
 
@@ -60,7 +60,6 @@ def save_on(disk: CrashingOs, path: Path, ranks: int, value: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "os", disk)
         patch.setattr(shutil, "rmtree", disk.rmtree)
-        patch.setattr(output, "os", disk)
         try:
             save(path, ranks, value)
         finally:
@@ -103,7 +102,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from tests.checkpoints import test_n17_crash as crash
-from aiodist.checkpoints import folders, output
+from aiodist.checkpoints import folders
 
 class Telling:
     def __getattr__(self, name):
@@ -119,7 +118,7 @@ class Telling:
         os.rename(a, b)
 
 torch.set_num_threads(1)
-folders.os = output.os = Telling()
+folders.os = Telling()
 for line in sys.stdin:
     value, dots = map(int, line.split())
     told, out = os.pipe()
@@ -162,7 +161,7 @@ def test_n17_killed_at_any_time_the_one_before_loads(tmp_path: Path) -> None:
 DIES = """
 import os, signal, sys
 import aiodist
-from aiodist.checkpoints import output
+from aiodist.checkpoints import folders
 from aiodist.errors import AiodistError
 from tests.checkpoints.test_n17_crash import Constant, Path
 
@@ -172,7 +171,7 @@ async def main():
     async with aiodist.init() as coll:
         await aiodist.save(path, Constant(1.0), coll=coll, extra=1.0)
         if coll.rank == 1:
-            output.write_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            folders.write_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         try:
             await aiodist.save(path, Constant(2.0), coll=coll, extra=2.0)
         except AiodistError as error:

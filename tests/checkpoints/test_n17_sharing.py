@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.checkpoints import InPieces, Piece
-from aiodist.checkpoints.shares import share
+from aiodist.checkpoints.parts import share
 from aiodist.nn import ColumnLinear, DataParallel, PipelinedOptimizer, RowLinear, VocabEmbedding, full_state_dict
 from aiodist.testing import run_ranks
 from tests.checkpoints.conftest import assert_same
@@ -200,3 +200,14 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
     pipelined = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1))
     with pytest.raises(TypeError, match="expected an Optimizer of torch"):
         await aiodist.save(path, net, pipelined, coll=coll)
+
+
+@pytest.mark.ranks(4)
+async def test_n17_blocks_that_differ_between_the_ranks_that_have_them(coll: Communicator, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    net, opt = await shared_training(coll, 2)
+    if coll.rank == 3:
+        with torch.no_grad():
+            net.module.wide.weight[0, 0] += 1
+    with pytest.raises(aiodist.MismatchError, match=r"ranks 1 and 3 disagree on the values of net/wide.weight"):
+        await aiodist.save(path, net, opt, coll=coll)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,12 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events
+from tests.support.one_thread import one_thread as one_thread
 from tests.support.simulated_mapper import SimulatedMapper
 
 SMALL_PIECES = {**USUAL_LIMITS, "cuda_ipc.piece_bytes": 1024}
 SECONDS = 20.0
 Make = Callable[[CudaIpc, Endpoint], Program[Any]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small tensors and ranks that share two cores: torch's own threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class MortalTransport(LocalTransport):

@@ -147,6 +147,7 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     work.abort("it hangs")
     with pytest.raises(AiodistError, match="it hangs"):
         await handle
+    await coll.barrier()  # on the other rank too: a kernel that begins before that could end the operation
     if coll.rank == 0:
         stream.release()
     await coll.barrier()

@@ -108,14 +108,6 @@ async def test_add_to_what_is_no_counter_is_an_error(channels: Channels) -> None
 
 
 @limited
-async def test_delete_forgets(channels: Channels) -> None:
-    await channels[0].set("k", b"v")
-    await channels[1].delete("k")
-    await channels[1].delete("k")
-    assert await channels[2].add("k", 7) == 7
-
-
-@limited
 async def test_messages_arrive_in_order_with_their_source(channels: Channels) -> None:
     letters = Letters()
     channels[2].subscribe("t", letters)

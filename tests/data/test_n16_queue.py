@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -239,6 +240,60 @@ async def test_n16_an_error_of_reading_comes_in_its_place_and_the_rest_goes_to_o
     assert await together(coll, mine) == list(range(160))
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("fails", ["source", "transform"])
+async def test_n16_what_was_ready_before_an_error_is_used_first(coll: Communicator, fails: str) -> None:
+    """The consumer is so slow that the reader has long ended; the rest goes to others when it comes to the error."""
+
+    class Damaged(IndexShards):
+        def read(self, shard: int, within: Sequence[int], /) -> list[int]:
+            if shard == 3 and fails == "source" and coll.rank == 0:
+                raise OSError("shard 3 cannot be read")
+            return super().read(shard, within)
+
+    def checked(batch: list[int]) -> list[int]:
+        if 48 in batch and coll.rank == 0:
+            raise OSError("48 is no good")
+        return batch
+
+    queue = ShardQueue(Damaged(256, 16), coll, batch_size=4, wait=True)
+    mine: list[int] = []
+    if coll.rank == 0:
+        async with prefetch(queue, depth=30, transform=checked) as batches:
+            await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "aiodist-prefetch"])
+            assert queue.state_dict()["used"] == []
+            for _ in range(12):
+                mine += await anext(batches)
+            with pytest.raises(OSError, match="no good" if fails == "transform" else "cannot be read"):
+                await anext(batches)
+            assert mine == list(range(48))
+            assert queue.state_dict()["used"] == [[0, 48]]
+            await coll.barrier(name="given back")
+    else:
+        await coll.barrier(name="given back")
+        mine = await taken(queue)
+    if coll.size > 1:
+        assert await together(coll, mine) == list(range(256))
+
+
+@pytest.mark.ranks(1)
+async def test_n16_shards_with_threads_are_read_on_several(coll: Communicator) -> None:
+    meeting = threading.Barrier(2)
+    readers: dict[int, int] = {}
+
+    class Together(IndexShards):
+        threads = 2
+
+        def read(self, shard: int, within: Sequence[int], /) -> list[int]:
+            if shard < 2:
+                meeting.wait(20)
+            assert readers.setdefault(shard, threading.get_ident()) == threading.get_ident()
+            return super().read(shard, within)
+
+    assert await taken(ShardQueue(Together(200, 16), coll, batch_size=7)) == list(range(200))
+    assert len(set(readers.values())) == 2
+
+
 # --- the place of all ranks ------------------------------------------------------------------------------------
 
 
@@ -290,68 +345,63 @@ async def test_n16_a_state_of_a_state(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_n16_who_loads_first_waits_for_the_first_rank(coll: Communicator) -> None:
+async def test_n16_who_loads_first_waits_for_nobody(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4)
     states = [{**queue.state_dict(), "used": [[10, 200]]}]
     if coll.rank == 0:
-        await coll.barrier(name="the others ask")
+        await coll.barrier(name="the others have all")
         queue.load_state_dicts(states)
         mine = await taken(queue)
+        assert mine == []
     else:
         queue.load_state_dicts(states)
-        asking = asyncio.create_task(taken(queue))
-        await asyncio.wait([asking], timeout=1)
-        assert not asking.done()
-        await coll.barrier(name="the others ask")
-        mine = await asking
+        mine = await taken(queue)
+        await coll.barrier(name="the others have all")
     assert await together(coll, mine) == [*range(10), 200, 201, 202]
 
 
 @pytest.mark.ranks(2)
-async def test_n16_who_loaded_what_the_first_rank_has_not_is_told(coll: Communicator) -> None:
-    queue = queue_of(coll)
-    states = await coll.allgather_object(queue.state_dict())
-    if coll.rank == 1:
-        queue.load_state_dicts(states)
-        with pytest.raises(
-            MismatchError, match="rank 1 is in epoch 0 after 1 others and 1 loaded states; rank 0 has clo"
-        ):
+async def test_n16_ranks_that_loaded_different_states_are_told(coll: Communicator) -> None:
+    queue = queue_of(coll, batch_size=4)
+    queue.load_state_dicts([{**queue.state_dict(), "used": [[10, 200 + coll.rank]]}])
+    if coll.rank == 0:
+        assert await taken(queue) == [*range(10), 200, 201, 202]
+        await coll.barrier()
+    else:
+        await coll.barrier()
+        state = r"epoch 0 after 1 others, with the loaded state \w+"
+        with pytest.raises(MismatchError, match=f"rank 1 is in {state}; another rank is in {state}"):
             await taken(queue)
-    await queue.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n16_who_loaded_while_the_first_rank_went_on_is_told(coll: Communicator) -> None:
+async def test_n16_who_loaded_while_another_rank_went_on_is_told(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4)
     states = await coll.allgather_object(queue.state_dict())
     if coll.rank == 1:
         queue.load_state_dicts(states)
-        asking = asyncio.create_task(taken(queue))
-        await asyncio.wait([asking], timeout=1)
         await coll.barrier()
         with pytest.raises(MismatchError, match="another rank is in epoch 1 after 1 others"):
-            await asking
+            await taken(queue)
     else:
-        await coll.barrier()
         queue.set_epoch(1)
         assert sorted(await taken(queue)) == list(range(203))
+        await coll.barrier()
 
 
 @pytest.mark.ranks(2)
-async def test_n16_who_asked_for_a_loaded_state_and_left_gets_nothing(coll: Communicator) -> None:
+async def test_n16_who_took_of_a_loaded_state_and_left_gives_back(coll: Communicator) -> None:
     queue = queue_of(coll, batch_size=4, wait=True)
     states = await coll.allgather_object(queue.state_dict())
     if coll.rank == 1:
         queue.load_state_dicts(states)
-        asking = asyncio.create_task(taken(queue))
-        await asyncio.wait([asking], timeout=1)
-        asking.cancel()
-        await asyncio.wait([asking])
+        mine = await taken(queue, 2)
         await coll.barrier()
     else:
         await coll.barrier()
         queue.load_state_dicts(states)
-        assert sorted(await taken(queue)) == list(range(203))
+        mine = await taken(queue)
+    assert await together(coll, mine) == list(range(203))
 
 
 @pytest.mark.ranks(2)

@@ -15,7 +15,6 @@ from aiodist.data.queue_machine import (
     HandBack,
     Hold,
     Instruction,
-    Lost,
     QueueMachine,
     Range,
     Share,
@@ -101,7 +100,7 @@ class QueueWalk(RuleBasedStateMachine):
     @rule(rank=RANKS)
     def is_lost(self, rank: int) -> None:
         self.leaves(rank)
-        self.told(self.machine.handle(Lost(rank)))
+        self.told(self.machine.handle(HandBack(rank, None)))
 
     def leaves(self, rank: int) -> None:
         self.waiting.pop(rank, None)
@@ -170,7 +169,7 @@ def test_n16_what_was_given_back_goes_out_first() -> None:
     assert machine.handle(Take(1, 1)) == [Hand(1, 1, (Range(7, 25), Range(44, 45)))]
     assert machine.handle(Used(1, 20)) == []
     assert machine.used == [Range(0, 8), Range(25, 44)]
-    assert machine.handle(Lost(1)) == []
+    assert machine.handle(HandBack(1, None)) == []
     assert machine.left == 100 - 27
 
 
@@ -195,9 +194,6 @@ def test_n16_an_order_has_each_record_once_in_any_cuts(
     found = [(shard, place) for shard, within in parts for place in within]
     assert sorted(found) == [(shard, place) for shard, size in enumerate(sizes) for place in range(size)]
     assert found == [(s, p) for s, within in EpochOrder(sizes, shuffle, seed, epoch).parts(0, total) for p in within]
-    for start in range(total):
-        assert {part.shard for part in order.parts(start, total)} <= set(order.shards(start, total))
-        assert set(order.shards(start, start + 1)) >= {found[start][0]}
     if not shuffle:
         assert found == sorted(found)
     elif shuffle is not True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import os
 import pickle
 import random
 import struct
@@ -117,6 +118,33 @@ def test_n16_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, compr
             last = max(offset for offset in offsets if offset < size)
             with pytest.raises(ValueError, match=f"at byte {last}: .*truncated"):
                 RecordFile(path)
+
+
+def in_memory(path: Path, offset: int) -> bool:
+    """Return whether the kernel has what lies at this byte; without reading it from the disk."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def test_n16_opening_leaves_no_page_in_memory_and_takes_none(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", make([100_000] * 10), chunk_bytes=100_000)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        if in_memory(path, 0):
+            pytest.skip("this file system keeps all in memory")
+    except OSError as error:
+        pytest.skip(f"this file system does not tell what is in memory: {error}")
+    with RecordFile(path) as file:
+        assert len(file) == 10
+        assert not any(in_memory(path, chunk.offset) for chunk in file.chunks)
+        assert len(list(file)) == 10
+    with RecordFile(path) as file:
+        assert all(in_memory(path, chunk.offset) for chunk in file.chunks)
 
 
 def test_n16_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
+from tests.support.one_thread import one_thread as one_thread
+
 Pairs = list[tuple[Tensor, Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Job:

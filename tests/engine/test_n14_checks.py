@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, Engine, MismatchError, RemoteError
 from aiodist.engine import State
-from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Job
@@ -116,6 +116,22 @@ async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(
     with pytest.raises(MismatchError, match=r"parameter '2\.weight' on rank \d .*step 2 of epoch 1; so do 1 more") as e:
         await engine.train(job.pairs(coll.rank, 3), epochs=1)
     assert coll.size == 2 or f"on rank {odd} differs" in str(e.value)
+
+
+@pytest.mark.ranks(2)
+async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Communicator, job: type["Job"]) -> None:
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, ShardedOptimizer(net, job.OPTIMIZERS["adam"]), mse_loss, debug=True, **job.QUIET)
+
+    @engine.on("backward")
+    async def change(state: State) -> None:
+        await state.optimizer.flush()  # what is gathered would take its place
+        if coll.rank == 1 and state.step == 2:
+            with torch.no_grad():
+                net.get_parameter("2.bias")[1] += 1
+
+    with pytest.raises(MismatchError, match=r"parameter '2\.bias' on rank \d .*step 2 of epoch 1"):
+        await engine.train(job.pairs(coll.rank, 3), epochs=1)
 
 
 @pytest.mark.ranks(2)

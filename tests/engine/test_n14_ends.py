@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, CommunicatorAborted, Engine, RemoteError
-from aiodist.engine import State
-from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.engine import State, meeting
+from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Job
@@ -23,10 +23,14 @@ class Broken(Exception):
     """What a rank raises in these tests."""
 
 
-async def made(coll: Communicator, job: type["Job"], *, pipelined: bool = False, **options: Any) -> Engine:
+async def made(
+    coll: Communicator, job: type["Job"], *, pipelined: bool = False, sharded: bool = False, **options: Any
+) -> Engine:
     net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
     make = job.OPTIMIZERS["momentum"]
-    opt = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    if sharded:
+        opt = ShardedOptimizer(net, make)
     return Engine(net, opt, mse_loss, **job.QUIET, **options)
 
 
@@ -76,6 +80,23 @@ async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(
 
     engine.on(event, fail)
     await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 3), epochs=1))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("event", [*EVENTS, "optimizer"])
+async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, job: type["Job"], event: Any) -> None:
+    engine = await made(coll, job, sharded=True)
+    guilty = coll.size - 1
+
+    def fail(state: State) -> None:
+        if coll.rank == guilty and (state.batch in (0, 2) or event in ("epoch", "end")):
+            raise Broken("here")
+
+    if event == "optimizer":
+        engine.state.optimizer.optimizer.register_step_pre_hook(lambda *_: fail(engine.state))
+    else:
+        engine.on(event, fail)
+    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 3), epochs=1))
 
 
 @pytest.mark.ranks(2, 3)
@@ -228,6 +249,31 @@ async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator, job: ty
     assert steps == [1, 2, 3, 4]
     await engine.train(job.pairs(coll.rank, 8), epochs=1)
     assert steps == [*range(1, 9)]
+    job.assert_same(engine.state.net, job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("event", "last"), [("sample", 3), ("criterion", 3), ("update", 4)])
+async def test_n14_a_stop_with_a_sharded_optimizer(
+    coll: Communicator, job: type["Job"], monkeypatch: pytest.MonkeyPatch, event: Any, last: int
+) -> None:
+    """It travels in the pass: ranks exchange nothing else."""
+    engine = await made(coll, job, sharded=True)
+    steps = []
+
+    async def asked(*_: object) -> bool:
+        raise AssertionError("ranks ask one another")
+
+    monkeypatch.setattr(meeting.Assembly, "any", asked)
+    engine.on("update", lambda state: steps.append(state.step))
+
+    @engine.on(event)
+    def stop(state: State) -> None:
+        state.stop = state.stop or (coll.rank == 0 and state.step == 3)
+
+    await engine.train(job.pairs(coll.rank, 8), epochs=2)
+    assert steps == [*range(1, last + 1)]
+    await engine.train(job.pairs(coll.rank, 8), epochs=1)
     job.assert_same(engine.state.net, job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
 
 

@@ -78,11 +78,23 @@ async def test_n14_uneven_epochs_are_saved_behind_them(
 ) -> None:
     memory = Memory()
     monkeypatch.setattr(checkpoints, "save", memory.save, raising=False)
-    engine = await made(coll, job, every=2)
+    engine = await made(coll, job)
     await engine.train(job.pairs(coll.rank, 2 + 3 * coll.rank), epochs=2)
     saved = {rank: [(s[-1]["epoch"], s[-1]["step"]) for s in states] for rank, states in memory.kept.items()}
     told = {rank: one for ranks in await coll.allgather_object(saved) for rank, one in ranks.items()}
     assert told == {0: [(1, 2), (2, 4)], 1: [(1, 5), (2, 10)]}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("known", [True, False])
+async def test_n14_checkpoints_within_uneven_epochs_are_refused(
+    coll: Communicator, job: type["Job"], known: bool
+) -> None:
+    engine = await made(coll, job, every=2)
+    pairs = job.pairs(coll.rank, 2 + coll.rank)
+    with pytest.raises(ValueError, match="every=2, and ranks may have different numbers of batches"):
+        await engine.train(pairs if known else iter(pairs), epochs=2)
+    assert engine.state.step == 0
 
 
 @pytest.mark.ranks(1)

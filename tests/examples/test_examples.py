@@ -500,3 +500,10 @@ def test_examples_are_short_and_runnable() -> None:
         assert len(text.splitlines()) <= 120, example.name
         assert 'if __name__ == "__main__":' in text, example.name
         assert ast.get_docstring(ast.parse(text)), example.name
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_t5_the_ranks_share_the_jobs_that_rank_0_hands_out(launch: Launch, n: int) -> None:
+    done = launch(n, EXAMPLES / "workers.py", mpi="none")
+    assert (done.code, done.errors) == (0, "")
+    assert done.lines[0] == ["9 of 9 jobs done; the best: {'C': 10, 'gamma': 0.0001} with accuracy 0.903"]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from aiodist.launch.verdict import HOLD, Departures, Ending, JobVerdict, Left, describe
+from aiodist.control.roster import Exit, Roster
+from aiodist.launch.verdict import HOLD, Ending, JobVerdict, Left, describe
 
 
 def verdict(
@@ -18,9 +19,20 @@ def verdict(
     servers: int = 0,
     keep_going: bool = False,
 ) -> JobVerdict:
-    known = left or {}
-    report = Departures(lambda rank: known.get(rank, Left.NEVER_JOINED), lambda: first)
-    return JobVerdict(size, within, report, servers=servers, keep_going=keep_going)
+    return JobVerdict(size, within, roster(size, left or {}, first), servers=servers, keep_going=keep_going)
+
+
+def roster(size: int, left: Mapping[int, Left], first: tuple[int, int] | None = None) -> Roster:
+    """Return what the hub knows, where all ranks had come."""
+    known = Roster(size)
+    known.ready = True
+    known.joined |= {rank for rank, how in left.items() if how is not Left.NEVER_JOINED}
+    for rank, how in left.items():
+        if how is Left.CLEAN:
+            known.leave(Exit(rank, clean=True, cause="goodbye"))
+    if first is not None:
+        known.leave(Exit(first[0], clean=False, cause="bad", exitcode=first[1]))
+    return known
 
 
 def test_l5_all_end_with_0() -> None:
@@ -76,12 +88,12 @@ def test_l5_after_a_goodbye_there_is_no_hurry() -> None:
 
 
 def test_l5_a_goodbye_may_arrive_after_the_end() -> None:
-    left = {1: Left.OPEN}
-    v = verdict(2, left=left)
+    known = roster(2, {1: Left.OPEN})
+    v = JobVerdict(2, 5.0, known)
     v.ended(Ending(1, 0), 0)
     assert v.due is not None
     assert v.due < 1
-    left[1] = Left.CLEAN
+    known.leave(Exit(1, clean=True, cause="goodbye"))
     assert v.tick(v.due) == []
     assert v.code is None
 

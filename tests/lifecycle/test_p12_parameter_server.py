@@ -63,6 +63,20 @@ def test_p12_a_killed_server_takes_only_its_tensors_along(run: Run, backend: str
         ]
 
 
+@pytest.mark.parametrize(("backend", "policy"), [("shm", "synchronous"), ("gloo", "asynchronous"), ("shm", "bounded")])
+def test_p12_a_killed_server_of_a_table_is_named_by_all_that_needs_it(run: Run, backend: str, policy: str) -> None:
+    ended = outlived(run, backend, "tables", policy)
+    for rank in range(2):
+        assert ended.said(rank) == [
+            "heard: PeerLost",
+            "ends: ['PeerLost']",
+            "later: PeerLost PeerLost",
+            "layer: PeerLost",
+            "sync ends: True soon: True",
+            "left: []",
+        ]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_p12_an_exception_of_one_body_ends_all_and_is_named(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
+from tests.support.one_thread import one_thread as one_thread
+
 Make = Callable[[], nn.Module]
 Loss = Callable[[Any, int, int], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors and ranks that share two cores: torch's own threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Mlp(nn.Sequential):

@@ -17,6 +17,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.testing import run_ranks
+from tests.support.in_backward import InBackward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -38,20 +39,6 @@ class Gate:
         assert self.go.wait(30)
 
 
-class Pause(torch.autograd.Function):
-    """The identity, whose backward calls something."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call()
-        return grads[0], None
-
-
 def pausing(net: Any, where: str, gate: Gate) -> Callable[[Any], Tensor]:
     """Return a forward that goes through the gate there."""
 
@@ -61,7 +48,7 @@ def pausing(net: Any, where: str, gate: Gate) -> Callable[[Any], Tensor]:
             gate()
         y = first(x)
         if where == "backward":  # the last layers' gradients are on their way by then
-            y = Pause.apply(y, gate)  # type: ignore[no-untyped-call]
+            y = InBackward.apply(y, gate)  # type: ignore[no-untyped-call]
         return torch.nn.Sequential(*others)(y)  # type: ignore[no-any-return]
 
     return forward

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -16,22 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiodist.errors import CommunicatorAborted, PeerLost
 from aiodist.nn.accounts import PassAccount
-from aiodist.nn.pass_machine import (
-    Abort,
-    Action,
-    Arrive,
-    End,
-    Explain,
-    Fail,
-    PassMachine,
-    Phase,
-    Reduce,
-    Settle,
-    Stage,
-    Tell,
-    TellHeader,
-    Terms,
-)
+from aiodist.nn.pass_machine import PassMachine, Phase, Stage, Terms
 from aiodist.nn.pass_status import PassStatus, StatusKind
 
 pytestmark = pytest.mark.timeout(300)
@@ -87,26 +72,89 @@ class Wire:
             then(self.lost, [])
 
 
-@dataclass(eq=False)
-class Pass:
+class Pass(PassMachine[Load]):
     """One pass on one rank, and what its machine wanted."""
 
-    number: int
-    machine: PassMachine
-    refused: bool
-    begun: bool
-    sent: list[int] = field(default_factory=list)
-    settled: list[int] = field(default_factory=list)
-    arrived: list[int] = field(default_factory=list)
-    answers: int = 0
-    """How many are still to come."""
-    closed: bool = False
-    told: BaseException | None = None
-    ended: bool = False
+    def __init__(self, rank: Rank, number: int, terms: Terms, *, waits: bool) -> None:
+        super().__init__(rank.walk.loads, terms, rank=rank.number, window=rank.walk.window, waits=waits)
+        self.number = number
+        self.refused = terms.refused is not None
+        self.begun = self.phase is not Phase.WAITING
+        self.sent: list[int] = []
+        self.settled: list[int] = []
+        self.arrived: list[int] = []
+        self.answers = 0
+        """How many are still to come."""
+        self.closed = False
+        self.failure: BaseException | None = None
+        self.ended = False
+        self._on = rank
 
-    def state(self) -> list[Any]:
-        values = [getattr(self.machine, name) for name in self.machine.__slots__]
-        return [value.copy() if isinstance(value, list | set) else value for value in values]
+    def state(self) -> dict[str, Any]:
+        return {name: value.copy() if isinstance(value, list | set) else value for name, value in vars(self).items()}
+
+    # --- what the machine wants -----------------------------------------------------------------------------------
+
+    def _send(self, index: int) -> None:
+        """Have a bucket wait for leave."""
+        assert not self.ended
+        assert self.begun
+        assert self.phase in (Phase.BACKWARD, Phase.ENDING)
+        assert index not in self.sent
+        self.sent.append(index)
+        self.answers += 1
+        self._on.startable.append((self, index))
+        if self._on.walk.eager:
+            self._on.let()
+
+    def _send_header(self) -> None:
+        self._tell(self._on.packed(kind=StatusKind.JOIN), self.header_told)
+
+    def _send_status(self, issued: int, *, failed: bool) -> None:
+        assert self.closed
+        steps = 6 if self._on.walk.kinds[self.number] == "other steps" and self._on.odd else 5
+        self._tell(self._on.packed(issued=issued, failed=failed, steps=steps), self.told)
+
+    def _send_account(self, failure: str | None) -> None:
+        self._tell(PassAccount(failure, (), self.number, ""), self.explained)
+
+    def _tell(self, payload: Any, then: Callable[[Any], None]) -> None:
+        def answer(error: Exception | None, payloads: list[Any]) -> None:
+            self.answers -= 1
+            if error is not None:
+                self.untold(error)
+                return
+            assert len({type(payload) for payload in payloads}) == 1  # nobody takes an account for a status
+            then(payloads if isinstance(payload, PassAccount) else self._on.unpacked(payloads))
+
+        assert not self.ended
+        self.answers += 1
+        self._on.walk.status.send(self._on.number, payload, answer)
+
+    def _settle(self, index: int) -> None:
+        assert not self.ended
+        assert self.stages[index] in (Stage.REDUCED, Stage.QUEUED)
+        assert self._on.walk.loads[index].on_device or self.stages[index] is Stage.REDUCED
+        self.settled.append(index)
+
+    def _arrive(self, index: int) -> None:
+        assert not self.ended
+        assert self.stages[index] is Stage.REDUCED
+        self.arrived.append(index)
+
+    def _abort(self, why: str, *, wholly: bool) -> None:
+        assert not self.ended
+        self._on.walk.lose(CommunicatorAborted(why), wholly=wholly)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        assert not self.ended
+        self.failure = self.failure or error
+
+    def _end(self) -> None:
+        assert not self.ended
+        assert self.closed
+        assert self.answers == 0
+        self.ended = True
 
 
 class Rank:
@@ -164,9 +212,7 @@ class Rank:
 
     def make(self, terms: Terms) -> None:
         waits = self.newest is not None and not self.newest.ended
-        machine = PassMachine(self.walk.loads, terms, rank=self.number, window=self.walk.window, waits=waits)
-        begun, refused = machine.phase is not Phase.WAITING, terms.refused is not None
-        self.passes.append(Pass(len(self.passes), machine, refused, begun))
+        self.passes.append(Pass(self, len(self.passes), terms, waits=waits))
 
     def waiting(self) -> list[Pass]:
         """Return the pass that waits for another that is over, or for its header to be sent."""
@@ -176,72 +222,12 @@ class Rank:
 
     def begin(self, this: Pass) -> None:
         this.begun = True
-        self.do(this, this.machine.begin())
+        this.begin()
 
     def close(self, this: Pass, error: Exception | None) -> None:
         this.closed = True
         unsendable = error if isinstance(error, MemoryError) else None
-        self.do(
-            this, this.machine.end_backward(error, None if error is None else f"Traceback\n{error!r}\n", unsendable)
-        )
-
-    # --- what machines want ---------------------------------------------------------------------------------------
-
-    def do(self, this: Pass, actions: Iterator[Action]) -> None:
-        for action in actions:
-            assert not this.ended
-            self.perform(this, action)
-
-    def perform(self, this: Pass, action: Action) -> None:
-        match action:
-            case Reduce(index):
-                self.reduce(this, index)
-            case TellHeader():
-                self.send(this, self.packed(kind=StatusKind.JOIN), this.machine.header_told)
-            case Tell(issued, failed):
-                assert this.closed
-                steps = 6 if self.walk.kinds[this.number] == "other steps" and self.odd else 5
-                self.send(this, self.packed(issued=issued, failed=failed, steps=steps), this.machine.told)
-            case Explain(failure):
-                self.send(this, PassAccount(failure, (), this.number, ""), this.machine.explained)
-            case Settle(index):
-                assert this.machine.stages[index] in (Stage.REDUCED, Stage.QUEUED)
-                assert self.walk.loads[index].on_device or this.machine.stages[index] is Stage.REDUCED
-                this.settled.append(index)
-            case Arrive(index):
-                assert this.machine.stages[index] is Stage.REDUCED
-                this.arrived.append(index)
-            case Abort(why, wholly):
-                self.walk.lose(CommunicatorAborted(why), wholly=wholly)
-            case Fail(error):
-                this.told = this.told or error
-            case End():
-                assert this.closed
-                assert this.answers == 0
-                this.ended = True
-
-    def send(self, this: Pass, payload: Any, then: Callable[[Any], Iterator[Action]]) -> None:
-        def answer(error: Exception | None, payloads: list[Any]) -> None:
-            this.answers -= 1
-            if error is not None:
-                self.do(this, this.machine.untold(error))
-                return
-            assert len({type(payload) for payload in payloads}) == 1  # nobody takes an account for a status
-            self.do(this, then(payloads if isinstance(payload, PassAccount) else self.unpacked(payloads)))
-
-        this.answers += 1
-        self.walk.status.send(self.number, payload, answer)
-
-    def reduce(self, this: Pass, index: int) -> None:
-        """Have a bucket wait for leave."""
-        assert this.begun
-        assert this.machine.phase in (Phase.BACKWARD, Phase.ENDING)
-        assert index not in this.sent
-        this.sent.append(index)
-        this.answers += 1
-        self.startable.append((this, index))
-        if self.walk.eager:
-            self.let()
+        this.backward_ended(error, None if error is None else f"Traceback\n{error!r}\n", unsendable)
 
     def let(self) -> bool:
         """Give leave to the first bucket that waits for it."""
@@ -251,17 +237,20 @@ class Rank:
         error, self.trouble = self.walk.data.lost or self.trouble, None
         if error is not None:
             this.answers -= 1
-            self.do(this, this.machine.unsent(index, error))
+            this.unsent(index, error)
             return True
 
         def come(error: Exception | None, payloads: list[Any]) -> None:
             this.answers -= 1
             assert len(set(payloads)) < 2  # all ranks send the same buckets in the same order
-            self.do(this, this.machine.reduced(index) if error is None else this.machine.failed(index, error))
+            if error is None:
+                this.reduced(index)
+            else:
+                this.failed(index, error)
 
         self.walk.data.send(self.number, (this.number, index), come)
         if self.walk.loads[index].on_device:
-            self.do(this, this.machine.queued(index))
+            this.queued(index)
         return True
 
 
@@ -319,10 +308,10 @@ class Walk(RuleBasedStateMachine):
     @rule(pick=PICKS, number=PICKS)
     def fill(self, pick: int, number: int) -> None:
         """The last gradient of a bucket comes; there is no backward in a pass that is refused."""
-        rank, this = chosen(self.backward(), pick)
-        filling = [i for i, stage in enumerate(this.machine.stages) if stage is Stage.FILLING and not this.refused]
+        _, this = chosen(self.backward(), pick)
+        filling = [i for i, stage in enumerate(this.stages) if stage is Stage.FILLING and not this.refused]
         if filling:
-            rank.do(this, this.machine.full(chosen(filling, number)))
+            this.filled(chosen(filling, number))
 
     @precondition(lambda self: self.backward())
     @rule(pick=PICKS)
@@ -389,7 +378,7 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def no_more_is_in_flight_than_may_be(self) -> None:
         for this in (this for rank in self.ranks for this in rank.passes):
-            moving = [i for i in this.sent if this.machine.stages[i] in (Stage.MOVING, Stage.QUEUED)]
+            moving = [i for i in this.sent if this.stages[i] in (Stage.MOVING, Stage.QUEUED)]
             if self.window is not None and len(moving) > 2:
                 assert sum(self.loads[i].nbytes for i in moving) <= self.window
             assert this.begun or not this.sent
@@ -398,8 +387,9 @@ class Walk(RuleBasedStateMachine):
     def a_bucket_that_is_full_already_changes_nothing(self) -> None:
         for this in (this for rank in self.ranks for this in rank.passes):
             before = this.state()
-            for index, stage in enumerate(this.machine.stages):
-                assert stage is Stage.FILLING or list(this.machine.full(index)) == []
+            for index, stage in enumerate(this.stages):
+                if stage is not Stage.FILLING:
+                    this.filled(index)
             assert this.state() == before
 
     def teardown(self) -> None:
@@ -409,7 +399,7 @@ class Walk(RuleBasedStateMachine):
         for rank in self.ranks:
             assert len(rank.passes) == len(self.kinds)
             assert not rank.startable
-            assert all(this.ended and this.machine.phase is Phase.OVER for this in rank.passes)
+            assert all(this.ended and this.phase is Phase.OVER for this in rank.passes)
         for number in range(len(self.kinds) if self.whole else 0):
             self.check_whole(number)
 
@@ -440,8 +430,8 @@ class Walk(RuleBasedStateMachine):
         for rank in self.ranks:
             this = rank.passes[number]
             assert sorted(this.sent) == everything
-            assert (type(this.machine.error) is ValueError) == ((number, rank.number) in self.failed)
-            assert (this.machine.error is not None) == (this.told is not None) == fails
+            assert (type(this.error) is ValueError) == ((number, rank.number) in self.failed)
+            assert (this.error is not None) == (this.failure is not None) == fails
             assert sorted(this.settled) == sorted(this.arrived if this.settled else []) == ([] if fails else everything)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, PipelinedOptimizer
 from aiodist.nn.blocks import balanced
+from tests.support.in_backward import InBackward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -201,27 +202,13 @@ def blocks_of(net: DataParallel) -> list[list[nn.Module]]:
     return module.blocks
 
 
-class Told(torch.autograd.Function):
-    """The identity, whose backward calls something."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call()
-        return grads[0], None
-
-
 class Stops(nn.Linear):
     """A layer whose backward calls `stop` first."""
 
     stop: Callable[[], object] = staticmethod(lambda: None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Told.apply(super().forward(x), self.stop)  # type: ignore[no-any-return, no-untyped-call]
+        return InBackward.apply(super().forward(x), self.stop)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @pytest.mark.ranks(2)

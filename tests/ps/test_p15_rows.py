@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiodist.ps import SGD, Adagrad, Adam, RMSprop, optimizer
-from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, row_optimizer
+from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
 from aiodist.ps.rows.grouping import grouped
 from aiodist.ps.rows.hashing import mix, owners
 from aiodist.ps.rows.index import RowIndex
 from aiodist.ps.rows.initial import first_rows
-from aiodist.ps.rows.packing import ids_in, pack, packed_bytes, rows_in, unpack_ids
-from aiodist.ps.rows.spec import settings_of
+from aiodist.ps.rows.optimizers import RowOptimizer
+from aiodist.ps.rows.packing import ids_in, pack_head, rows_in, unpack_ids, write_rows
 from aiodist.ps.rows.store import RowStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
@@ -29,8 +29,7 @@ any_id = st.one_of(st.integers(0, 40), st.integers(0, HIGH), st.integers(0, 40).
 
 def spec(dim: int = 3, rows: int | None = None, rule: Any = None, initial: Any = None, **more: Any) -> TableSpec:
     """Return a table in float64."""
-    chosen = None if rule is None else settings_of(row_optimizer(rule))
-    return TableSpec(dim, rows, torch.float64, initial or Normal(), more.pop("seed", 5), chosen, **more)
+    return TableSpec(dim, rows, torch.float64, initial or Normal(), more.pop("seed", 5), rule, **more)
 
 
 @settings(deadline=None)
@@ -164,24 +163,25 @@ def test_p15_optimizers_of_rows_are_those_of_torch(case: str, dim: int) -> None:
 
 def test_p15_settings_that_rows_cannot_have_are_refused() -> None:
     for rule, told in (
-        (SGD(lr=0.1, momentum=0.9), "SGD of rows: momentum: expected lr, maximize"),
+        (SGD(lr=0.1, momentum=0.9), "SGD of rows: momentum: it would change rows that nobody pushed"),
         (SGD(lr=0.1, weight_decay=0.1), "weight_decay"),
-        (Adam(lr=0.1, amsgrad=True), "SparseAdam of rows: amsgrad: expected betas, eps, lr, maximize"),
+        (Adam(lr=0.1, amsgrad=True), "Adam of rows: amsgrad"),
     ):
         with pytest.raises(ValueError, match=told):
-            row_optimizer(rule)
+            RowOptimizer(rule, torch.float64)
     with pytest.raises(TypeError, match="RMSprop of rows: expected SGD, Adagrad or Adam"):
-        row_optimizer(RMSprop(lr=0.1))
+        RowOptimizer(RMSprop(lr=0.1), torch.float64)
     with pytest.raises(TypeError, match="AdamW of rows"):
-        row_optimizer(optimizer(torch.optim.AdamW, lr=0.1))
-    adagrad = row_optimizer(Adagrad(lr=0.1))
+        RowOptimizer(optimizer(torch.optim.AdamW, lr=0.1), torch.float64)
+    adagrad = RowOptimizer(Adagrad(lr=0.1), torch.float64)
     adagrad.configure({"lr": 0.5})
     assert adagrad.settings["lr"] == 0.5
     for changes, kind, told in (
         ({"lr": "fast"}, TypeError, "lr='fast': expected a number"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
-        ({"momentum": 0.9}, ValueError, "momentum: expected eps"),
-        ({"initial_accumulator_value": 1.0}, ValueError, "counts only when a row is made"),
+        ({"momentum": 0.9}, ValueError, "Adagrad of rows: momentum"),
+        ({"weight_decay": 0.1}, ValueError, "weight_decay: it would change rows that nobody pushed"),
+        ({"initial_accumulator_value": 1.0}, ValueError, "initial_accumulator_value: expected eps, lr"),
     ):
         with pytest.raises(kind, match=told):
             adagrad.configure(changes)
@@ -255,8 +255,13 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
         assert torch.equal(found.ids[block], found.ids[block].sort().values)
     values = torch.randn(ids.numel(), 2, dtype=torch.float64)
     last, total = torch.full((2, found.ids.numel(), 2), torch.nan, dtype=torch.float64)
-    found.last(values, last)
-    found.sum(values, total)
+    found.gather(values, [last[block] for block in found.blocks()], last=True)
+    found.gather(values, [total[block] for block in found.blocks()])
+    back = torch.full((ids.numel(), 2), torch.nan, dtype=torch.float64)
+    for number, block in enumerate(found.blocks()):
+        found.scatter(number, total[block], back)
+    found.repeat(back)
+    assert torch.equal(back, total[found.places])
     for row, one in enumerate(found.ids.tolist()):
         same = (ids.flatten() == one).nonzero().flatten()
         torch.testing.assert_close(total[row], values[same].sum(0))
@@ -266,8 +271,8 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
 def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
     wanted = spec(2, 50)
     ids, rows = torch.tensor([3, 7, 49]), torch.randn(3, 2, dtype=torch.float64)
-    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
-    pack(ids, rows, packed)
+    packed = torch.empty(8 + ids.nbytes + rows.nbytes, dtype=torch.uint8)
+    pack_head(ids, packed).copy_(rows.view(torch.uint8).flatten())
     found, rest = unpack_ids(packed, wanted)
     assert torch.equal(found, ids)
     assert torch.equal(rows_in(rest, 3, wanted), rows)
@@ -285,3 +290,12 @@ def test_p15_what_is_packed_is_checked_to_the_byte() -> None:
             ids_in(torch.tensor(wrong).view(torch.uint8), wanted)
     with pytest.raises(ValueError, match="ids in 9 bytes: expected a multiple of 8"):
         ids_in(torch.zeros(9, dtype=torch.uint8), wanted)
+
+
+@pytest.mark.parametrize(("dim", "offset"), [(4, 0), (4, 1), (4, 4), (3, 0)])
+def test_p15_rows_are_written_wherever_they_lie(dim: int, offset: int) -> None:
+    rows = torch.randn(5 * dim + offset)[offset:].view(5, dim)
+    into, at = torch.zeros(9 * dim + offset)[offset:].view(9, dim), torch.tensor([8, 0, 3, 5, 1])
+    write_rows(into, at, rows)
+    assert torch.equal(into[at], rows)
+    assert into.count_nonzero() == 5 * dim

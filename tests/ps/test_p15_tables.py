@@ -13,6 +13,7 @@ from aiodist import Communicator
 from aiodist.codecs import QSGD, Half
 from aiodist.errors import BufferInFlight, MismatchError, RemoteError
 from aiodist.handles import gather
+from aiodist.handles.progress import transport_lock
 from aiodist.ps import (
     SGD,
     Adagrad,
@@ -27,7 +28,7 @@ from aiodist.ps import (
     Synchronous,
     Uniform,
 )
-from aiodist.ps.rows.packing import pack, packed_bytes
+from aiodist.ps.rows.packing import pack_head
 from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
@@ -360,8 +361,8 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     """Return an entry with rows that no table sends."""
     ids = torch.tensor(CRAFTED.get(what, list(range(40))))
     rows = torch.ones(ids.numel(), 2)
-    packed = torch.empty(packed_bytes(ids, rows), dtype=torch.uint8)
-    pack(ids, rows, packed)
+    packed = torch.empty(8 + ids.nbytes + rows.nbytes, dtype=torch.uint8)
+    pack_head(ids, packed).copy_(rows.view(torch.uint8).flatten())
     body = bytes(packed.tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
@@ -383,10 +384,11 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communic
             number = client.queue.number()
             kind, entry = crafted(what, ps._names["t"].key, number)
             errors: list[BaseException | None] = []
-            for rank in (0, 1):
-                client._asked[(rank, number)] = [], errors.append
-                coalescer.put(rank, kind, entry, request=True)
-            coalescer.flush()
+            with transport_lock:
+                for rank in (0, 1):
+                    client._asked[(rank, number)] = [], errors.append
+                    coalescer.put(rank, kind, entry, request=True)
+                coalescer.flush()
             await table.pull(ids)  # behind it
             assert len(errors) == 2
             assert all(isinstance(error, RemoteError) for error in errors)

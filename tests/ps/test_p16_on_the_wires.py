@@ -17,6 +17,7 @@ import torch
 from aiodist import Communicator, ParameterServer
 from aiodist.codecs import Json
 from aiodist.errors import AiodistError, CommunicatorAborted
+from aiodist.handles.progress import transport_lock
 from aiodist.ps import Quorum, Synchronous
 from aiodist.ps.wire import PUSH_BYTES, Kind, Way, pack_done, pack_push
 
@@ -156,8 +157,9 @@ async def test_p16_a_crafted_message_runs_nothing_and_ends_at_most_the_server(
     try:
         async with ParameterServer(coll, {"w": torch.zeros(5)}, servers=[0], workers=[0, 1], timeout=SECONDS) as ps:
             if coll.rank == 1:
-                ps._session.context.coalescer.put(0, kind, body, request=True)
-                ps._session.context.coalescer.flush()
+                with transport_lock:
+                    ps._session.context.coalescer.put(0, kind, body, request=True)
+                    ps._session.context.coalescer.flush()
             for _ in range(3):
                 await ps.push("w", torch.ones(5))
                 await ps.barrier()
@@ -182,8 +184,9 @@ async def test_p16_what_is_said_to_be_json_is_read_as_json(coll: Communicator, p
             entry = ps._names["notes"]
             number = ps._session.client.queue.number()
             head = pack_push(entry.key, entry.rule_number, Way.INLINE, False, number, 0, 1.0, len(code), 0, 0)
-            ps._session.context.coalescer.put(0, Kind.PUSH, head + code, request=True)
-            ps._session.context.coalescer.flush()
+            with transport_lock:
+                ps._session.context.coalescer.put(0, Kind.PUSH, head + code, request=True)
+                ps._session.context.coalescer.flush()
             with pytest.raises(ValueError, match=r"JSON|utf-8|codec"):
                 await ps.pull("notes", timeout=SECONDS)
     assert not mark.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, OptimizerRule, RMSprop, optimizer
 from aiodist.ps.sharding import place
+from tests.support.one_thread import one_thread as one_thread
 
 STEPS = 20
 SHORT: dict[type[Optimizer], Callable[..., OptimizerRule]] = {
@@ -48,15 +49,6 @@ CASES: dict[str, tuple[OptimizerRule, Callable[..., Any]]] = {
     for case, (kind, settings) in SETTINGS.items()
 }
 """The rule, and what makes torch's optimizer, which computes as torch does when it is told nothing."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: torch's own threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiodist.data.device import ToDevice
-from aiodist.data.items import Item, Made, Outcome
+from aiodist.data.items import Item, Made
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
 from aiodist.streams import CudaStream, PinnedPool, capture, check_not_capturing
@@ -147,7 +147,7 @@ async def test_s6_room_is_made_in_a_mode_of_its_own(monkeypatch: pytest.MonkeyPa
     assert there.eq(1).all()
     to_device = ToDevice(torch.device("cuda"))
     item = Item(0, Handle(Progress.current(), "item"), lambda *_: None)
-    await asyncio.to_thread(to_device.put, item, Made(Outcome.VALUE, torch.ones(10)))
+    await asyncio.to_thread(to_device.put, item, Made(torch.ones(10)))
     await item.handle
     await to_device.aclose()
     assert modes == [2, 2]

@@ -118,7 +118,6 @@ class Own(Mapped):
         self._device = device
 
     def memory(self) -> Tensor:
-        """See `Mapped`."""
         return flat(_lent(self._storage.cdata), self._device)
 
 

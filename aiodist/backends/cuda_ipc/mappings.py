@@ -171,7 +171,6 @@ class Mappings:
             self._declare_dead(lent)
 
     def announce(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
-        """Return what to tell `rank` of `t`."""
         if rank not in lent.descriptions:
             lent.descriptions[rank] = self._mapper.export(t)
         return pickle.dumps(

@@ -31,16 +31,13 @@ class _ChannelStore(Store):
         self.error: BaseException | None = None
 
     def set(self, key: str, value: Any) -> None:  # noqa: ANN401  - bytes, where the stub says str
-        """Store `value`."""
         self._ask(self._channel.set(f"gloo/{key}", bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """Wait for `key`."""
         value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=_SETUP_SECONDS))
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for all of `keys`."""
         for key in keys:
             self.get(key)
 

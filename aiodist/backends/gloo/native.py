@@ -26,7 +26,7 @@ from aiodist.backends.gloo.library import (
 from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
-from aiodist.handles import LARGE_BYTES, join
+from aiodist.handles import join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
@@ -56,7 +56,6 @@ class GlooNative:
     """
 
     finishes = False
-    inline_bytes = LARGE_BYTES
     in_order = True
     recallable = False
 
@@ -69,11 +68,9 @@ class GlooNative:
     _aborter: threading.Thread | None = None
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True where gloo has the dtype and the operator."""
         return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce."""
         return lambda t, key, done: self.start(Operation("allreduce", t, op=op), key, done)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
@@ -89,7 +86,7 @@ class GlooNative:
         parts = pieces(numbers)
         over = join(len(parts), done)
         for part in parts:
-            self._start(partial(_CALLS[o.kind], o, part), over)
+            self._start(partial(_begin, o, part), over)
 
     def _start(self, call: Callable[[ProcessGroup], Work], over: Done) -> None:
         if self._group is None:
@@ -157,19 +154,11 @@ def _future_error(future: torch.futures.Future[Any]) -> BackendError | None:
     return None
 
 
-def _allreduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
-    options = c10d.AllreduceOptions()
+def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
+    options = c10d.AllreduceOptions() if o.kind == "allreduce" else c10d.ReduceOptions()
     options.reduceOp = _OPS[o.op]
     options.timeout = FOREVER
-    return group.allreduce([t], options)
-
-
-def _reduce(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
-    options = c10d.ReduceOptions()
-    options.reduceOp = _OPS[o.op]
+    if isinstance(options, c10d.AllreduceOptions):
+        return group.allreduce([t], options)
     options.rootRank = o.root
-    options.timeout = FOREVER
     return group.reduce([t], options)
-
-
-_CALLS = {"allreduce": _allreduce, "reduce": _reduce}

@@ -79,7 +79,6 @@ class Wire:
                 member.lost(peer.rank, peer.error)
 
     def leave(self, comm: int) -> None:
-        """Throw the frames of `comm` away."""
         self._open.pop(comm, None)
         self._early.pop(comm, None)
         self._closed.add(comm)
@@ -95,7 +94,6 @@ class Wire:
             self.progress.attend()
 
     def came(self, src: int, frame: Frame) -> None:
-        """Deliver `frame`."""
         member = self._open.get(frame.comm)
         if member is not None:
             member.came(src, frame)
@@ -103,7 +101,6 @@ class Wire:
             self._early.setdefault(frame.comm, []).append((src, frame.kept()))
 
     def lost(self, rank: int, error: BackendError) -> None:
-        """Tell every communicator that `rank` cannot be reached."""
         if not self._closing:
             for member in list(self._open.values()):
                 member.lost(rank, error)
@@ -239,16 +236,24 @@ class GlooPeer:
         return work, buffer, memoryview(cast(Any, buffer.numpy())) if view is None else view
 
     def _came(self, buffer: Tensor, view: memoryview) -> None:
+        if self.error is not None:
+            return
         frame = Frame.read(buffer, view)
         self._received += 1
+        if not 0 <= frame.acknowledged - self._acknowledged <= len(self._sent):
+            sent = f"{self._acknowledged + len(self._sent)} were sent to it, and {self._acknowledged} acknowledged"
+            self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {frame.acknowledged} frames: {sent}"))
+            return
         for _ in range(frame.acknowledged - self._acknowledged):
             self._sent.popleft()
         self._acknowledged = frame.acknowledged
         if self._received - self._told >= _CREDIT:
             self.send(CREDITS)
         if frame.kind == TAKEN:
-            _, done = self._offers.pop(frame.number)
-            done(None)
+            if (offer := self._offers.pop(frame.number, None)) is None:
+                self._gone(BackendError(f"gloo: rank {self.rank} took data number {frame.number}: none was offered"))
+            else:
+                offer[1](None)
         elif frame.kind != CREDITS:
             self._wire.came(self.rank, frame)
 

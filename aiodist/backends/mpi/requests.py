@@ -31,14 +31,12 @@ class Requests:
         return len(self._requests)
 
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
-        """Call `done` when `request` is over."""
         if nbytes >= LARGE_BYTES:
             done = self.progress.counted(done)
         self._requests.append(request)
         self._done.append(done)
 
     def poll(self, until: float = 0.0) -> bool:
-        """See the class."""
         requests = self._requests
         if not requests:
             return False

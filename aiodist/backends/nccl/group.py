@@ -250,7 +250,6 @@ class NcclGroup:
         return len(self._threads) + (self._launching is not None)
 
     def poll(self) -> bool:
-        """Go on with what is over; True when anything was."""
         moved = False
         now = monotonic()
         for thread in tuple(self._threads):

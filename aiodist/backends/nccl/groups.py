@@ -50,7 +50,6 @@ class NcclGroups:
         return sum([group.pending for group in self._polled])
 
     def poll(self, until: float = 0.0) -> bool:
-        """See `Poller`."""
         moved = False
         for group in self._polled:
             moved = group.poll() or moved

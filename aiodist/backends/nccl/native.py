@@ -98,61 +98,36 @@ class NcclNative:
                 launch(comm, stream)
 
     def _allreduce(self, o: Operation) -> _Part:
-        numbers, native = _as_numbers(o.t), self._op(o.op)
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            comm.allreduce(numbers, numbers, native, stream=stream)
-
-        return _Part(launch, self._division(o))
+        numbers = _as_numbers(o.t)
+        return _Part(_call("allreduce", numbers, numbers, self._op(o.op)), self._division(o))
 
     def _broadcast(self, o: Operation) -> _Part:
         data = bytes_of(o.t)
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            comm.broadcast(data, data, o.root, stream=stream)
-
-        return _Part(launch)
+        return _Part(_call("broadcast", data, data, o.root))
 
     def _reduce(self, o: Operation) -> _Part:
-        numbers, native = _as_numbers(o.t), self._op(o.op)
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            comm.reduce(numbers, numbers, native, o.root, stream=stream)
-
+        numbers = _as_numbers(o.t)
+        launch = _call("reduce", numbers, numbers, self._op(o.op), o.root)
         return _Part(launch, self._division(o) if self._group.rank == o.root else None)
 
     def _allgather(self, o: Operation) -> _Part:
         """NcclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together."""
-        mine, everything, counts = bytes_of(o.t), bytes_of(o.out), o.counts
-        blocks = _blocks(everything, [count * o.out.element_size() for count in counts])
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            if len(set(counts)) == 1:
-                comm.allgather(mine, everything, stream=stream)
-                return
-            with self._group.library.group():
-                for root, block in enumerate(blocks):
-                    if block.numel():
-                        comm.broadcast(mine, block, root, stream=stream)
-
-        return _Part(launch)
+        mine, everything = bytes_of(o.t), bytes_of(o.out)
+        if len(set(o.counts)) == 1:
+            return _Part(_call("allgather", mine, everything))
+        blocks = enumerate(_blocks(everything, [count * o.out.element_size() for count in o.counts]))
+        calls = [_call("broadcast", mine, block, root) for root, block in blocks if block.numel()]
+        return _Part(partial(self._together, calls))
 
     def _reduce_scatter(self, o: Operation) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
-        numbers, mine, native, counts = _as_numbers(o.t), _as_numbers(o.out), self._op(o.op), o.counts
+        numbers, mine, native = _as_numbers(o.t), _as_numbers(o.out), self._op(o.op)
+        if len(set(o.counts)) == 1:
+            return _Part(_call("reduce_scatter", numbers, mine, native), self._division(o))
         parts = 2 if o.t.is_complex() else 1
-        blocks = _blocks(numbers, [count * parts for count in counts])
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            if len(set(counts)) == 1:
-                comm.reduce_scatter(numbers, mine, native, stream=stream)
-                return
-            with self._group.library.group():
-                for root, block in enumerate(blocks):
-                    if block.numel():
-                        comm.reduce(block, mine, native, root, stream=stream)
-
-        return _Part(launch, self._division(o))
+        blocks = enumerate(_blocks(numbers, [count * parts for count in o.counts]))
+        calls = [_call("reduce", block, mine, native, root) for root, block in blocks if block.numel()]
+        return _Part(partial(self._together, calls), self._division(o))
 
     def _alltoall(self, o: Operation) -> _Part:
         """A call for each block; mine goes to myself."""
@@ -161,17 +136,9 @@ class NcclNative:
 
     def _exchange(self, o: Operation) -> _Part:
         assert isinstance(o, Exchange)
-        sends = [(bytes_of(t), rank) for rank, t in o.sends]
-        receives = [(bytes_of(t), rank) for rank, t in o.receives]
-
-        def launch(comm: Any, stream: int) -> None:  # noqa: ANN401
-            with self._group.library.group():
-                for t, rank in sends:
-                    comm.send(t, rank, stream=stream)
-                for t, rank in receives:
-                    comm.recv(t, rank, stream=stream)
-
-        return _Part(launch)
+        calls = [_call("send", bytes_of(t), rank) for rank, t in o.sends]
+        calls += [_call("recv", bytes_of(t), rank) for rank, t in o.receives]
+        return _Part(partial(self._together, calls))
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[_NATIVE_OPS[op]]
@@ -191,6 +158,11 @@ _PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
     "alltoall": NcclNative._alltoall,
     "exchange": NcclNative._exchange,
 }
+
+
+def _call(name: str, *args: object) -> Launch:
+    """Return what makes the call `name` of the communicator."""
+    return lambda comm, stream: getattr(comm, name)(*args, stream=stream)
 
 
 def _as_numbers(t: Tensor) -> Tensor:

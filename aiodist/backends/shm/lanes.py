@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 
 from aiodist import _core
-from aiodist.backends.base import DTYPES, Done, Operation, Refused, again
+from aiodist.backends.base import Done, Operation, Refused, again, dtype_code
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
@@ -37,7 +37,6 @@ class Kind(IntEnum):
 
 
 KINDS = {kind.name.lower(): kind for kind in Kind}
-dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 op_code = {op: code for code, op in enumerate(ReduceOp)}.__getitem__
 
 
@@ -85,7 +84,6 @@ class Lanes:
             self.progress.resume()
 
     def close(self) -> None:
-        """Poll no more."""
         self.progress.remove_poller(self)
         self.progress.remove_driven(self)
         self.progress.loop.remove_reader(self.completions.event)
@@ -100,9 +98,8 @@ class Lane:
         All ranks submit in the same order, unless it is `led`: then the first rank chooses it, and operations that are
         under way have different keys.
         """
-        near = lanes.near
+        self.near = near = lanes.near
         self.rank, self.size = rank, len(ranks)
-        self._near = near
         self._name = name
         self._others = {i: near.neighbours[r] for i, r in enumerate(ranks) if i != rank}
         stage_bytes = max(_STAGE_BYTES, self.size * _core.STAGE_BYTES_PER_RANK)
@@ -112,7 +109,7 @@ class Lane:
         memory = memory_of(self._memory)
         self._why: list[BaseException] = []
         """Why it was given up."""
-        self._lane = _core.Lane(
+        self.core = _core.Lane(
             lanes.completions,
             near.engine,
             rank,
@@ -129,16 +126,6 @@ class Lane:
         self._closed = False
         lanes.meet(self)
 
-    @property
-    def core(self) -> _core.Lane:
-        """The compiled lane."""
-        return self._lane
-
-    @property
-    def near(self) -> Neighbourhood:
-        """The ranks of the host."""
-        return self._near
-
     def meet(self) -> bool:
         """Join the lanes of those ranks that have made theirs; True when all have."""
         for rank, other in list(self._unmet.items()):
@@ -146,15 +133,15 @@ class Lane:
             if self._closed or block is not None:
                 del self._unmet[rank]
             if block is not None and not self._closed:
-                self._lane.join(rank, block, other.core, other.engine_bell)
+                self.core.join(rank, block, other.core, other.engine_bell)
         return not self._unmet
 
     def submit(self, operation: Operation, word: int, key: int, done: Done) -> _core.Operation:
         """Submit a collective of which `word` is the fingerprint; `done` is told its end, by `Lanes.poll`."""
         o = operation
-        place = self._near.locate(o.t) or _NOWHERE
+        place = self.near.locate(o.t) or _NOWHERE
         count = sum(o.counts) if o.kind == "allgather" else o.t.numel()
-        return self._lane.submit(
+        return self.core.submit(
             KINDS[o.kind],
             dtype_code(o.t.dtype),
             op_code(o.op),
@@ -174,11 +161,11 @@ class Lane:
     @property
     def brought(self) -> tuple[int, int]:
         """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
-        return self._lane.arena_bytes, self._lane.ordinary_bytes
+        return self.core.arena_bytes, self.core.ordinary_bytes
 
     def compare(self, word: int, done: Done) -> _core.Operation:
         """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
-        return self._lane.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
+        return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
     def refuse(self, key: int) -> None:
         """Take no part any more in operations of `key`: what has not been met ends with `Refused` on all ranks.
@@ -186,7 +173,7 @@ class Lane:
         All ranks must do so: what the first rank has not submitted waits on the others. Two that do so at once miss
         nothing if each that hears of it from another one does it again.
         """
-        self._lane.refuse(key)
+        self.core.refuse(key)
 
     def close(self, error: BaseException) -> None:
         """Touch nobody's memory any more: what is under way ends with `error`."""
@@ -194,15 +181,15 @@ class Lane:
             return
         self._closed = True
         self._why.append(error)
-        self._lane.abandon()
+        self.core.abandon()
         # What others still have to see of it stays until they look no more either.
         # So does what they may still work on of operations that were given up, which the lane keeps.
-        self._near.leave(self._name, [other.rank for other in self._others.values()], (self._memory, self._lane))
+        self.near.leave(self._name, [other.rank for other in self._others.values()], (self._memory, self.core))
         del self._memory
 
     def release(self) -> None:
         """Have nobody drive it any more: all ends are told."""
-        self._lane.close()
+        self.core.close()
 
 
 def _map(others: Mapping[int, Neighbour], rank: int, segment: int) -> None:

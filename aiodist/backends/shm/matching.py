@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,24 @@ from aiodist.backends.base import Done
 from aiodist.backends.matching import Matching
 from aiodist.backends.shm.memory import Place
 from aiodist.errors import BackendError
+
+
+class Record(NamedTuple):
+    """What one rank says to another; which of the fields mean something depends on `kind`, which is not 0."""
+
+    kind: int
+    comm: int = 0
+    tag: int = 0
+    number: int = 0
+    nbytes: int = 0
+    segment: int = -1
+    offset: int = 0
+    size: int = 0
+    """How many bytes follow it."""
+
+    @property
+    def place(self) -> Place | None:
+        return Place(self.segment, self.offset) if self.segment >= 0 else None
 
 
 @dataclass(eq=False, slots=True)

@@ -8,16 +8,18 @@ looks past its end. No name in any file system belongs to it: nothing stays behi
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import threading
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import psutil
@@ -39,6 +41,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _SMALL_BYTES = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _memmove() -> Callable[[int, int, int], None]:
+    function: Any = ctypes.CDLL(None).memmove
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+move_bytes = _memmove()
+"""(to, from, count): copy many bytes; the GIL is free meanwhile."""
 
 
 class Place(NamedTuple):

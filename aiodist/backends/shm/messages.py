@@ -16,12 +16,12 @@ from time import perf_counter
 
 from torch import Tensor
 
-from aiodist._core import arrived
+from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
 from aiodist.backends.shm.matching import Box, Message, Receive, Send, too_long
+from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
-from aiodist.backends.shm.peers import Peer
-from aiodist.backends.shm.rings import move_bytes, numbers_for
+from aiodist.backends.shm.peers import NUMBERS, Peer
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
@@ -49,19 +49,16 @@ class _Copy:
 class Messages:
     """See the module; everything but making it runs with the transport lock held."""
 
-    def __init__(self, near: Neighbourhood | None, progress: Progress) -> None:
-        """`near` is None for a rank that is alone."""
+    def __init__(self, near: Neighbourhood, progress: Progress) -> None:
         self.near = near
         self.progress = progress
-        self.rank = 0 if near is None else near.rank
+        self.rank = near.rank
         self.boxes: dict[int, Box] = {}
         """By communicator: what waits to be received, and receives that wait."""
         self.budget = 0
         """How many bytes this pass may still copy."""
-        self.peers: dict[int, Peer] = {}
-        if near is not None:
-            numbers = numbers_for(near)
-            self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
+        numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
+        self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())
         self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()
@@ -89,7 +86,6 @@ class Messages:
     # --- sending and receiving ---------------------------------------------------------------------------------
 
     def send(self, send: Send, to: int) -> None:
-        """Send to rank `to` of the world."""
         if self._failure is not None:
             send.done(self._failure)
             return
@@ -120,7 +116,6 @@ class Messages:
             self._deliver(message, receive)
 
     def receive(self, receive: Receive) -> None:
-        """Receive what has come, or what will."""
         if self._failure is not None:
             receive.done(self._failure)
             return

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import maxsize
 from zlib import crc32
 
 from torch import dtype
 
-from aiodist.backends.base import Done, Operation, Wanted, again
-from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, dtype_code, op_code
+from aiodist.backends.base import Done, Operation, Wanted, again, dtype_code
+from aiodist.backends.shm.lanes import KINDS, Lane, Lanes, op_code
 from aiodist.types import ReduceOp
 
 
@@ -21,7 +20,6 @@ class ShmNative:
     """
 
     finishes = True
-    inline_bytes = maxsize
     in_order = False
     recallable = True
 
@@ -54,7 +52,6 @@ class ShmNative:
         return wanted.operation in KINDS
 
     def start(self, operation: Operation, key: int, done: Done) -> None:
-        """Begin an operation."""
         o = operation
         if self._closed is not None:
             done(again(self._closed))

@@ -86,7 +86,6 @@ class Neighbour:
         return bool(watch.poll(0))
 
     def listen(self) -> None:
-        """Read its messages."""
         with suppress(OSError):  # nothing there, or nobody
             while True:
                 data, fds, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -165,7 +164,6 @@ class Neighbour:
         self.bell.call()
 
     def close(self) -> None:
-        """Let go of its memory."""
         self._link.close()
         for fd, _ in self._descriptors.values():
             os.close(fd)

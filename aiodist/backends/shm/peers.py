@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aiodist._core import NUMBERS_BYTES, Rings
 from aiodist.backends.base import ours
-from aiodist.backends.shm.matching import Message, Receive, Send, too_long
-from aiodist.backends.shm.neighbours import Neighbour
-from aiodist.backends.shm.rings import Record, map_ring, meet, move_bytes, open_ring, rings_with
+from aiodist.backends.shm.matching import Message, Receive, Record, Send, too_long
+from aiodist.backends.shm.memory import Place, move_bytes
+from aiodist.backends.shm.neighbours import Neighbour, memory_of
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES
 
 if TYPE_CHECKING:
     from aiodist.backends.shm.messages import Messages
 
+NUMBERS = "messages"
+"""The name of the memory where a rank counts what it has written to each ring and taken from the other (`core/ring.h`).
+"""
 CREDIT_BYTES = 1 << 22
 """How much of short messages the receiver keeps that nobody there has asked for."""
 
@@ -52,14 +56,13 @@ class Peer:
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
         """`numbers` are this rank's for all its neighbours."""
-        near = messages.near
-        assert near is not None
         self.rank = neighbour.rank
         self._messages = messages
-        self._near = near
+        self._near = near = messages.near
         self._neighbour = neighbour
         self._ring_bytes = ring_bytes(len(near.members))
-        self.rings = rings_with(near, neighbour.rank, numbers, self._ring_bytes)
+        at = near.members.index(neighbour.rank) * NUMBERS_BYTES
+        self.rings = Rings(memory_of(numbers)[at : at + NUMBERS_BYTES], self._ring_bytes)
         self._short = short_bytes(len(near.members))
         self._piece = max(2 * self._short, 1 << 16)
         self._waiting: deque[Send | Record] = deque()
@@ -111,7 +114,7 @@ class Peer:
     def _put_short(self, comm: int, tag: int, nbytes: int, data: bytearray | int) -> bool:
         """Write a short message, whose bytes are `data` or lie at that address; False when there is no room."""
         if not self.rings.is_open:
-            open_ring(self.rings, self._near, self._ring_bytes)
+            self._open_ring()
         if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
             return False
         self._given += nbytes + _RECORD_BYTES
@@ -146,13 +149,30 @@ class Peer:
     def _write(self, record: Record) -> bool:
         """Write a record that may name a place; False when there is no room."""
         if not self.rings.is_open:
-            open_ring(self.rings, self._near, self._ring_bytes)
+            self._open_ring()
         # A segment that the neighbour does not know yet must be in its queue before the record is seen.
         return self._neighbour.flush() and self.rings.put(*record)
 
+    def _open_ring(self) -> None:
+        """Make this rank's ring; raise MemoryError where there is no memory for it."""
+        ring = self._near.arena.empty((self._ring_bytes,), torch.uint8)
+        place = self._near.locate(ring)
+        assert place is not None
+        self.rings.open(memory_of(ring), *place)
+
+    def _meet(self) -> bool:
+        """Return True once the neighbour's numbers are known."""
+        if not self.rings.met:
+            self._neighbour.listen()
+            if (place := self._neighbour.places.get(NUMBERS)) is None:
+                return False
+            at = place.offset + self._near.members.index(self._near.rank) * NUMBERS_BYTES
+            self.rings.meet(memory_of(self._neighbour.memory(Place(place.segment, at), NUMBERS_BYTES)))
+        return True
+
     def _ring(self) -> None:
         """Have the neighbour look."""
-        if meet(self.rings, self._near, self._neighbour):
+        if self._meet():
             self._neighbour.ring()
 
     def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
@@ -176,7 +196,7 @@ class Peer:
 
     def advance(self) -> bool:
         """Read what has come, and write what could not be written; True when something moved."""
-        if not self.rings.met and not meet(self.rings, self._near, self._neighbour):
+        if not self.rings.met and not self._meet():
             return False
         moved = self.rings.arrived and self._read()
         while self._waiting:
@@ -190,7 +210,6 @@ class Peer:
         return moved
 
     def look(self) -> None:
-        """Send what could not be sent over the socket."""
         self._neighbour.flush()
 
     def is_gone(self, now: float) -> bool:
@@ -204,7 +223,7 @@ class Peer:
     def _read(self) -> bool:
         messages, rings = self._messages, self.rings
         if not rings.is_mapped:
-            map_ring(rings, self._neighbour, self._ring_bytes)
+            rings.map(memory_of(self._neighbour.memory(Place(rings.segment, rings.offset), self._ring_bytes)))
         crowded = rings.fill > self._ring_bytes // 2
         moved = False
         while messages.budget > 0:

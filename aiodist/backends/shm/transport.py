@@ -45,12 +45,10 @@ class ShmTransport:
             messages.join(self._comm, self._world_ranks)
 
     @property
-    def near(self) -> Neighbourhood | None:
-        """Return the ranks whose memory it uses; None for a rank that is alone."""
+    def near(self) -> Neighbourhood:
         return self._messages.near
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
         return Capabilities(short_receives=True, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
@@ -69,7 +67,6 @@ class ShmTransport:
         self._messages.receive(Receive(t, self._comm, source, tag, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return the transport among `ranks`, at once."""
         return ShmTransport(self._messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
 
     async def aclose(self, *, drained: bool) -> None:
@@ -92,7 +89,7 @@ class ShmTransport:
 
     async def _part(self) -> None:
         """Wait until no other rank waits for what lies in this one's memory: all have closed theirs too."""
-        neighbours = () if self.near is None else tuple(self.near.neighbours.values())
+        neighbours = self.near.neighbours.values()
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
             for neighbour in neighbours:
@@ -107,10 +104,9 @@ class ShmTransport:
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def open_world(near: Neighbourhood | None) -> ShmTransport:
-    """Return a transport over all ranks of `near`, or of a rank that is alone; once in the life of `near`.
+def open_world(near: Neighbourhood) -> ShmTransport:
+    """Return a transport over all ranks of `near`; once in the life of `near`.
 
     Every one of them must do so. Raises MemoryError where there is no memory for the queues.
     """
-    messages = Messages(near, Progress.current())
-    return ShmTransport(messages, _WORLD, (0,) if near is None else near.members)
+    return ShmTransport(Messages(near, Progress.current()), _WORLD, near.members)

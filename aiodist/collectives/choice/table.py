@@ -106,7 +106,6 @@ class RangeEdit:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return which row of the table it is about."""
         return self.device, self.hosts, self.operation
 
     def overlaps(self, other: RangeEdit) -> bool:
@@ -229,7 +228,6 @@ class Table:
         return steps[bisect_right(steps, nbytes, key=itemgetter(0)) - 1][1]
 
     def edited(self, edit: Edit) -> Table:
-        """Return the table after `edit`."""
         if isinstance(edit, LimitEdit):
             return replace(self, limits=MappingProxyType({**self.limits, edit.name: edit.value}))
         steps = list(self.rows[edit.key])

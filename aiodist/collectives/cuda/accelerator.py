@@ -16,13 +16,13 @@ from aiodist.collectives.cuda.device_messages import DirectMessages, StagedMessa
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.nccl import Nccl as NcclCollectives
 from aiodist.collectives.cuda.nccl import Slots
-from aiodist.collectives.cuda.on_device import DeviceWork, InOrder
+from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.cuda.queued import Queue, alone, by_nccl
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Kit, Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import DeviceMessages, Endpoint, Implementation
+from aiodist.collectives.program import Endpoint, Implementation
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Progress
@@ -85,7 +85,7 @@ class Accelerator:
         self._progress = progress
         self._staging = Staging.of(progress)
         self._direct = direct
-        self.device_messages: DeviceMessages = InOrder((DirectMessages if direct else StagedMessages)(self._staging))
+        self.device_messages = (DirectMessages if direct else StagedMessages)(self._staging)
         """Takes tensors to and from the host's transports."""
         self._mappings = Mappings()
         self._release_notices = ReleaseNotices(self._mappings, progress, channel)

@@ -7,6 +7,7 @@ alone (see `aiodist.streams.staging`): on its own stream they would queue behind
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -25,16 +26,44 @@ class StagedMessages:
     """See `DeviceMessages`; with the transport lock held.
 
     A contiguous tensor goes in pieces of `staging.piece_bytes`; `done` is called with the same stream the current one.
+
+    The messages of one tag to a peer, or from it, go one after another: tensors of a list share a tag, and which piece
+    of which is ready first, the devices that they lie on decide, and no two ranks alike.
     """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
+        self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        _Sending(self._staging, transport, t, dst, tag, done).advance()
+        self._line_up((True, transport, dst, tag), t, done)
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        _Receiving(self._staging, transport, t, src, tag, done).advance()
+        self._line_up((False, transport, src, tag), t, done)
+
+    def _line_up(self, key: tuple[bool, Transport, int, int], t: Tensor, done: Done) -> None:
+        stream = torch.cuda.current_stream(t.device)
+        line = self._lines.setdefault(key, deque())
+
+        def start() -> None:
+            with OnStream(stream):
+                self._begin(*key, t, over)
+
+        def over(error: BaseException | None) -> None:
+            line.popleft()
+            if line:
+                line[0]()
+            else:
+                del self._lines[key]
+            done(error)
+
+        line.append(start)
+        if len(line) == 1:
+            start()
+
+    def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
+        """Begin with a message, when it is first in its line."""
+        (_Sending if sends else _Receiving)(self._staging, transport, t, peer, tag, done).advance()
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
@@ -57,17 +86,12 @@ class StagedMessages:
 class DirectMessages(StagedMessages):
     """The same over a transport that takes memory of devices itself: in one piece, once the stream has come there."""
 
-    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        self._when_settled(t, partial(transport.isend, t, dst, tag), done)
-
-    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        self._when_settled(t, partial(transport.irecv, t, src, tag), done)
-
     def cut(self, t: Tensor) -> list[Tensor]:
         return [t]
 
-    def _when_settled(self, t: Tensor, begin: Callable[[Done], None], done: Done) -> None:
+    def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
         """Begin when nothing that is queued touches `t` any more: the transport knows nothing of streams."""
+        begin = transport.isend if sends else transport.irecv
         stream = torch.cuda.current_stream(t.device)
 
         def over(error: BaseException | None) -> None:
@@ -79,7 +103,7 @@ class DirectMessages(StagedMessages):
                 over(error)
             else:
                 with OnStream(stream):
-                    begin(over)
+                    begin(t, peer, tag, over)
 
         try:
             self._staging.events.watch(stream, settled)

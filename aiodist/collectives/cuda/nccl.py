@@ -78,7 +78,6 @@ class Slots:
             slot.release()
 
     def places(self, ts: Sequence[Tensor]) -> str:
-        """See `Accelerator`."""
         numbers = [self._used.index(t.device) for t in ts if t.device in self._used]
         return f" #{','.join(map(str, numbers))}" if any(numbers) else ""
 

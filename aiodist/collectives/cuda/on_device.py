@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from aiodist.backends.base import Done, Transport
-from aiodist.collectives.program import Call, DeviceMessages, Nested, Program, meet
+from aiodist.backends.base import Done
+from aiodist.collectives.program import Call, Nested, Program, meet
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import idle
@@ -98,49 +96,6 @@ class DeviceWork:
         From the end on, if that is a good one: on a device that is lost, torch cannot even free what was lent.
         """
         self._lent = result
-
-
-class InOrder:
-    """A `DeviceMessages` that takes the messages of one tag to a peer, or from it, one after another.
-
-    Side by side in a list, tensors share a tag, and each of them is in pieces: which piece is ready first, the devices
-    that they lie on decide, and no two ranks alike.
-    """
-
-    def __init__(self, device_messages: DeviceMessages) -> None:
-        self._device_messages = device_messages
-        self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
-        self.fetch, self.put, self.cut = device_messages.fetch, device_messages.put, device_messages.cut
-
-    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
-        self._line_up((True, transport, dst, tag), t, partial(self._device_messages.send, transport, t, dst, tag), done)
-
-    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """See `DeviceMessages`."""
-        self._line_up(
-            (False, transport, src, tag), t, partial(self._device_messages.recv, transport, t, src, tag), done
-        )
-
-    def _line_up(self, key: tuple[bool, Transport, int, int], t: Tensor, begin: Call, done: Done) -> None:
-        stream = torch.cuda.current_stream(t.device)
-        line = self._lines.setdefault(key, deque())
-
-        def start() -> None:
-            with OnStream(stream):
-                begin(over)
-
-        def over(error: BaseException | None) -> None:
-            line.popleft()
-            if line:
-                line[0]()
-            else:
-                del self._lines[key]
-            done(error)
-
-        line.append(start)
-        if len(line) == 1:
-            start()
 
 
 def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:

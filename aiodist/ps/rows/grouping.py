@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aiodist.ps.rows.hashing import owners
+from aiodist.ps.rows.packing import write_rows
 from aiodist.ps.rows.spec import TableSpec
 
 
@@ -25,27 +28,48 @@ class GroupedIds(NamedTuple):
     shape: torch.Size
     """Of the call's ids."""
 
-    def sum(self, values: Tensor, into: Tensor) -> None:
-        """Write the sum of the rows of each id into `into`, `(len(ids), dim)`; `values` are `(numel, dim)`."""
-        torch.index_select(values, 0, self.first, out=into)
-        if self.ids.numel() < self.places.numel():
-            again = torch.ones(self.places.shape, dtype=torch.bool)
-            again[self.first] = False
-            others = again.nonzero().flatten()
-            into.index_add_(0, self.places.index_select(0, others), values.index_select(0, others))
+    def gather(self, values: Tensor, into: Sequence[Tensor], *, last: bool = False) -> None:
+        """Write the sum, or the last, of the rows of each id into `into`, the rows of each group, `(count, dim)`.
 
-    def last(self, values: Tensor, into: Tensor) -> None:
-        """Write the last row of each id into `into`, `(len(ids), dim)`."""
-        last = self.first.scatter_reduce(0, self.places, torch.arange(self.places.numel()), "amax")
-        torch.index_select(values, 0, last, out=into)
+        `values` are the call's, `(numel, dim)`: each is read once.
+        """
+        again = torch.empty(0, dtype=torch.int64) if last else self._again()
+        source = self.first
+        if last:
+            source = source.scatter_reduce(0, self.places, torch.arange(self.places.numel()), "amax")
+        for block, rows in zip(self.blocks(), into, strict=True):
+            torch.index_select(values, 0, source[block], out=rows)
+            if again.numel():
+                at = self.places.index_select(0, again) - block.start
+                here = at.ge(0).logical_and_(at < rows.shape[0]).nonzero().flatten()
+                rows.index_add_(0, at.index_select(0, here), values.index_select(0, again.index_select(0, here)))
+
+    def scatter(self, number: int, rows: Tensor, into: Tensor) -> None:
+        """Write the rows of group `number` to where the call has their ids first, in `into`, `(numel, dim)`."""
+        if len(self.counts) == 1:  # reading here and there is quicker than writing so, and this writes all of `into`
+            torch.index_select(rows, 0, self.places, out=into)
+        else:
+            write_rows(into, self.first[self.blocks()[number]], rows)
+
+    def repeat(self, into: Tensor) -> None:
+        """Write rows that `scatter` wrote to where the call has their ids again."""
+        again = self._again()
+        if again.numel() and len(self.counts) > 1:
+            source = self.first.index_select(0, self.places.index_select(0, again))
+            into.index_copy_(0, again, into.index_select(0, source))
+
+    def _again(self) -> Tensor:
+        """Return which of the call's ids are there before."""
+        if self.ids.numel() == self.places.numel():
+            return torch.empty(0, dtype=torch.int64)
+        again = torch.ones(self.places.shape, dtype=torch.bool)
+        again[self.first] = False
+        return again.nonzero().flatten()
 
     def blocks(self) -> list[slice]:
         """Return which of `ids` are in each group."""
-        found, start = [], 0
-        for count in self.counts:
-            found.append(slice(start, start + count))
-            start += count
-        return found
+        ends = list(accumulate(self.counts))
+        return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
 
 def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:

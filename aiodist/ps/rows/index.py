@@ -9,7 +9,7 @@ from aiodist.ps.rows.hashing import cells
 
 _EMPTY = -1
 _LEAST_CELLS = 64
-_WINDOWS = torch.arange(1, 2), torch.arange(1, 9)
+_WINDOWS = torch.arange(1, 5), torch.arange(1, 9)
 _MANY = 1 << 10
 
 
@@ -43,9 +43,10 @@ class RowIndex:
         at = at.index_select(0, left)
         while left.numel():  # several cells at a time where few are left: a pass costs more than its elements
             window = (at[:, None] + _WINDOWS[left.numel() < _MANY]).bitwise_and_(self._mask)
-            seen = self._keys.take(window)
+            seen = self._keys.index_select(0, window.view(-1)).view_as(window)
             here, which = (seen == ids.index_select(0, left)[:, None]).logical_or_(seen == _EMPTY).max(1)
-            slots[left] = self._slots.take(window.gather(1, which[:, None]).flatten())
+            found = self._slots.index_select(0, window.gather(1, which[:, None]).view(-1))
+            slots.index_copy_(0, left, found)
             on = here.logical_not_().nonzero().flatten()
             left, at = left.index_select(0, on), window[:, -1].index_select(0, on)
         return slots

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,40 +14,43 @@ from aiodist.ps.rows.hashing import uniform
 _AT_A_TIME = 1 << 15  # elements: what lies between fits into a cache
 
 
-class Initial(Protocol):
-    """What rows begin with: `Uniform`, `Normal` or `Constant`."""
+class _Numbers:
+    """A dataclass of finite numbers."""
 
-    def values(self, seed: int, ids: Tensor, dim: int) -> Tensor:
-        """Return the rows of `ids`, `(len(ids), dim)` in float64."""
-        ...
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{type(self).__name__}: {name}={value!r}: expected a number")
+            if not math.isfinite(value):
+                raise ValueError(f"{type(self).__name__}: {name}={value}: expected a finite number")
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_Numbers):
     """Each element is drawn evenly from [low, high)."""
 
     low: float = -0.05
     high: float = 0.05
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if not self.low <= self.high:
             raise ValueError(f"Uniform({self.low}, {self.high}): expected low to be at most high")
 
     def values(self, seed: int, ids: Tensor, dim: int) -> Tensor:
-        """Return the rows of `ids`."""
+        """Return the rows of `ids`, `(len(ids), dim)` in float64."""
         return uniform(seed, ids, dim).mul_(self.high - self.low).add_(self.low)
 
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(_Numbers):
     """Each element is drawn from a normal distribution, as those of `torch.nn.Embedding` are; std is not below 0."""
 
     mean: float = 0.0
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if self.std < 0:
             raise ValueError(f"Normal(std={self.std}): expected a number that is not below 0")
 
@@ -59,20 +61,18 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(_Numbers):
     """Each element is `value`."""
 
     value: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_numbers(self)
 
     def values(self, seed: int, ids: Tensor, dim: int) -> Tensor:
         """Return the rows of `ids`."""
         return torch.full((ids.numel(), dim), self.value, dtype=torch.float64)
 
 
-_KINDS: Mapping[str, type[Uniform | Normal | Constant]] = {kind.__name__: kind for kind in (Uniform, Normal, Constant)}
+Initial: TypeAlias = Uniform | Normal | Constant
+"""What rows begin with."""
 
 
 def first_rows(initial: Initial, seed: int, ids: Tensor, into: Tensor) -> None:
@@ -82,31 +82,21 @@ def first_rows(initial: Initial, seed: int, ids: Tensor, into: Tensor) -> None:
         rows.copy_(initial.values(seed, chosen, into.shape[1]))
 
 
-def initial_of(given: object) -> Uniform | Normal | Constant:
+def initial_of(given: object) -> Initial:
     """Return what `init=` means: one of the three, or a number that all elements are. TypeError for anything else."""
-    if isinstance(given, Uniform | Normal | Constant):
+    if isinstance(given, Initial):
         return given
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"init={given!r}: expected Uniform(low, high), Normal(mean, std), or a number")
     return Constant(float(given))
 
 
-def said_of(initial: Uniform | Normal | Constant) -> list[Any]:
+def said_of(initial: Initial) -> list[Any]:
     """Return it as JSON holds it."""
     return [type(initial).__name__, asdict(initial)]
 
 
-def initial_from(said: Any) -> Uniform | Normal | Constant:  # noqa: ANN401
-    """Return what `said_of` said; raise ValueError or TypeError for what it never says."""
-    name, values = said
-    if name not in _KINDS:
-        raise ValueError(f"first values {name!r}: expected one of {', '.join(_KINDS)}")
-    return _KINDS[name](**values)
-
-
-def _check_numbers(of: Any) -> None:  # noqa: ANN401
-    for name, value in asdict(of).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{type(of).__name__}: {name}={value!r}: expected a number")
-        if not math.isfinite(value):
-            raise ValueError(f"{type(of).__name__}: {name}={value}: expected a finite number")
+def initial_from(said: list[Any]) -> Initial:
+    """Return what `said_of` said; raise KeyError, ValueError or TypeError for what it never says."""
+    kinds: dict[str, type[Initial]] = {"Uniform": Uniform, "Normal": Normal, "Constant": Constant}
+    return kinds[said[0]](**said[1])

@@ -13,17 +13,12 @@ from aiodist.ps.rows.spec import TableSpec
 COUNT_BYTES = ID_BYTES = 8
 
 
-def packed_bytes(ids: Tensor, values: Tensor) -> int:
-    """Return how many bytes `pack` fills."""
-    return COUNT_BYTES + ids.nbytes + values.nbytes
-
-
-def pack(ids: Tensor, values: Tensor, packed: Tensor) -> None:
-    """Fill flat uint8 `packed`; `values` are the rows of `ids`, or a code of them, flat uint8."""
+def pack_head(ids: Tensor, packed: Tensor) -> Tensor:
+    """Write what stands before the rows of `ids` into flat uint8 `packed`; return the rest of it."""
     start = COUNT_BYTES + ids.nbytes
     packed[:COUNT_BYTES].view(torch.int64)[0] = ids.numel()
     packed[COUNT_BYTES:start].view(torch.int64).copy_(ids)
-    packed[start:].view(values.dtype).copy_(values.reshape(-1))
+    return packed[start:]
 
 
 def unpack_ids(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
@@ -53,3 +48,15 @@ def rows_in(values: Tensor, count: int, spec: TableSpec) -> Tensor:
     if values.numel() != count * spec.row_bytes:
         raise ValueError(f"{count} rows in {values.numel()} bytes: expected {count * spec.row_bytes}")
     return values.view(spec.dtype).view(count, spec.dim)
+
+
+def write_rows(into: Tensor, at: Tensor, rows: Tensor) -> None:
+    """Copy rows to `at`: 16 bytes at a time where they have as many, which takes torch half of the time."""
+    if all(_is_wide(t) for t in (into, rows)):
+        into, rows = into.view(torch.complex128), rows.view(torch.complex128)
+    into.index_copy_(0, at, rows)
+
+
+def _is_wide(t: Tensor) -> bool:
+    starts = (t.data_ptr(), t.storage_offset() * t.itemsize, t.shape[1] * t.itemsize)
+    return t.is_contiguous() and not any(nbytes % 16 for nbytes in starts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -97,12 +97,6 @@ class TableShard(Shard):
         self.advance()
         self._release()
 
-    # --- checkpoints -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the rows and of what the optimizer keeps."""
-        return self.store.state_dict()
-
     def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
         """Take those rows of a state that are this server's; raises as `RowStore.load_state_dict`."""
         with torch.inference_mode(False), torch.no_grad():
@@ -131,11 +125,9 @@ class TableShard(Shard):
         if not pushes:
             return
         pieces = [self._piece(push, weight) for push, weight in pushes]
-        began = perf_counter()
-        with torch.inference_mode(False), torch.no_grad():
-            for together in _grouped(pieces):
-                self._apply_pieces(together)
-        self._context.counts["step_seconds"] += perf_counter() - began
+        with self._context.timed("step_seconds"), torch.inference_mode(False), torch.no_grad():
+            for _, together in groupby(pieces, key=lambda piece: id(piece.how)):
+                self._apply_pieces(list(together))
 
     def _piece(self, push: Pushing, weight: float) -> RowPiece:
         """Return what was pushed, checked."""
@@ -147,17 +139,12 @@ class TableShard(Shard):
             how = self._context.rules[push.rule]
         if how not in (COPY, ADD, self.store.optimizer) or how is None:
             raise ValueError(f"rule {push.rule} on the table {self.name!r}: expected add, copy or its optimizer")
-        values = self._decoded(rest, ids.numel()) if push.coded else rows_in(rest, ids.numel(), self.spec)
+        if push.coded:
+            numel = ids.numel() * self.spec.dim
+            values = self._context.decoded(rest, self.spec.dtype, numel).view(ids.numel(), self.spec.dim)
+        else:
+            values = rows_in(rest, ids.numel(), self.spec)
         return RowPiece(how, ids, values, push.alpha if how is COPY else weight * push.alpha)
-
-    def _decoded(self, code: Tensor, count: int) -> Tensor:
-        codec = self._context.codec
-        if codec is None:
-            raise ValueError("a code of rows, and no codec: expected rows")
-        began = perf_counter()
-        values = codec.decode(code, self.spec.dtype, count * self.spec.dim)
-        self._context.counts["decode_seconds"] += perf_counter() - began
-        return values.view(count, self.spec.dim)
 
     def _apply_pieces(self, pieces: Sequence[RowPiece]) -> None:
         """Apply pieces of one kind: their sum, or of copies the last of each row."""
@@ -185,17 +172,6 @@ class TableShard(Shard):
             self._answers.refuse(request, error)
         else:
             self._answers.answer(request.client, request.number)
-
-
-def _grouped(pieces: Sequence[RowPiece]) -> list[list[RowPiece]]:
-    """Return runs of pieces that are applied in the same way, in order."""
-    runs: list[list[RowPiece]] = []
-    for piece in pieces:
-        if runs and runs[-1][0].how is piece.how:
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
 
 
 def _summed(pieces: Sequence[RowPiece], dim: int) -> tuple[Tensor, Tensor]:

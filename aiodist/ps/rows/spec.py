@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
-from aiodist.ps.rows.initial import Constant, Normal, Uniform, initial_from
-from aiodist.ps.rows.initial import said_of as said_of_initial
-from aiodist.ps.rows.optimizers import RowOptimizer, optimizer_from
-from aiodist.ps.rows.optimizers import said_of as said_of_optimizer
+from aiodist.ps.optimizers import OptimizerRule
+from aiodist.ps.rows.initial import Initial, initial_from, said_of
+from aiodist.ps.rows.optimizers import RowOptimizer, rule_from
 
 FLOATS = (torch.float32, torch.float64)
 MOST_DIM = 1 << 20
@@ -29,10 +28,10 @@ class TableSpec:
     dim: int
     rows: int | None
     dtype: torch.dtype
-    initial: Uniform | Normal | Constant
+    init: Initial
     seed: int
-    optimizer: tuple[str, tuple[tuple[str, Any], ...]] | None
-    """The kind and the settings with which servers make theirs; None: pushes are added."""
+    optimizer: OptimizerRule | None
+    """None: pushes are added."""
     coded: bool = False
     """Rows are encoded by the codecs of the parameter server."""
 
@@ -45,6 +44,7 @@ class TableSpec:
             raise TypeError(f"dtype={self.dtype}: expected float32 or float64")
         if not isinstance(self.coded, bool):
             raise TypeError(f"coded={self.coded!r}: expected a bool")
+        self.make_optimizer()
 
     @property
     def row_bytes(self) -> int:
@@ -53,7 +53,7 @@ class TableSpec:
 
     def make_optimizer(self) -> RowOptimizer | None:
         """Return a new one."""
-        return optimizer_from(None if self.optimizer is None else [self.optimizer[0], dict(self.optimizer[1])])
+        return None if self.optimizer is None else RowOptimizer(self.optimizer, self.dtype)
 
     def check_settings(self, settings: Mapping[str, Any], name: str) -> None:
         """Raise ValueError or TypeError unless the optimizer of the table `name` has these settings."""
@@ -79,9 +79,9 @@ class TableSpec:
             "dim": self.dim,
             "rows": self.rows,
             "dtype": DTYPES.index(self.dtype),
-            "init": said_of_initial(self.initial),
+            "init": said_of(self.init),
             "seed": self.seed,
-            "optimizer": said_of_optimizer(self.make_optimizer()),
+            "optimizer": None if self.optimizer is None else [self.optimizer.name, dict(self.optimizer.settings)],
             "coded": self.coded,
         }
 
@@ -91,21 +91,14 @@ class TableSpec:
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> TableSpec:
         """Return what `said` says; raise ValueError, TypeError or KeyError for what it never says."""
-        made = optimizer_from(said["optimizer"])
         return cls(
-            dim=said["dim"],
-            rows=said["rows"],
-            dtype=DTYPES[said["dtype"]],
-            initial=initial_from(said["init"]),
-            seed=said["seed"],
-            optimizer=None if made is None else settings_of(made),
-            coded=said["coded"],
+            **said
+            | {
+                "dtype": DTYPES[said["dtype"]],
+                "init": initial_from(said["init"]),
+                "optimizer": None if said["optimizer"] is None else rule_from(said["optimizer"]),
+            }
         )
-
-
-def settings_of(optimizer: RowOptimizer) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Return its kind and settings, as a `TableSpec` has them."""
-    return optimizer.name, tuple(sorted(optimizer.settings.items()))
 
 
 def _check_int(name: str, value: object, least: int, most: int) -> None:

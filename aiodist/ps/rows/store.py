@@ -11,6 +11,7 @@ from torch import Tensor
 from aiodist.backends.base import dtype_name
 from aiodist.ps.rows.index import RowIndex
 from aiodist.ps.rows.initial import first_rows
+from aiodist.ps.rows.packing import write_rows
 from aiodist.ps.rows.spec import TableSpec
 
 _LEAST_ROWS = 64
@@ -60,7 +61,7 @@ class RowStore:
         if missing.numel() < ids.numel():
             torch.index_select(self._columns["rows"], 0, slots.clamp_(min=0), out=into)
         first = into.new_empty(missing.numel(), self._spec.dim)
-        first_rows(self._spec.initial, self._spec.seed, ids[missing], first)
+        first_rows(self._spec.init, self._spec.seed, ids[missing], first)
         into.index_copy_(0, missing, first)
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class RowStore:
         rows = found.pop("rows")
         optimizer.step(rows, gradient, found, self.steps)
         for name, changed in (("rows", rows), *found.items()):
-            _write(self._columns[name], slots, changed)
+            write_rows(self._columns[name], slots, changed)
 
     def add(self, ids: Tensor, values: Tensor, factor: float = 1.0) -> None:
         """Add `factor * values` to these rows, each of them there once."""
@@ -90,7 +91,7 @@ class RowStore:
     def copy(self, ids: Tensor, values: Tensor) -> None:
         """Replace these rows, each of them there once; what the optimizer keeps stays."""
         slots = self._slots(ids)
-        _write(self._columns["rows"], slots, values)
+        write_rows(self._columns["rows"], slots, values)
 
     def _slots(self, ids: Tensor) -> Tensor:
         """Return the slots of `ids`; make the rows that are not there."""
@@ -100,7 +101,7 @@ class RowStore:
             made = ids[missing]
             start, stop = len(self), len(self) + missing.numel()
             self._reserve(stop)
-            first_rows(self._spec.initial, self._spec.seed, made, self._columns["rows"][start:stop])
+            first_rows(self._spec.init, self._spec.seed, made, self._columns["rows"][start:stop])
             for name, value in self._fresh.items():
                 if name != "rows":
                     self._columns[name][start:stop] = value
@@ -135,7 +136,7 @@ class RowStore:
         chosen = mine(given["ids"])
         slots = self._slots(given["ids"][chosen])
         for name, column in self._columns.items():
-            _write(column, slots, given[name][chosen])
+            write_rows(column, slots, given[name][chosen])
         self.steps = max(self.steps, int(given["steps"]))
 
     def _check(self, given: Mapping[str, Any]) -> None:
@@ -156,10 +157,3 @@ class RowStore:
             if seen.shape != (ids.numel(), self._spec.dim):
                 shape = [ids.numel(), self._spec.dim]
                 raise ValueError(f"a table's state: {name} has shape {list(seen.shape)}: expected {shape}")
-
-
-def _write(column: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows into their slots: 16 bytes at a time where they have as many, which takes torch half of the time."""
-    if column.shape[1] * column.itemsize % 16 == 0 and rows.is_contiguous() and rows.storage_offset() == 0:
-        column, rows = column.view(torch.complex128), rows.view(torch.complex128)
-    column.index_copy_(0, slots, rows)

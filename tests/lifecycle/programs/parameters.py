@@ -17,7 +17,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist.errors import AiodistError
-from aiodist.ps import Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
+from aiodist.ps import Asynchronous, Bounded, Embedding, ParameterServer, Policy, Quorum, Synchronous
 
 VICTIM = 2
 LARGE = 300_000  # of float32: more than is carried in an entry
@@ -142,6 +142,39 @@ async def server(policy: Policy) -> None:
         say("left:", threads())
 
 
+async def tables(policy: Policy) -> None:
+    """Rank 2, which serves, is killed while the others push and pull rows, and wait for the rows of a layer."""
+    async with asyncio.timeout(40), aiodist.init() as coll:
+        async with ParameterServer(coll, consistency=policy, servers=[0, 2], workers=[0, 1], timeout=20.0) as ps:
+            if ps.is_worker:
+                table = await ps.embedding("words", 8, init=0.0)
+                layer = Embedding(table)
+                ids = torch.arange(0, 1 << 40, 1 << 26)  # 128 KiB of ids, half of them on each server
+                await table.push(ids, torch.ones(ids.numel(), 8))
+                await ps.barrier()
+                if coll.rank == 0:
+                    await coll.send(torch.zeros(1), VICTIM)
+            if coll.rank == VICTIM:
+                await coll.recv(src=0)
+                kill()
+            pending: list[aiodist.Handle[Any]] = []
+            while not (lost := [handle for handle in pending if handle.done() and handle.exception() is not None]):
+                pending += [table.pull(ids), table.push(ids, torch.ones(ids.numel(), 8)), table.pull(ids[:3])]
+                await asyncio.sleep(0.005)
+            began = time.monotonic()
+            say("heard:", named(lost[0].exception()))
+            say("ends:", sorted({await outcome(handle) for handle in pending} - {"done"}))
+            say("later:", await outcome(table.pull(ids)), await outcome(table.push(ids, torch.ones(ids.numel(), 8))))
+            try:
+                await asyncio.to_thread(layer, ids[:3])
+            except AiodistError as error:
+                say("layer:", named(error))
+            synced = await outcome(ps.sync())  # of pushes that were accepted for a step it raises what became of them
+            say("sync ends:", synced in ("done", "PeerLost"), "soon:", time.monotonic() - began < 5.0)
+        await no_threads()
+        say("left:", threads())
+
+
 async def outcome(handle: aiodist.Handle[Any]) -> str:
     try:
         await asyncio.wait_for(handle, 10)
@@ -169,7 +202,7 @@ async def raised(policy: Policy) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Policy], Coroutine[Any, Any, None]]] = {
-    program.__name__: program for program in (worker, uneven, server, raised)
+    program.__name__: program for program in (worker, uneven, server, tables, raised)
 }
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.nn.comm_hooks import Allreduce
 from aiodist.types import Op
+from tests.support.in_backward import InBackward
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -70,26 +71,12 @@ def _pass_on(told: Handle[None], made: Handle[Any]) -> None:
         told.reject(error)
 
 
-class Wait(torch.autograd.Function):
-    """The identity, whose backward calls something."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call()
-        return grads[0], None
-
-
 class Course:
     """A model, the data of each rank and step, and what a plain loop in one process makes of them."""
 
     STEPS = 4
     hold = Held
-    wait = staticmethod(Wait.apply)
+    wait = staticmethod(InBackward.apply)
     """`wait(x, call)` is x, and its backward calls `call`."""
 
     @staticmethod

@@ -66,7 +66,7 @@ def has_status(reduction: Reduction) -> bool:
 
 
 def is_agreeing(net: DataParallel) -> bool:
-    return net.reducer.last is not None and net.reducer.last._machine.phase is Phase.AGREEING
+    return net.reducer.last is not None and net.reducer.last.phase is Phase.AGREEING
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:

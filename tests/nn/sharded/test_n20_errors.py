@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+from tests.support.in_backward import InBackward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -218,20 +218,6 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
     trial.assert_same(net, trial.alone(2, 3, make=lambda: make(Gate()), optimizer="momentum"))
 
 
-class Look(torch.autograd.Function):
-    """The identity, whose backward calls something."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call()
-        return grads[0], None
-
-
 @pytest.mark.ranks(2)
 async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator, trial: type[Trial]) -> None:
     """Of two that are reduced one is gone before the first layer has its own; the other, the newest, is kept."""
@@ -251,7 +237,7 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
         gone.append([storage.expired() for storage in storages])
 
     def loss() -> Tensor:
-        look: Any = Look.apply
+        look: Any = InBackward.apply
         return mse_loss(last(middle(look(first(x), wait))), y)
 
     torch.manual_seed(1)

@@ -1,0 +1,1 @@
+"""Fronts in the shape of other libraries: `aiodist.compat.mpi`."""

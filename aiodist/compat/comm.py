@@ -1,0 +1,509 @@
+"""`Comm`: a communicator with mpi4py's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aiodist.communicator import Communicator
+from aiodist.communicator.threaded import ThreadedCommunicator
+from aiodist.compat.buffers import Blocks, Buffer, blocks_of, buffer_of
+from aiodist.compat.kinds import ANY_SOURCE, ANY_TAG, IN_PLACE, OPS, PROC_NULL, UNDEFINED, Op, Status
+from aiodist.compat.requests import Request
+from aiodist.handles import Handle, gather
+from aiodist.types import ReduceOp
+
+SUM = OPS["SUM"]
+
+_LEFT_OUT = {
+    "probe iprobe mprobe improbe": "recv() of an object, which need not know the size",
+    "Probe Iprobe Mprobe Improbe": "recv() of an object, or `coll.recv()`, which need not know the size",
+    "Send_init Ssend_init Bsend_init Rsend_init Recv_init": "Isend() and Irecv() each time, which takes a microsecond",
+    "Alltoallw Ialltoallw": "alltoall() of objects",
+    "Create Create_group Get_group": "Split(), or `coll.group(ranks)`",
+    "Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent Cart_map Graph_map": "Split()",
+    "Create_intercomm Spawn Spawn_multiple Accept Connect Disconnect": "`aiodist run -n`, which starts all ranks",
+}
+
+
+class LeftOut(NotImplementedError, AttributeError):
+    """A name of mpi4py's that this front has not; says what to use."""
+
+
+def left_out(name: str, table: dict[str, str]) -> NoReturn:
+    """Raise `LeftOut` for a name of `table`, AttributeError for another."""
+    for names, instead in table.items():
+        if name.rpartition(".")[2] in names.split():
+            raise LeftOut(f"{name} is left out: use {instead}")
+    raise AttributeError(f"aiodist.compat.mpi has no {name}")
+
+
+def _blocking(call: Callable[..., Request]) -> Callable[..., None]:
+    """Return what makes `call` and waits for it."""
+
+    @wraps(call)
+    def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        call(self, *args, **kwargs).wait()
+
+    blocking.__name__ = call.__name__[1:].capitalize()
+    blocking.__doc__ = f"Make `{call.__name__}` and wait for it."
+    return blocking
+
+
+class Comm:
+    """The calls of mpi4py's communicators over `coll`, which is aiodist's: lower case for objects, upper for buffers.
+
+    Names, arguments and results are mpi4py's, and so are the kinds of buffers. Calls whose names begin with `I` or `i`
+    return a `Request`, which can be awaited where `coll` belongs to an asyncio program; there the others would block
+    its loop, and raise. Sums of 16-bit floats are in float32; a reduction that torch has no arithmetic for (unsigned
+    integers, logical operators, `Op.Create`) gathers all that the ranks have. Raises what aiodist raises.
+    """
+
+    def __init__(self, coll: Communicator, alone: Communicator | None = None) -> None:
+        """`alone` is the communicator of this rank only, for COMM_SELF."""
+        self.coll = coll
+        self.alone = alone
+        self._loop: asyncio.AbstractEventLoop = coll.parts.dispatcher.progress.loop
+
+    def __getattr__(self, name: str) -> NoReturn:
+        left_out(f"Comm.{name}", _LEFT_OUT)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Comm) and other.coll is self.coll
+
+    def __hash__(self) -> int:
+        return hash(self.coll)
+
+    # --- who and where -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.coll.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.coll.size
+
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        return self.coll.name
+
+    def Get_rank(self) -> int:
+        """Return this process's number."""
+        return self.coll.rank
+
+    def Get_size(self) -> int:
+        """Return how many there are."""
+        return self.coll.size
+
+    def Get_name(self) -> str:
+        """Return what error messages call it."""
+        return self.coll.name
+
+    def Dup(self) -> Comm:
+        """Return a communicator of the same ranks, whose messages never meet these."""
+        made = self.coll.dup(thread=True) if isinstance(self.coll, ThreadedCommunicator) else self.coll.dup()
+        return Comm(made.wait(), self.alone)
+
+    Clone = Dup
+
+    def Split(self, color: int = 0, key: int = 0) -> Comm | None:
+        """Return the communicator of the ranks that gave this color, by key; None (COMM_NULL) for UNDEFINED."""
+        made = self.coll.split(None if color == UNDEFINED else color, key).wait()
+        return None if color == UNDEFINED else Comm(made, self.alone)
+
+    def Split_type(self, split_type: object, key: int = 0) -> Comm | None:
+        """Return the communicator of the ranks of this host, which is what COMM_TYPE_SHARED means."""
+        return self.Split(self.coll.node, key)
+
+    def Free(self) -> None:
+        """Close it, on all its ranks."""
+        asyncio.run_coroutine_threadsafe(self.coll.aclose(), self._loop).result()
+
+    def Abort(self, errorcode: int = 0) -> NoReturn:
+        """End this process with `errorcode`, and with it the job."""
+        self.coll.abort(f"MPI_Abort was called with {errorcode}")
+        raise SystemExit(errorcode)
+
+    # --- objects -------------------------------------------------------------------------------------------
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
+        """Send a picklable object."""
+        self.isend(obj, dest, tag).wait()
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+        """Send a picklable object; it is pickled at the call."""
+        return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag))
+
+    bsend, ibsend = send, isend
+
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
+        """Send a picklable object; return once a receive has matched it."""
+        self.issend(obj, dest, tag).wait()
+
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+        """Send a picklable object; the request is over once a receive has matched it."""
+        return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag, synchronous=True))
+
+    def recv(
+        self, buf: object = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:  # noqa: ANN401
+        """Return the next object; `buf` is not needed."""
+        return self.irecv(buf, source, tag).wait(status)
+
+    def irecv(self, buf: object = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Receive the next object; `buf` is not needed."""
+        return self._request(None if source == PROC_NULL else self.coll.recv_object(source, tag))
+
+    def sendrecv(
+        self,
+        sendobj: Any,  # noqa: ANN401
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: object = None,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Send an object and return the one that comes."""
+        coming = self.irecv(recvbuf, source, recvtag)
+        self.send(sendobj, dest, sendtag)
+        return coming.wait(status)
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
+        self.coll.barrier().wait()
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:  # noqa: ANN401
+        """Return root's object."""
+        return self.coll.broadcast_object(obj, root).wait()
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:  # noqa: ANN401
+        """Return all ranks' objects on root, None elsewhere."""
+        return self.coll.gather_object(sendobj, root).wait()
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:  # noqa: ANN401
+        """Return the object of root's that has this rank's number."""
+        return self.coll.scatter_object(sendobj, root).wait()
+
+    def allgather(self, sendobj: Any) -> list[Any]:  # noqa: ANN401
+        """Return all ranks' objects."""
+        return self.coll.allgather_object(sendobj).wait()
+
+    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
+        """Return what all ranks have for this one."""
+        return self.coll.alltoall_object(sendobj).wait()
+
+    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:  # noqa: ANN401
+        """Return the objects of all ranks, joined by `op` (a function of two) in their order, on root."""
+        objs = self.gather(sendobj, root)
+        return None if objs is None else functools.reduce(op, objs)
+
+    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+        """Return the objects of all ranks, joined by `op` in their order."""
+        return functools.reduce(op, self.allgather(sendobj))
+
+    def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+        """Return those of rank 0 to this one, joined."""
+        return functools.reduce(op, self.allgather(sendobj)[: self.rank + 1])
+
+    def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+        """Return those of the ranks before this one, joined; None on rank 0."""
+        before = self.allgather(sendobj)[: self.rank]
+        return functools.reduce(op, before) if before else None
+
+    # --- buffers: messages ---------------------------------------------------------------------------------
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+        """Send a buffer, which must not change until the request is over."""
+        return self._request(None if dest == PROC_NULL else self.coll.send(buffer_of(buf).octets, dest, tag))
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:  # noqa: ANN401
+        """Receive into a buffer; a shorter message fills its front."""
+        if source == PROC_NULL:
+            return self._request(None)
+        return self._request(self.coll.recv(buffer_of(buf, written=True).octets, source, tag))
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
+        """Send a buffer, which may be changed then."""
+        self.Isend(buf, dest, tag).wait()
+
+    Bsend, Ibsend, Rsend, Irsend = Send, Isend, Send, Isend
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+        """Send a buffer; the request is over once a receive has matched it."""
+        if dest == PROC_NULL:
+            return self._request(None)
+        return self._request(self.coll.send(buffer_of(buf).octets, dest, tag, synchronous=True))
+
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
+        """Send a buffer; return once a receive has matched it."""
+        self.Issend(buf, dest, tag).wait()
+
+    def Recv(
+        self,
+        buf: Any,  # noqa: ANN401
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        """Receive into a buffer; a shorter message fills its front, and `status` says how long it was."""
+        self.Irecv(buf, source, tag).wait(status)
+
+    def Isendrecv(
+        self,
+        sendbuf: Any,  # noqa: ANN401
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,  # noqa: ANN401
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+    ) -> Request:
+        """Send one buffer while another is received."""
+        both = [self.Irecv(recvbuf, source, recvtag).handle, self.Isend(sendbuf, dest, sendtag).handle]
+        handles = [handle for handle in both if handle is not None]
+        return self._request(self._together(handles) if len(handles) > 1 else next(iter(handles), None))
+
+    def Sendrecv(
+        self,
+        sendbuf: Any,  # noqa: ANN401
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,  # noqa: ANN401
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        """Send one buffer while another is received."""
+        coming = self.Irecv(recvbuf, source, recvtag)
+        self.Send(sendbuf, dest, sendtag)
+        coming.wait(status)
+
+    def Sendrecv_replace(
+        self,
+        buf: Any,  # noqa: ANN401
+        dest: int,
+        sendtag: int = 0,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        """Send what is in a buffer and receive into it."""
+        self.Sendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag, status)
+
+    def Isendrecv_replace(
+        self,
+        buf: Any,  # noqa: ANN401
+        dest: int,
+        sendtag: int = 0,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+    ) -> Request:
+        """Send what is in a buffer and receive into it."""
+        return self.Isendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag)
+
+    # --- buffers: collectives ------------------------------------------------------------------------------
+
+    def Ibarrier(self) -> Request:
+        """Be over once all ranks have called it."""
+        return self._request(self.coll.barrier())
+
+    def Ibcast(self, buf: Any, root: int = 0) -> Request:  # noqa: ANN401
+        """Fill every rank's buffer with root's."""
+        return self._request(self.coll.broadcast(buffer_of(buf, written=self.rank != root).octets, root))
+
+    def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+        """Fill root's buffer with all ranks', in their order."""
+        into = buffer_of(recvbuf, self.size, written=True) if self.rank == root else None
+        mine = into.block(root, self.size).clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
+        return self._request(self.coll.gather(mine, root, out=None if into is None else into.octets))
+
+    def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+        """Fill each rank's buffer with its block of root's."""
+        parts = None
+        if self.rank == root:
+            all_of_it = buffer_of(sendbuf, self.size)
+            parts = [all_of_it.block(rank, self.size) for rank in range(self.size)]
+        out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
+        return self._request(self.coll.scatter(parts, root, out=out))
+
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+        """Fill every rank's buffer with all ranks', in their order."""
+        into = buffer_of(recvbuf, self.size, written=True)
+        mine = into.block(self.rank, self.size) if _in_place(sendbuf) else buffer_of(sendbuf).octets
+        return self._request(self.coll.allgather(mine, out=into.octets))
+
+    def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+        """Fill the buffer with the blocks that all ranks have for this one."""
+        into = buffer_of(recvbuf, self.size, written=True).octets
+        mine = into.clone() if _in_place(sendbuf) else buffer_of(sendbuf, self.size).octets
+        return self._request(self.coll.alltoall_single(mine, out=into))
+
+    def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+        """As `Igather`, of blocks of different lengths: [data, counts, displacements, datatype] on root."""
+        into = blocks_of(recvbuf, self.size, written=True) if self.rank == root else None
+        mine = into[root].clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
+        return self._request(self.coll.gather(mine, root), None if into is None else partial(_fill, into))
+
+    def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+        """As `Iscatter`, of blocks of different lengths."""
+        parts = None
+        if self.rank == root:
+            blocks = blocks_of(sendbuf, self.size)
+            parts = [blocks[rank] for rank in range(self.size)]
+        out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
+        return self._request(self.coll.scatter(parts, root, out=out))
+
+    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+        """As `Iallgather`, of blocks of different lengths."""
+        into = blocks_of(recvbuf, self.size, written=True)
+        mine = into[self.rank].clone() if _in_place(sendbuf) else buffer_of(sendbuf).octets
+        return self._request(self.coll.allgather(mine), partial(_fill, into))
+
+    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+        """As `Ialltoall`, of blocks of different lengths."""
+        into = blocks_of(recvbuf, self.size, written=True)
+        given = into if _in_place(sendbuf) else blocks_of(sendbuf, self.size)
+        parts = [given[rank].clone() if given is into else given[rank] for rank in range(self.size)]
+        return self._request(self.coll.alltoall(parts), partial(_fill, into))
+
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:  # noqa: ANN401
+        """Reduce all ranks' buffers into root's."""
+        into = buffer_of(recvbuf, written=True) if self.rank == root else None
+        mine = into if into and _in_place(sendbuf) else buffer_of(sendbuf)
+        if (t := _summable(mine, op)) is not None:
+            out = None if into is None else into.octets.view(t.dtype)
+            return self._request(self.coll.reduce(t, op.native or ReduceOp.SUM, root, out=out))
+        gathered = self.coll.gather(mine.octets, root)
+        return self._request(
+            gathered, None if into is None else (lambda parts: _write(into.octets, _joined(parts, mine, op)))
+        )
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+        """Reduce all ranks' buffers into every one."""
+        return self._reduced("allreduce", sendbuf, recvbuf, op, slice(None))
+
+    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+        """Reduce those of rank 0 to this one."""
+        return self._reduced("scan", sendbuf, recvbuf, op, slice(self.rank + 1))
+
+    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+        """Reduce those of the ranks before this one; what rank 0's buffer holds then means nothing."""
+        return self._reduced("exscan", sendbuf, recvbuf, op, slice(self.rank))
+
+    def Ireduce_scatter(
+        self,
+        sendbuf: Any,  # noqa: ANN401
+        recvbuf: Any,  # noqa: ANN401
+        recvcounts: Sequence[int] | None = None,
+        op: Op = SUM,
+    ) -> Request:
+        """Reduce all ranks' buffers, and give rank r its block, of `recvcounts[r]` elements.
+
+        Without counts the ranks tell one another theirs first, which blocks.
+        """
+        into = buffer_of(recvbuf, written=True)
+        mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
+        if recvcounts is None:
+            recvcounts = self.allgather(into.octets.numel() // into.dtype.itemsize)
+        counts = [int(count) for count in recvcounts]
+        size, first = into.dtype.itemsize, sum(counts[: self.rank])
+        out = into.octets[: counts[self.rank] * size]
+        if (t := _summable(mine, op)) is not None:
+            t = t.clone() if _in_place(sendbuf) else t
+            return self._request(self.coll.reduce_scatter(t, op.native or ReduceOp.SUM, counts, out=out.view(t.dtype)))
+        block = slice(first * size, (first + counts[self.rank]) * size)
+        return self._request(
+            self.coll.allgather(mine.octets), lambda parts: _write(out, _joined([p[block] for p in parts], mine, op))
+        )
+
+    def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+        """As `Ireduce_scatter`, of blocks of one length."""
+        elements = buffer_of(recvbuf if _in_place(sendbuf) else sendbuf, self.size)
+        length = elements.octets.numel() // elements.dtype.itemsize // self.size
+        return self.Ireduce_scatter(sendbuf, recvbuf, [length] * self.size, op)
+
+    def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:  # noqa: ANN401
+        """Issue the reduction called `name`, into which the `ranks` go."""
+        into = buffer_of(recvbuf, written=True)
+        mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
+        if (t := _summable(mine, op)) is not None:
+            out = None if _in_place(sendbuf) else into.octets.view(t.dtype)
+            return self._request(getattr(self.coll, name)(t, op.native, out=out))
+
+        def finish(parts: list[Tensor]) -> None:
+            if chosen := parts[ranks]:
+                _write(into.octets, _joined(chosen, mine, op))
+
+        return self._request(self.coll.allgather(mine.octets), finish)
+
+    Barrier, Bcast, Gather, Scatter = _blocking(Ibarrier), _blocking(Ibcast), _blocking(Igather), _blocking(Iscatter)
+    Allgather, Alltoall = _blocking(Iallgather), _blocking(Ialltoall)
+    Gatherv, Scatterv = _blocking(Igatherv), _blocking(Iscatterv)
+    Allgatherv, Alltoallv = _blocking(Iallgatherv), _blocking(Ialltoallv)
+    Reduce, Allreduce = _blocking(Ireduce), _blocking(Iallreduce)
+    Reduce_scatter, Reduce_scatter_block = _blocking(Ireduce_scatter), _blocking(Ireduce_scatter_block)
+    Scan, Exscan = _blocking(Iscan), _blocking(Iexscan)
+
+    def _request(self, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None) -> Request:
+        return Request(self._loop, handle, finish)
+
+    def _together(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
+        """Return a handle of all of them, made on the loop."""
+
+        async def made() -> Handle[Any]:
+            return gather(*handles)
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # a thread without a loop
+            return asyncio.run_coroutine_threadsafe(made(), self._loop).result()
+        return gather(*handles)
+
+
+def _in_place(spec: object) -> bool:
+    """Return True where a call finds its input in the other buffer: mpi4py takes None for IN_PLACE too."""
+    return spec is None or spec is IN_PLACE
+
+
+def _summable(buffer: Buffer, op: Op) -> Tensor | None:
+    """Return the numbers of a reduction that a communicator has itself, else None."""
+    t = buffer.numbers()
+    if op.native is None or t is None:
+        return None
+    orders = op.native in (ReduceOp.MAX, ReduceOp.MIN)
+    bits = op.native in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+    fits = not (t.is_complex() and orders) and not (bits and (t.is_floating_point() or t.is_complex()))
+    return t if fits and (t.dtype is not torch.bool or orders or bits) else None
+
+
+def _joined(parts: Sequence[Tensor], like: Buffer, op: Op) -> np.ndarray[Any, Any]:
+    """Return all `parts`, bytes of arrays as `like`, joined by `op` in their order."""
+    arrays = [part.numpy().view(like.dtype) for part in parts]
+    return np.ascontiguousarray(functools.reduce(op.arrays, arrays)).astype(like.dtype, copy=False)
+
+
+def _write(into: Tensor, array: np.ndarray[Any, Any]) -> None:
+    into[: array.nbytes].numpy()[:] = array.view(np.uint8)
+
+
+def _fill(blocks: Blocks, parts: Sequence[Tensor]) -> None:
+    """Copy what came from each rank into its block; raise ValueError where that is too short."""
+    for rank, part in enumerate(parts):
+        room = blocks[rank]
+        if part.numel() > room.numel():
+            size = blocks.buffer.dtype.itemsize
+            raise ValueError(
+                f"rank {rank} sent {part.numel() // size} elements: expected at most {room.numel() // size}"
+            )
+        room[: part.numel()].copy_(part)

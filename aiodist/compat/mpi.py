@@ -1,0 +1,185 @@
+"""A front shaped like mpi4py: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
+
+`MPI.COMM_WORLD` opens the world when it is first used (`aiodist.start`) and closes it when the program ends. Requests
+can be awaited: in an asyncio program `MPI.Comm(coll)` has these calls over a communicator. What mpi4py has beside them
+raises `LeftOut`, which says what to use. MPI itself need not be there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any, Final
+
+from aiodist.compat.comm import Comm, LeftOut, left_out
+from aiodist.compat.kinds import (
+    ANY_SOURCE,
+    ANY_TAG,
+    DATATYPES,
+    IN_PLACE,
+    OPS,
+    PROC_NULL,
+    UNDEFINED,
+    Datatype,
+    Op,
+    Status,
+)
+from aiodist.compat.requests import Request
+from aiodist.errors import AiodistError, CommunicatorClosed
+from aiodist.world.background import start
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "IN_PLACE",
+    "PROC_NULL",
+    "UNDEFINED",
+    "Comm",
+    "Datatype",
+    "LeftOut",
+    "Op",
+    "Request",
+    "Status",
+]
+
+COMM_NULL: Final = None
+DATATYPE_NULL: Final = None
+OP_NULL: Final = None
+REQUEST_NULL: Final = None
+SUCCESS: Final = 0
+BOTTOM: Final = object()
+BSEND_OVERHEAD: Final = 0
+COMM_TYPE_SHARED: Final = 1
+THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+Intracomm = Comm
+Exception = AiodistError
+
+_LEFT_OUT = {
+    "Win": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
+    "File": "aiodist.save, or numpy.memmap",
+    "Group": "`coll.group(ranks)`",
+    "Info Errhandler Session": "the arguments of aiodist.init",
+    "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
+    "Prequest Grequest Message": "Request",
+    "Alloc_mem Free_mem Get_address": "ordinary memory",
+    "Publish_name Lookup_name Open_port Close_port": "`aiodist run --hosts`",
+}
+
+
+class _World:
+    """COMM_WORLD and COMM_SELF, once they are used: the front's only state, as MPI's is the process's."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._lock = threading.Lock()
+        self._comm: Comm | None = None
+        self.closed = False
+
+    def comm(self) -> Comm:
+        """Return COMM_WORLD; raise CommunicatorClosed after `Finalize`."""
+        with self._lock:
+            if self.closed:
+                raise CommunicatorClosed("COMM_WORLD after Finalize(): expected a world that is open")
+            if self._comm is None:
+                coll = self._open.enter_context(start())
+                self._comm = Comm(coll, coll.split(coll.rank).wait())
+                atexit.register(self.close)
+            return self._comm
+
+    @property
+    def opened(self) -> bool:
+        """Return whether it was used."""
+        return self._comm is not None
+
+    def close(self) -> None:
+        """Close the world; the others hear of what ended this program, if that was an exception."""
+        if self.closed or self._comm is None:
+            return
+        self.closed = True
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        try:
+            self._open.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
+
+_world = _World()
+
+
+def Init() -> None:
+    """Open the world now."""
+    _world.comm()
+
+
+def Init_thread(required: int = THREAD_SERIALIZED) -> int:
+    """Open the world now; return what threads may do: take turns."""
+    _world.comm()
+    return THREAD_SERIALIZED
+
+
+def Query_thread() -> int:
+    """Return what threads may do: take turns."""
+    return THREAD_SERIALIZED
+
+
+def Finalize() -> None:
+    """Close the world now, on all ranks."""
+    _world.comm()
+    _world.close()
+
+
+def Is_initialized() -> bool:
+    """Return whether the world was opened."""
+    return _world.opened
+
+
+def Is_finalized() -> bool:
+    """Return whether it was closed."""
+    return _world.closed
+
+
+def Get_processor_name() -> str:
+    """Return the name of this host."""
+    return socket.gethostname()
+
+
+def Get_version() -> tuple[int, int]:
+    """Return the version of the MPI standard that these calls are named after."""
+    return 3, 1
+
+
+def get_vendor() -> tuple[str, tuple[int, int, int]]:
+    """Return ("aiodist", (0, 0, 0)): no MPI need be here."""
+    return "aiodist", (0, 0, 0)
+
+
+def Attach_buffer(buf: object) -> None:
+    """Do nothing: `Bsend` needs no buffer."""
+
+
+def Detach_buffer() -> None:
+    """Do nothing."""
+
+
+def Wtime() -> float:
+    """Return a time in seconds, since some moment."""
+    return perf_counter()
+
+
+globals().update(DATATYPES)
+globals().update(OPS)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name == "COMM_WORLD":
+        return _world.comm()
+    if name == "COMM_SELF":
+        alone = _world.comm().alone
+        assert alone is not None
+        return Comm(alone, alone)
+    left_out(name, _LEFT_OUT)

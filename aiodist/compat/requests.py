@@ -1,0 +1,214 @@
+"""`Request`: an operation under way, shaped like mpi4py's, which can be awaited too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+from aiodist.compat.kinds import ANY_TAG, PROC_NULL, UNDEFINED, Status
+from aiodist.handles import Handle
+
+T = TypeVar("T")
+
+
+class Request:
+    """What `Isend`, `irecv`, `Iallreduce` and the like return: wait for it, test it, or `await` it on the loop.
+
+    It is true until its outcome was seen, as a request of MPI is until it is null.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handle: Handle[Any] | None,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`finish` makes the result of what the handle returns; there is none of a message from or to PROC_NULL."""
+        self.handle = handle
+        self._loop = loop
+        self._finish = finish
+        self._result: Any = None
+        self._seen = False
+
+    def __bool__(self) -> bool:
+        return not self._seen
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self.handle is not None and not self._seen:
+            yield from self.handle.__await__()
+        return self._see(None)
+
+    def wait(self, status: Status | None = None) -> Any:  # noqa: ANN401
+        """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
+        if self.handle is not None and not self._seen:
+            self.handle.wait()
+        return self._see(status)
+
+    def Wait(self, status: Status | None = None) -> bool:
+        """Block this thread until it is over; return True."""
+        self.wait(status)
+        return True
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any]:
+        """Return (True, what `wait` returns), or (False, None) where it goes on."""
+        return (True, self._see(status)) if self._over else (False, None)
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether it is over."""
+        return self.test(status)[0]
+
+    def Cancel(self) -> None:
+        """Withdraw a receive that nothing has matched; of others nothing changes."""
+        if self.handle is not None:
+            _on(self._loop, self.handle.cancel)
+
+    cancel = Cancel
+
+    def Free(self) -> None:
+        """Forget it; the operation goes on."""
+        if self.handle is not None:
+            self.handle.detach()
+        self._seen = True
+
+    @property
+    def _over(self) -> bool:
+        return self._seen or self.handle is None or self.handle.done()
+
+    def _see(self, status: Status | None) -> Any:  # noqa: ANN401
+        if not self._seen:
+            self._seen = True
+            cancelled = self.handle is not None and self.handle.cancelled()
+            result = None if self.handle is None or cancelled else self.handle.result()
+            self._result = result if self._finish is None or cancelled else self._finish(result)
+        if status is not None and self.handle is None:
+            status.source, status.tag, status.count = PROC_NULL, ANY_TAG, 0
+        elif status is not None and self.handle is not None and self.handle.source is not None:
+            status.source, status.tag, status.count = self.handle.source, self.handle.tag or 0, self.handle.nbytes
+        return self._result
+
+    # --- several -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+        """Return the results of all, once all are over."""
+        return [request.wait(status) for request, status in zip(requests, _each(statuses, requests), strict=True)]
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Block until all are over; return True."""
+        cls.waitall(requests, statuses)
+        return True
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
+        """Return (True, the results) where all are over, else (False, None)."""
+        return (True, cls.waitall(requests, statuses)) if all(r._over for r in requests) else (False, None)
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Return whether all are over."""
+        return cls.testall(requests, statuses)[0]
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return the indices of those that are over, one at least, and their results; (None, None) where none is left.
+
+        A request counts once.
+        """
+        _block_until_one_is_over(requests)
+        return cls.testsome(requests, statuses)
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Request], statuses: list[Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return as `waitsome` does, at once: perhaps empty lists."""
+        if not any(requests):
+            return None, None
+        indices = [i for i, r in enumerate(requests) if r and r._over]
+        given = _each(statuses, indices)
+        return indices, [requests[i].wait(status) for i, status in zip(indices, given, strict=True)]
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the indices alone."""
+        return cls.waitsome(requests, statuses)[0]
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
+        """Return the indices alone."""
+        return cls.testsome(requests, statuses)[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
+        """Return the index of one that is over, and its result; (UNDEFINED, None) where none is left."""
+        _block_until_one_is_over(requests)
+        index, _, result = cls.testany(requests, status)
+        return index, result
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
+        """Return (index, True, result) of one that is over, (UNDEFINED, whether none is left, None) without."""
+        for index, request in enumerate(requests):
+            if request and request._over:
+                return index, True, request.wait(status)
+        return UNDEFINED, not any(requests), None
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
+        """Return the index alone."""
+        return cls.waitany(requests, status)[0]
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
+        """Return the index, and whether it is over."""
+        return cls.testany(requests, status)[:2]
+
+
+def _each(statuses: list[Status] | None, requests: Sequence[object]) -> list[Status | None]:
+    """Return a status for each request, of `statuses`, which grows to their number."""
+    if statuses is None:
+        return [None] * len(requests)
+    statuses.extend(Status() for _ in range(len(requests) - len(statuses)))
+    return list(statuses[: len(requests)])
+
+
+def _block_until_one_is_over(requests: Sequence[Request]) -> None:
+    """Block this thread until one of those that count is over; at once where none does."""
+    left = [request for request in requests if request]
+    if left and not any(request._over for request in left):
+        handles = [request.handle for request in left if request.handle is not None]
+        asyncio.run_coroutine_threadsafe(_first(handles), left[0]._loop).result()
+
+
+async def _first(handles: Sequence[Handle[Any]]) -> None:
+    """Return when one of them is over, however it ended."""
+    tasks = [asyncio.ensure_future(_ended(handle)) for handle in handles]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _ended(handle: Handle[Any]) -> None:
+    over = asyncio.Event()
+    handle.add_done_callback(lambda _: over.set())
+    await over.wait()
+
+
+def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+    """Return what `call` returns on the thread of `loop`, which may be this one."""
+
+    async def made() -> T:
+        return call()
+
+    try:
+        if asyncio.get_running_loop() is loop:
+            return call()
+    except RuntimeError:  # no loop runs in this thread
+        pass
+    return asyncio.run_coroutine_threadsafe(made(), loop).result()

@@ -1,0 +1,77 @@
+"""T5: `with aiodist.start() as coll:`, for scripts that do not use asyncio."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import pytest
+
+import aiodist
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Jobs, Run
+
+GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+
+
+def test_t5_it_takes_the_keywords_of_init() -> None:
+    expected = dict(inspect.signature(aiodist.init).parameters)
+    del expected["thread"]
+    assert dict(inspect.signature(aiodist.start).parameters) == expected
+
+
+def test_t5_its_calls_return_the_same_handles(run: Run) -> None:
+    ended = run("started.py", "calls")
+    assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0], ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["sum: 1", "then: CommunicatorClosed"]] * 2
+
+
+def test_t5_alone(jobs: Jobs) -> None:
+    ended = jobs.alone("started.py", "calls")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert ended.text.splitlines() == ["sum: 0", "then: CommunicatorClosed"]
+
+
+@GLOO
+def test_t5_what_is_made_of_coroutines_runs_by_the_portal(run: Run) -> None:
+    ended = run("started.py", "trains")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["trained"]] * 2
+
+
+def test_t5_an_exception_is_told_to_the_others(run: Run) -> None:
+    ended = run("started.py", "raised")
+    assert (ended.code, ended.codes()) == (1, [1, 1]), ended
+    (heard,) = ended.said(0)
+    assert heard == "heard: RemoteError: rank 1 failed: ValueError: rank 1 has had enough"
+    assert "ValueError: rank 1 has had enough" in ended.errors
+
+
+def test_t5_ctrl_c_ends_the_job(run: Run) -> None:
+    ended = run("started.py", "interrupted")
+    assert ended.code != 0, ended
+    assert ended.codes()[0] in (130, -2), ended
+    assert ended.codes()[1] != 0
+    assert ended.gone_after(1, "raised") < 10, ended
+    assert "KeyboardInterrupt" in ended.errors
+
+
+@GLOO
+def test_t5_threads_take_turns(run: Run) -> None:
+    ended = run("started.py", "threads")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["turns: [2.0, 4.0]", "told: True"]] * 2
+
+
+@GLOO
+def test_t5_as_in_a_notebook_a_loop_may_run_in_the_thread_that_starts_it(run: Run) -> None:
+    ended = run("started.py", "within_a_loop")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["cell: 2"]] * 2
+
+
+def test_t5_without_start_there_is_no_portal(jobs: Jobs) -> None:
+    ended = jobs.alone("started.py", "no_portal")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert "only a world of aiodist.start() has one" in ended.text
