@@ -104,10 +104,11 @@ class BFloat16(GradientCodec):
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`: the codes add up."""
         narrow = torch.empty(gradients.total.numel(), dtype=torch.bfloat16, device="cpu")
+        room = torch.empty(min(STRETCH, narrow.numel()), dtype=gradients.total.dtype, device="cpu")
         for values, to in zip(gradients.total.split(STRETCH), narrow.split(STRETCH), strict=True):
             to.copy_(values)
             if gradients.feedback:
-                values.sub_(to.to(values.dtype))  # twice as fast as with operands of two dtypes
+                values.sub_(room[: to.numel()].copy_(to))  # half the time of a difference of two dtypes
         lost = yield NarrowSum(narrow, gradients.out, gradients.factor)
         if gradients.feedback:
             _account_for(lost, gradients.total, 0)
