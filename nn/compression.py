@@ -21,7 +21,7 @@ from aiodist.codecs.base import FLOATS, STRETCH, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Done, Handle, Progress, join
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.layout import memory_shape
 from aiodist.streams import HostStream
@@ -83,8 +83,10 @@ class Swap(NamedTuple):
     tensor: Tensor
 
 
-_NAMES = 256
-"""Buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
+_NAMES = 1024
+"""Parts of buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
+_PART = 1 << 20
+"""Elements of a large bucket that travel together, where the codec allows it."""
 _Request = Sum | Gather | _Within | Swap
 _Program = Generator[_Request, Any, None]
 
@@ -118,6 +120,9 @@ class Compressor:
         self.nbytes = 0
         """What this rank has given to collectives, in bytes."""
         self._number = 0
+        self._names: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
+        """By bucket: the number in the first of its names. A name is told to all ranks once, which takes a while."""
+        self._named = 0
         self._kept: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
         self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
@@ -177,10 +182,23 @@ class Compressor:
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """See `CommHook`."""
-        job = _Job(self, self._program(bucket, self._number), f"codes {self._number % _NAMES}")
-        self._number += 1
-        job.advance(None)
-        return job.over
+        over = _Reduced(self.progress, "compressed reduction")
+        over.polled = False
+        parts = self._parts(bucket.data.numel())
+        ended = join(len(parts), lambda error: over.resolve(None) if error is None else over.reject(error))
+        if bucket not in self._names:
+            self._names[bucket] = self._named
+            self._named += len(parts)
+        for number, part in enumerate(parts):
+            name = f"codes {(self._names[bucket] + number) % _NAMES}"
+            _Job(self, self._program(bucket, part, self._number), name, over, ended).advance(None)
+            self._number += 1
+        return over
+
+    def _parts(self, numel: int) -> list[slice]:
+        """Return what of a bucket travels together: while one part is on its way, the next is encoded."""
+        most = _PART if self._codec.elementwise else max(numel, 1)
+        return [slice(start, min(start + most, numel)) for start in range(0, max(numel, 1), most)]
 
     def settle(self, bucket: Bucket) -> None:
         """See `CommHook`: keep the residuals of this pass."""
@@ -196,17 +214,17 @@ class Compressor:
             self._residuals[slot.name] = piece
         self._totals[bucket] = torch.empty_like(total) if before is None else before, total
 
-    def _program(self, bucket: Bucket, number: int) -> _Program:
-        data, within, between = bucket.data, self._links.within, self._links.between
+    def _program(self, bucket: Bucket, part: slice, number: int) -> _Program:
+        data, within, between = bucket.data[part], self._links.within, self._links.between
         if within is not None:
             yield _Within("reduce", data)
         if between is not None:
-            total = self._total(bucket)
+            total = self._total(bucket, part)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
-            shapes, names = (
-                [memory_shape(slot.parameter) for slot in bucket.slots],
-                [slot.name for slot in bucket.slots],
-            )
+            shapes, names = [(total.numel(),)], [""]  # of a part, of which the codec does not ask more
+            if total.numel() == bucket.data.numel():
+                shapes = [memory_shape(slot.parameter) for slot in bucket.slots]
+                names = [slot.name for slot in bucket.slots]
             gradients = Gradients(total, out, shapes, names, between.size, self._factor, number, self._feedback)
             yield from self._exchanged(self._codec.exchange(gradients, self._kept), between)
             if out is not data:
@@ -228,21 +246,27 @@ class Compressor:
                 else:
                     answer = yield request
 
-    def _total(self, bucket: Bucket) -> Tensor:
-        """Return what this rank brings: the gradients, with residuals for what it has used."""
+    def _total(self, bucket: Bucket, part: slice) -> Tensor:
+        """Return what this rank brings to `part`: the gradients, with residuals for what it has used."""
         data = bucket.data
         if not self._feedback:
-            return data.to(wide(data.dtype))
+            return data[part].to(wide(data.dtype))
         if bucket not in self._totals:
             self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype)), None
         total, _ = self._totals[bucket]
-        for slot, piece, grad in zip(bucket.slots, _pieces(bucket, total), _pieces(bucket, data), strict=True):
+        begin = 0
+        for slot in bucket.slots:
+            end = begin + slot.parameter.numel()
+            here = slice(max(begin, part.start), min(end, part.stop))
             residual = self._residuals.get(slot.name)
-            if residual is None or slot in bucket.unused:
-                piece.copy_(grad)
+            if here.start >= here.stop:
+                pass
+            elif residual is None or slot in bucket.unused:
+                total[here].copy_(data[here])
             else:
-                torch.add(grad, residual, out=piece)
-        return total
+                torch.add(data[here], residual[here.start - begin : here.stop - begin], out=total[here])
+            begin = end
+        return total[part]
 
     # --- what a job asks for ----------------------------------------------------------------------------------------
 
@@ -264,18 +288,14 @@ class Compressor:
         """Return the handle of what `program` asks for next, None at its end."""
         return self._stream.submit(_advanced, program, answer)
 
-    def end(self, job: _Job, error: BaseException | None) -> None:
-        """It is over."""
-        if error is None:
-            job.over.resolve(None)
-        else:
-            for comm in {self._data, *filter(None, self._links)}:  # the other ranks wait for what it does not send
-                comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
-            job.over.reject(error)
+    def abort_links(self, error: BaseException) -> None:
+        """Tell the other ranks, which wait for what this one does not send."""
+        for comm in {self._data, *filter(None, self._links)}:
+            comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
 
 
 class _Reduced(Handle[None]):
-    """The reduction of a bucket: the collective that it waits for lies in `keep`."""
+    """The reduction of a bucket: the newest collective of it that is under way lies in `keep`."""
 
     __slots__ = ()
 
@@ -287,42 +307,50 @@ class _Reduced(Handle[None]):
 
 
 class _Job:
-    """One bucket on its way: computes on the thread of codecs, communicates from the loop."""
+    """A part of a bucket on its way: computes on the thread of codecs, communicates from the loop."""
 
-    def __init__(self, compressor: Compressor, program: _Program, name: str) -> None:
-        self.over = _Reduced(compressor.progress, "compressed reduction")
-        self.over.polled = False
+    def __init__(self, compressor: Compressor, program: _Program, name: str, over: _Reduced, ended: Done) -> None:
         self._compressor = compressor
         self._program = program
         self._name = name
+        self._over = over
+        self._ended = ended
+        self._collective: Handle[Any] | None = None
+        """What it waits for."""
 
     def advance(self, answer: Any) -> None:  # noqa: ANN401
         """Let the codec go on with `answer`."""
         try:
             self._compressor.compute(self._program, answer).add_waiter(self)
         except RuntimeError as error:  # the stream was given up
-            self._compressor.end(self, error)
+            self._fail(error)
 
     def _issue(self, request: _Request) -> None:
         try:
-            self.over.keep = handle = self._compressor.issue(request, self._name)
+            self._over.keep = self._collective = self._compressor.issue(request, self._name)
         except Exception as error:  # noqa: BLE001  - told to the pass
-            self._compressor.end(self, error)
+            self._fail(error)
         else:
-            handle.add_waiter(self)
+            self._collective.add_waiter(self)
+
+    def _fail(self, error: BaseException) -> None:
+        self._compressor.abort_links(error)
+        self._ended(error)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         """See `Waiter`."""
         if late is not None and not handle.done():  # it goes on
-            self.over.expire()
+            self._over.expire()
             handle.add_waiter(self)
         elif (error := handle.outcome_error()) is not None:
-            self._compressor.end(self, error)
-        elif handle is self.over.keep:
-            self.over.keep = None
+            self._fail(error)
+        elif handle is self._collective:
+            self._collective = None
+            if self._over.keep is handle:
+                self._over.keep = None
             self.advance(handle.result())
         elif (request := handle.result()) is None:
-            self._compressor.end(self, None)
+            self._ended(None)
         else:
             self._issue(request)
 
@@ -344,10 +372,11 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request,
     t, out, factor = request
     if ranks <= 2:
         codes = (yield Gather(t)) if ranks == 2 else [t]
+        room = torch.empty(min(STRETCH, out.numel()), dtype=out.dtype)
         for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
             to.copy_(first)
             for other in others:
-                to.add_(other)
+                to.add_(room[: to.numel()].copy_(other))  # half the time of a sum of two dtypes
             if factor != 1.0:
                 to.mul_(factor)
         return RoundingLoss(0, out[:0])

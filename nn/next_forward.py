@@ -46,6 +46,8 @@ class NextForward(Generic[P]):
         """`update` returns when some parts may be used, `finish` when all may; while some may not it is `pending`."""
         self.left: dict[P, Handle[None]] = {}
         """The parts whose update is not over, each with what that waits for, in the order in which those were sent."""
+        self.failed: BaseException | None = None
+        """The first error of an update that is still to be told."""
         self._compute = compute
         self._update, self._finish, self._pending = update, finish, pending
         self._unasked: set[P] = set()
@@ -65,6 +67,12 @@ class NextForward(Generic[P]):
             self._finish()
         self._check(loss)
         return forward.rest(loss)
+
+    def tell(self) -> None:
+        """Raise what an update failed with, once."""
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Take the hooks off the modules."""

@@ -70,7 +70,6 @@ class PipelinedOptimizer:
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
-        self._failed: BaseException | None = None
         self._ahead = NextForward(
             net, net.compute, self._parts, update=self._update, finish=self._finish, pending=lambda: self.pending
         )
@@ -132,7 +131,7 @@ class PipelinedOptimizer:
         try:
             _, reduction = self._net.compute.reduce(prepare)
         except CommunicatorError:
-            self._tell()  # what came before says why
+            self._ahead.tell()  # what came before says why
             raise
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._ahead.left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
@@ -142,7 +141,7 @@ class PipelinedOptimizer:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
-        self._tell()
+        self._ahead.tell()
 
     def _update(self, parts: Sequence[_BucketOptimizer]) -> None:
         """Make the updates of `parts`; while they are on their way, those of others that have come."""
@@ -172,8 +171,8 @@ class PipelinedOptimizer:
                 self._settings.advance()
             except Exception as raised:  # noqa: BLE001  - told like one of the optimizer
                 error = raised
-        if self._failed is None:
-            self._failed = error
+        if self._ahead.failed is None:
+            self._ahead.failed = error
 
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
@@ -210,12 +209,7 @@ class PipelinedOptimizer:
     def make_updates(self) -> None:
         """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
         self._finish()
-        self._tell()
-
-    def _tell(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._ahead.tell()
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""

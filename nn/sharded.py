@@ -95,7 +95,6 @@ class ShardedOptimizer:
         _check_optimizer(self.optimizer, groups)
         self._state = ShardState(self.optimizer, make_optimizer, groups)
         self._memory = BucketMemory(data.empty)
-        self._failed: BaseException | None = None
         self._ahead = NextForward(
             net,
             net.compute,
@@ -196,12 +195,12 @@ class ShardedOptimizer:
         try:
             _, reduction = compute.reduce(prepare)
         except CommunicatorError:
-            self._tell()  # what came before says why
+            self._ahead.tell()  # what came before says why
             raise
         compute.use(reduction)
         self._memory.end_pass()
         self._update(reduction, forward.settings)
-        self._tell()
+        self._ahead.tell()
 
     @called("net.join")
     def follow(self, reduction: Reduction) -> None:
@@ -211,7 +210,7 @@ class ShardedOptimizer:
         if settings.scaler is not None:
             settings.scaler.scale(torch.zeros(()))  # the first time it makes what it counts with
         self._update(reduction, settings)
-        self._tell()
+        self._ahead.tell()
 
     def _check_settings(self, settings: StepSettings) -> None:
         if settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
@@ -266,7 +265,7 @@ class ShardedOptimizer:
             handle = self._ahead.left.get(shard)
             if handle is not None:
                 self._net.compute.block(handle)
-                self._failed = self._failed or handle.outcome_error()
+                self._ahead.failed = self._ahead.failed or handle.outcome_error()
                 del self._ahead.left[shard]
                 increment_version([slot.parameter for slot in shard.slots])
 
@@ -277,12 +276,7 @@ class ShardedOptimizer:
     def make_updates(self) -> None:
         """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
         self._finish()
-        self._tell()
-
-    def _tell(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._ahead.tell()
 
 
 def _check_net(net: DataParallel) -> None:

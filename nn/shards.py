@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class BucketShard:
             self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype)
             """Of what this rank owns; in each step it is written anew."""
             self.sections = {section.slot.index: section for section in self._sections()}
+        self._gradients: tuple[Tensor | None, list[Tensor]] = None, []
+        """What was given to `assign` last, and what the sections have of it."""
 
     def _move_in(self) -> None:
         for slot in self.slots:
@@ -75,43 +78,61 @@ class BucketShard:
 
     def assign(self, indices: Container[int], gradient: Tensor) -> None:
         """Give the sections of some parameters, by their index, what is theirs of the `gradient` of this block."""
-        for index, section in self.sections.items():
-            begin = self.begins[index] + section.start - self.first
-            grad = gradient[begin : begin + section.parameter.numel()]
+        if self._gradients[0] is not gradient:
+            begins = [self.begins[index] + section.start - self.first for index, section in self.sections.items()]
+            sizes = [section.parameter.numel() for section in self.sections.values()]
+            self._gradients = gradient, [gradient[at : at + size] for at, size in zip(begins, sizes, strict=True)]
+        for (index, section), grad in zip(self.sections.items(), self._gradients[1], strict=True):
             section.parameter.grad = grad if index in indices else None
 
     def forget(self) -> None:
         """The gradients have served."""
         for section in self.sections.values():
             section.parameter.grad = None
+        if self.alone:
+            self._gradients = None, []  # new memory in each step
+
+
+class FlatMemory:
+    """A flat tensor, and the places of parameters in it, which to make takes longer than to fill them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._views: WeakKeyDictionary[BucketShard, dict[int, Tensor]] = WeakKeyDictionary()
+
+    def views(self, shard: BucketShard) -> dict[int, Tensor]:
+        """Return the places of the parameters of `shard`, by their index."""
+        if shard not in self._views:
+            self._views[shard] = {slot.index: shard.view(self.tensor, slot) for slot in shard.slots}
+        return self._views[shard]
 
 
 class BucketMemory:
-    """Flat tensors in which buckets bring their gradients to a reduction, one after the other; from any thread."""
+    """Flat memory in which buckets bring their gradients to a reduction, one after the other; from any thread."""
 
     def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
-        self._allocate = allocate
+        self.allocate = allocate
         self._lock = threading.Lock()
-        self.idle: dict[torch.dtype, list[Tensor]] = {}
-        """Those that no bucket has, by dtype, in the order in which they came back."""
+        self.idle: dict[torch.dtype, list[FlatMemory]] = {}
+        """That which no bucket has, by dtype, in the order in which it came back."""
         self.newest: Tensor | None = None
         """The gradient that was reduced last of those that stayed where autograd had made them."""
         self._last: Tensor | None = None
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return one of `numel` elements or more; it is the caller's until `release`."""
+    def take(self, numel: int, dtype: torch.dtype) -> FlatMemory:
+        """Return memory of `numel` elements or more; it is the caller's until `release`."""
         with self._lock:
             idle = self.idle.setdefault(dtype, [])
-            fitting = [place for place, t in enumerate(idle) if t.numel() >= numel]
+            fitting = [place for place, flat in enumerate(idle) if flat.tensor.numel() >= numel]
             if fitting:
-                return idle.pop(min(fitting, key=lambda place: idle[place].numel()))
-        return self._allocate(numel, dtype)
+                return idle.pop(min(fitting, key=lambda place: idle[place].tensor.numel()))
+        return FlatMemory(self.allocate(numel, dtype))
 
-    def release(self, t: Tensor) -> None:
+    def release(self, flat: FlatMemory) -> None:
         """Have it back; what was idle longest goes where there are enough."""
         with self._lock:
-            idle = self.idle.setdefault(t.dtype, [])
-            idle.append(t)
+            idle = self.idle.setdefault(flat.tensor.dtype, [])
+            idle.append(flat)
             del idle[:-_IDLE]
 
     def end_pass(self) -> None:
@@ -130,12 +151,12 @@ class ShardBucket(Bucket):
     """
 
     def __init__(self, shard: BucketShard, slots: Sequence[Slot], memory: BucketMemory) -> None:
-        super().__init__(slots, memory.take)
+        super().__init__(slots, memory.allocate)
         self.shard = shard
         self.names: list[str] = []
         """The parameters that some rank has used in this pass; known when it is placed."""
         self._pool = memory
-        self._taken: Tensor | None = None
+        self._taken: FlatMemory | None = None
 
     @property
     def reduced(self) -> Tensor:
@@ -179,10 +200,11 @@ class ShardBucket(Bucket):
     def _memory(self) -> Tensor:
         if self._taken is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._taken = self._allocate(self.shard.flat.numel(), self.dtype)
+                self._taken = self._pool.take(self.shard.flat.numel(), self.dtype)
+            views = self._taken.views(self.shard)
             for slot in self.slots:
-                slot.view = self.shard.view(self._taken, slot)
-        return self._taken[: self.shard.flat.numel()]
+                slot.view = views[slot.index]
+        return self._taken.tensor[: self.shard.flat.numel()]
 
 
 class ReduceScatter:

@@ -24,8 +24,11 @@ HEAD = _HEAD.size
 CHUNK = 1 << 16
 """Elements that are worked on at a time, in the cache, and share a scale: a part of the formats that have one."""
 
-STRETCH = 1 << 20
-"""Elements at a time where other threads want the interpreter: each call hands it over, and waits to have it back."""
+STRETCH = 1 << 17
+"""Elements at a time beside other threads that want the interpreter: what several passes work on stays in the cache.
+
+Each call hands the interpreter over, and waits to have it back: so these are more than CHUNK.
+"""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What the codecs that lose something take."""

@@ -84,6 +84,8 @@ class GradientCodec:
 
     unbiased: ClassVar[bool] = False
     """The mean of many codes is what was encoded, so that no residual is needed."""
+    elementwise: ClassVar[bool] = False
+    """An element's code depends on no other element, so parts of a large bucket may be exchanged apart."""
     sums: bool = True
     """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 

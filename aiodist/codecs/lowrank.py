@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import FLOATS, Head, Kind, check_input, create, parse, part, wide
+from aiodist.codecs.base import CHUNK, FLOATS, Head, Kind, check_input, create, parse, part, wide
 from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, Sum
 
 
@@ -100,9 +100,16 @@ class PowerSGD(_LowRank):
         yield Sum(second.flat)
         for i, name, p, q, m in zip(chosen, names, lefts, second.parts, matrices, strict=True):
             kept[name] = q.clone()
-            out = torch.mm(p, q.T.mul(gradients.factor), out=outs[i].view(m.shape))
+            self._write(m, outs[i].view(m.shape), p, q.T.mul(gradients.factor), gradients)
+
+    @staticmethod
+    def _write(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
+        """Write the product to `out`, and take this rank's share of it off `matrix`; so many rows as the cache holds."""
+        rows = max(1, CHUNK // q.shape[1])
+        for to, left, values in zip(out.split(rows), p.split(rows), matrix.split(rows), strict=True):
+            torch.mm(left, q, out=to)
             if gradients.feedback:
-                m.sub_(out, alpha=1 / (gradients.size * gradients.factor))
+                values.sub_(to, alpha=1 / (gradients.size * gradients.factor))
 
     def _pays(self, shape: Sequence[int]) -> bool:
         rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
