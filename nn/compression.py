@@ -84,7 +84,7 @@ class Swap(NamedTuple):
 
 
 _NAMES = 1024
-"""Parts of buckets that may be on their way at once: each has a name, by which its collectives meet those of the other ranks."""
+"""Parts of buckets that may be on their way at once: each has a name, by which it meets those of the other ranks."""
 _PART = 1 << 20
 """Elements of a large bucket that travel together, where the codec allows it."""
 _Request = Sum | Gather | _Within | Swap
@@ -221,7 +221,8 @@ class Compressor:
         if between is not None:
             total = self._total(bucket, part)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
-            shapes, names = [(total.numel(),)], [""]  # of a part, of which the codec does not ask more
+            shapes: list[tuple[int, ...]] = [(total.numel(),)]
+            names = [""]  # of a part, of which the codec does not ask more
             if total.numel() == bucket.data.numel():
                 shapes = [memory_shape(slot.parameter) for slot in bucket.slots]
                 names = [slot.name for slot in bucket.slots]

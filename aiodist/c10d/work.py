@@ -68,7 +68,7 @@ class HandleWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is over, with whatever outcome."""
+        """Return whether it is over, well or not."""
         over = all(handle.done() for handle in self._handles)
         if over and self.exception() is None:
             self._finish()

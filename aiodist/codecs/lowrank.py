@@ -104,7 +104,7 @@ class PowerSGD(_LowRank):
 
     @staticmethod
     def _write(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
-        """Write the product to `out`, and take this rank's share of it off `matrix`; so many rows as the cache holds."""
+        """Write the product to `out` and take this rank's share of it off `matrix`: as many rows as the cache holds."""
         rows = max(1, CHUNK // q.shape[1])
         for to, left, values in zip(out.split(rows), p.split(rows), matrix.split(rows), strict=True):
             torch.mm(left, q, out=to)

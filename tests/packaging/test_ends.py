@@ -22,6 +22,7 @@ OTHER_WORDS = re.compile(
 EXCEPTIONS = {
     "aiodist/backends/shm": "the compiled core replaces it",
     "handles/progress.py": "the same",
+    "aiodist/c10d/calls.py": "torch's name",
     "aiodist/launch/supervisor.py": "it stops processes",
     "aiodist/ps/directory.py": "what `ParameterServer.free` asks for: this rank uses a name no more",
     "aiodist/ps/naming.py": "the same",

@@ -78,7 +78,7 @@ def run(tests, set_rng_seed, name, rank, size, folder):
         return "skipped", str(skip)
     except SystemExit as code:
         return "skipped", f"exit code {code.code}"
-    except BaseException as error:  # noqa: BLE001  - whatever a test ends with
+    except BaseException as error:  # noqa: BLE001  - a test may end with any
         return "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
         with contextlib.suppress(RuntimeError, AiodistError):  # a test that failed may leave ranks at different places
