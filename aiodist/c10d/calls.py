@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from aiodist.c10d.home import Home
 from aiodist.c10d.layout import blocks, deal, flat, joined, movable, room_for
@@ -293,7 +292,7 @@ def _dealing(rooms: list[tuple[Tensor, bool]], outputs: list[Tensors]) -> Callab
     return (lambda: [deal(room, ts) for room, ts in apart]) if apart else None
 
 
-def create(options: c10d._DistributedBackendOptions, communicator: object = None) -> AiodistProcessGroup:
+def create(options: Any, communicator: object = None) -> AiodistProcessGroup:
     """Return the process group that torch asks for; `communicator` is that of an asyncio program, see `wrap`."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     default = dist.group.WORLD

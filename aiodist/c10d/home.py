@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError
-from aiodist.world.opening import Limits, Meeting
+from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Home:
         stack = ExitStack()
         portal = stack.enter_context(start_blocking_portal("asyncio", {"use_uvloop": True}, name="aiodist-loop"))
         with stack:
-            meeting = Meeting(rank, size, _exchange(store, rank, size))
+            meeting = Introduction(rank, size, _exchange(store, rank, size))
             block = opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)
             world = stack.enter_context(portal.wrap_async_context_manager(block))
             home = cls(world, stack.pop_all().close)

@@ -57,8 +57,8 @@ def room_for(ts: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 def deal(room: Tensor, ts: Sequence[Tensor]) -> None:
     """Copy from `room` what belongs into each of `ts`."""
-    parts = room.split([t.numel() for t in ts])
-    torch._foreach_copy_([t.detach() for t in ts], [part.view(t.shape) for part, t in zip(parts, ts, strict=True)])
+    for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True):
+        t.detach().copy_(part.view(t.shape))
 
 
 def blocks(t: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:

@@ -68,7 +68,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Introduction:
     """Ranks that know their numbers and have a way to tell each other a few bytes: enough to find one another."""
 
     rank: int
@@ -82,7 +82,7 @@ current_place: ContextVar[RankPlace | None] = ContextVar("aiodist_place", defaul
 
 
 async def find_place(
-    environment: Environment, asked: str | None, limits: Limits, meeting: Meeting | None = None
+    environment: Environment, asked: str | None, limits: Limits, meeting: Introduction | None = None
 ) -> RankPlace:
     """Return this process's place among all ranks of its job. What fails half-way is closed again.
 
@@ -230,10 +230,10 @@ async def _meet_over_mpi(mpi: MpiTransport, limits: Limits) -> Channel:
     async def exchange(said: bytes) -> list[bytes]:
         return [as_bytes(one) for one in await _run(allgather(primitives, as_tensor(said), None))]
 
-    return await _meet_over(Meeting(mpi.rank, mpi.size, exchange), limits)
+    return await _meet_over(Introduction(mpi.rank, mpi.size, exchange), limits)
 
 
-async def _meet_over(meeting: Meeting, limits: Limits) -> Channel:
+async def _meet_over(meeting: Introduction, limits: Limits) -> Channel:
     """Rank 0 runs the hub, on the loopback interface where all ranks have the same, and tells the others where."""
     rank, size = meeting.rank, meeting.size
     networks = await meeting.exchange(network().encode())

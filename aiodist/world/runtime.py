@@ -30,8 +30,8 @@ from aiodist.topology import Topology
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import (
+    Introduction,
     Limits,
-    Meeting,
     current_place,
     find_neighbours,
     find_place,
@@ -92,7 +92,7 @@ async def opened(  # noqa: C901  - one branch for each way a rank is given its p
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
-    meeting: Meeting | None = None,
+    meeting: Introduction | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
     check_report(report)
