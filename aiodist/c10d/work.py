@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from time import monotonic
 
 import torch
@@ -14,6 +16,31 @@ from torch.futures import Future
 
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
+
+
+class _Workers:
+    """Threads that run jobs, each until it is over: a job never waits for a thread that another one holds.
+
+    The callbacks of torch's PowerSGD hook wait for other futures, so a fixed number of threads could block for good.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Have an idle thread run `job`, or a new one."""
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._serve, name="aiodist-future", daemon=True).start()
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            self._jobs.get()()
+            self._idle.release()
+
+
+_workers = _Workers()
 
 
 class HandleWork(dist.Work):
@@ -96,12 +123,12 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors, for DDP's reducer and hooks.
 
-        A thread of its own waits and runs the callbacks: those of PowerSGD wait for other futures in turn.
+        A worker thread waits and runs the callbacks.
         """
         if self._future is None:
             over: Future[None] = Future()
             self._future = over.then(self._outcome)
-            threading.Thread(target=self._complete, args=(over,), name="aiodist-future", daemon=True).start()
+            _workers.run(partial(self._complete, over))
         return self._future
 
     def _complete(self, over: Future[None]) -> None:

@@ -31,6 +31,7 @@ def own():
     assert work.wait()
     assert [work.is_completed(), work.is_success(), work.exception()] == [True, True, None]
     assert work.get_future().wait()[0].tolist() == [2.0] * 3
+    assert nested(4) == 8.0
     sizes = [1, 2]
     outs = [torch.empty(sizes[rank]) for _ in range(size)]
     dist.all_to_all(outs, list((torch.arange(3.0) + 10 * rank).split(sizes)))
@@ -48,6 +49,13 @@ def own():
         assert net.module.weight.grad.eq(1.5).all()
     assert dist.group.WORLD.coll.statistics().arena_bytes > before
     print("own ways agree")
+
+
+def nested(depth):
+    """Return a sum that the callback of a future waits for another future to add to, `depth` times."""
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    more = future.then(lambda over: over.value()[0].item() + (nested(depth - 1) if depth > 1 else 0.0))
+    return more.wait()
 
 
 def killed():
