@@ -113,8 +113,11 @@ class Reducer:
         """What alone may have gradients reduced."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
-        self.asks_stop: Callable[[], bool] = lambda: False
+        registry = data.parts.registry
+        self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
         """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
+        self.stopped_before = False
+        """Some rank asked to stop in the pass before the last."""
         self.parted = False
         """Ranks have made different numbers of steps, which was told, and make no more."""
         self.progress = Progress.current()
@@ -283,6 +286,7 @@ class Reducer:
         `verdict` is what the ranks said that were asked. Where they disagree the pass is `refused`.
         """
         refused = verdict is not None and not self._accept(verdict)
+        self.stopped_before = self.stopped
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         self.share()
@@ -323,6 +327,12 @@ class Reducer:
             self._apart = False
             for slot in self.slots:
                 slot.holder = slot.parameter
+
+    @property
+    def stopped(self) -> bool:
+        """Some rank asked to stop in the last pass, as far as is known."""
+        status = None if self.last is None else self.last.status
+        return status is not None and status.stops > 0
 
     def _accept(self, verdict: PassStatus) -> bool:
         """Train what all ranks train, if they do the same, and all were asked."""

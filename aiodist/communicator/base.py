@@ -80,6 +80,7 @@ class Keeper(Protocol):
 
     accelerator: Accelerator | None
     near: Neighbourhood | None
+    stop_requested: bool
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
         """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""

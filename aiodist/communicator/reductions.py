@@ -177,6 +177,27 @@ class Reductions(Base):
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
         return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
+    # --- stopping together ------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask all ranks of the world to stop together, as a signal does where `init(stop_on_signal=True)` says so.
+
+        Local, at once, from any thread; there is no way back. The ranks learn of it by their next `stopping()`, or by
+        `stop_requested` of a `DataParallel` after its next step.
+        """
+        self._registry.stop_requested = True
+
+    def stopping(self, *, timeout: float | None = None) -> Handle[bool]:
+        """Return whether any rank was asked to stop, the same on every rank: `while not await coll.stopping():`.
+
+        Collective. Cost: an allreduce of one byte.
+        """
+        terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested])
+        program = operations.allreduce(self._primitives(terms), said, said, ReduceOp.MAX)
+        return self._issue(
+            fingerprint_of("stopping", [said], None), mapped(program, bool), writing(said), [said], terms
+        )
+
     # --- building them --------------------------------------------------------------------------------------
 
     def _quickly(self, t: Tensor, op: str, timeout: float | None, impl: str) -> Handle[Any] | None:

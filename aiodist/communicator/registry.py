@@ -115,6 +115,8 @@ class Registry(Generic[C]):
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
         self.portal: BlockingPortal | None = None
         """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
+        self.stop_requested = False
+        """This rank was asked to stop, and asks all others; any thread sets it, nobody takes it back."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -70,6 +70,7 @@ class ThreadedCommunicator(Communicator):
     reduce_scatter = _issues(Communicator.reduce_scatter)
     scan = _issues(Communicator.scan)
     exscan = _issues(Communicator.exscan)
+    stopping = _issues(Communicator.stopping)
 
     broadcast = _issues(Communicator.broadcast)
     gather = _issues(Communicator.gather)

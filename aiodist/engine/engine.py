@@ -189,9 +189,10 @@ class Engine:
         `data.prefetch`; or a `Prefetch`. It, its sampler or its dataset is told the epoch, from 0 on, where it has
         `set_epoch`. Returns the figures of the last epoch that is over, alike on all ranks.
 
-        A rank that sets `state.stop` stops all ranks behind the same step: this one, if it was set before backward
-        ended, else the next; with a driver one later. In asynchronous SGD, where no rank waits for another, it stops
-        this rank at once and the others at the end of their epoch. A later call goes on from there.
+        A rank that sets `state.stop`, or is asked to stop (`Communicator.stopping`), stops all ranks behind the same
+        step: this one, if it was set before backward ended, else the next; with a driver one later. In asynchronous
+        SGD, where no rank waits for another, it stops this rank at once and the others at the end of their epoch. A
+        later call goes on from there.
 
         Raises what a hook, the loader, forward, backward or the optimizer raised on this rank; RemoteError, with the
         traceback, on the others, in the step that they are about to make or at the end of the epoch. When it is

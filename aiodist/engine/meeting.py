@@ -40,6 +40,11 @@ class Assembly:
         """The engine's own communicator, once it is open."""
         return self._comm
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, see `Communicator.stopping`."""
+        return self.base is not None and self.base.parts.registry.stop_requested
+
     async def open(self) -> None:
         """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
         if self._comm is None and self.base is not None:

@@ -95,7 +95,7 @@ class Training:
         try:
             async with AsyncExitStack() as stack:
                 await self._assembly.open()
-                await stack.enter_async_context(self._stepper.open(lambda: self._state.stop))
+                await stack.enter_async_context(self._stepper.open(self._asks_stop))
                 if self._plan.debug and not self._scaled():
                     stack.enter_context(checks.checked_gradients(self._plan.module, self._state))
                 if self._display is not None:
@@ -109,6 +109,10 @@ class Training:
             if not isinstance(error, Exception):
                 self._leave(error)
             raise
+
+    def _asks_stop(self) -> bool:
+        """Return whether this rank asks all to stop: a hook does, or a signal."""
+        return self._state.stop or self._assembly.stop_requested
 
     def _scaled(self) -> bool:
         """Gradients are scaled, so infinite ones are no mistake."""
@@ -135,7 +139,7 @@ class Training:
         """Return whether there is another epoch, the same on all ranks, which hear of one another's data."""
         self._length = length_of(self._loader)
         left = None if self._length is None else self._length - self._position.batches
-        word = Word(stop=self._state.stop, batches=left, data=self._position.data)
+        word = Word(stop=self._asks_stop(), batches=left, data=self._position.data)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
         if self._state.stop or self._position.epochs >= self._state.epochs:
@@ -211,7 +215,7 @@ class Training:
             self._assembly.abort(f"rank {self._assembly.rank} failed in this training: {failure!r}")
             raise failure
         figures = None if failure is not None else self.meter.figures()
-        word = Word(self._state.stop, figures=figures, interrupted=self._interrupted)
+        word = Word(self._asks_stop(), figures=figures, interrupted=self._interrupted)
         words = await self._assembly.exchange(word, failure)
         self._state.stop = any(one.stop for one in words)
         if self._stepper.asks:
@@ -234,7 +238,7 @@ class Training:
             if await self._stopped_before():
                 break
             await self._step(sample)
-            if self._stepper.stopping() or (self._state.stop and self._waits_for_none):
+            if self._stepper.stopping() or (self._waits_for_none and self._asks_stop()):
                 self._interrupted = self._state.stop = True
                 break
         else:
@@ -244,7 +248,7 @@ class Training:
 
     async def _stopped_before(self) -> bool:
         """Return whether no rank makes the next step: where steps do not tell, one of them has said so."""
-        if self._asks and await self._assembly.any(self._state.stop):
+        if self._asks and await self._assembly.any(self._asks_stop()):
             self._asked = self._interrupted = self._state.stop = True
         self._agreed = self._asks and not self._asked
         return self._interrupted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 from anyio.from_thread import start_blocking_portal
 
@@ -14,6 +14,7 @@ from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.world.isolation import isolate
 from aiodist.world.runtime import best_loop, init
+from aiodist.world.stopping import stopping_by_signals
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def start(
     report: float | None = REPORT_SECONDS,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
+    stop_on_signal: bool = False,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
@@ -43,7 +45,8 @@ def start(
         assert isinstance(coll, ThreadedCommunicator)
         coll.parts.registry.portal = portal
         try:
-            yield coll
+            with stopping_by_signals(coll) if stop_on_signal else nullcontext():
+                yield coll
         except BaseException as error:
             raised = portal.call(_leave, block, error)
             if raised is None or raised is error:

@@ -9,7 +9,7 @@ import os
 import selectors
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,6 +39,7 @@ from aiodist.world.opening import (
     unless_lost,
 )
 from aiodist.world.pinning import pinned
+from aiodist.world.stopping import stopping_by_signals
 from aiodist.world.tracebacks import fold_tracebacks
 
 __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
@@ -55,6 +56,7 @@ def init(
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
+    stop_on_signal: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -66,7 +68,9 @@ def init(
     entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those
     of a host under the last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it
     (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
-    "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`.
+    "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With
+    `stop_on_signal=True` the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see
+    `Communicator.stopping`; a second one has its usual meaning. Raises `ConfigError` outside the main thread.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -78,12 +82,19 @@ def init(
     `ConfigError`; the only rank, and one of a plain `mpirun`, gets one more world. See `open` for one without a block.
     """
     return opened(
-        Limits(), backend=backend, timeout=timeout, report=report, levels=levels, selector=selector, thread=thread
+        Limits(),
+        backend=backend,
+        timeout=timeout,
+        report=report,
+        levels=levels,
+        selector=selector,
+        thread=thread,
+        stop_on_signal=stop_on_signal,
     )
 
 
 @asynccontextmanager
-async def opened(  # noqa: C901  - one branch for each way a rank is given its place
+async def opened(  # noqa: C901, PLR0913  - one branch for each way a rank is given its place; one for each keyword
     limits: Limits,
     *,
     backend: str | None = None,
@@ -92,6 +103,7 @@ async def opened(  # noqa: C901  - one branch for each way a rank is given its p
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
+    stop_on_signal: bool = False,
     meeting: Introduction | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
@@ -123,8 +135,12 @@ async def opened(  # noqa: C901  - one branch for each way a rank is given its p
         edits = edits_at_start(asked, channel, table, topology, seconds=limits.rendezvous)
         world.upkeep.apply_edits(await unless_lost(channel, edits))
         # Ranks that are tasks of one process share its cores as they are.
-        cores = nullcontext() if given else await unless_lost(channel, pinned(channel, world.topology, environment))
-        with cores, guard_polling(_epoll_of(asyncio.get_running_loop())):
+        with ExitStack() as stack:
+            if not given:
+                stack.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
+                if stop_on_signal:
+                    stack.enter_context(stopping_by_signals(world))
+            stack.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
             if levels is not None:
                 await root_levels(world, levels)
             try:
