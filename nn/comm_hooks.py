@@ -14,6 +14,8 @@ class CommHook(Protocol):
 
     nbytes: int
     """What this rank has given to collectives so far, in bytes."""
+    queues: bool
+    """A bucket on a device may be used before its reduction is over, on streams that come behind that."""
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """Return the handle of the reduction of `bucket.data`, in place; raise what the communicator raises."""
@@ -34,6 +36,8 @@ class CommHook(Protocol):
 
 class Allreduce:
     """The sum or mean of all ranks, as it is."""
+
+    queues = True
 
     def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
         self._data = data

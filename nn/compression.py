@@ -1,7 +1,8 @@
 """Gradients that travel as codes: what each codec of `aiodist.codecs` exchanges, driven on a net's communicators.
 
 The codec works on a thread of its own, the loop issues what it asks for. Collectives of a bucket meet by its name, so
-several buckets are on their way at once, and the next ones are encoded meanwhile.
+several buckets are on their way at once, and the next ones are encoded meanwhile. Buckets on CUDA devices are copied to
+the host, where they are encoded and decoded, and back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Done, Handle, Progress, join
 from aiodist.nn.buckets import Bucket
+from aiodist.nn.host_copies import HostCopies
 from aiodist.nn.layout import memory_shape
 from aiodist.streams import HostStream
 
@@ -46,9 +48,9 @@ def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -
     if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode")):
         raise TypeError(f"compress={compress!r}: expected a codec of aiodist.codecs, or a Compression")
     for name, parameter in named:
-        if parameter.dtype not in FLOATS or not parameter.is_cpu:
+        if parameter.dtype not in FLOATS or not (parameter.is_cpu or parameter.is_cuda):
             seen = f"{dtype_name(parameter.dtype)} on {parameter.device}"
-            raise TypeError(f"parameter {name!r} is {seen}: compress= takes floats on the CPU")
+            raise TypeError(f"parameter {name!r} is {seen}: compress= takes floats on the CPU and on CUDA devices")
     return compression
 
 
@@ -98,6 +100,8 @@ class Compressor:
     A residual changes only where all ranks have made the pass. A parameter that a rank did not use sends nothing of it.
     """
 
+    queues = False
+
     def __init__(
         self,
         compression: Compression,
@@ -117,6 +121,7 @@ class Compressor:
         self._stream = stream
         self._parameters = parameters
         self.progress = Progress.current()
+        self._host = HostCopies(self.progress)
         self.nbytes = 0
         """What this rank has given to collectives, in bytes."""
         self._number = 0
@@ -184,15 +189,30 @@ class Compressor:
         """See `CommHook`."""
         over = _Reduced(self.progress, "compressed reduction")
         over.polled = False
-        parts = self._parts(bucket.data.numel())
-        ended = join(len(parts), lambda error: over.resolve(None) if error is None else over.reject(error))
+        data = self._host.of(bucket)
+        parts = self._parts(data.numel())
+
+        def reduced(error: BaseException | None) -> None:
+            if error is None:
+                self._host.put_back(bucket, over.end)
+            else:
+                over.end(error)
+
+        ended = join(len(parts), reduced)
         if bucket not in self._names:
             self._names[bucket] = self._named
             self._named += len(parts)
+        jobs = []
         for number, part in enumerate(parts):
             name = f"codes {(self._names[bucket] + number) % _NAMES}"
-            _Job(self, self._program(bucket, part, self._number), name, over, ended).advance(None)
+            jobs.append(_Job(self, self._program(bucket, data, part, self._number), name, over, ended))
             self._number += 1
+
+        def begin(error: BaseException | None) -> None:
+            for job in jobs:
+                job.begin(error)
+
+        self._host.fetch(bucket, begin)
         return over
 
     def _parts(self, numel: int) -> list[slice]:
@@ -214,22 +234,24 @@ class Compressor:
             self._residuals[slot.name] = piece
         self._totals[bucket] = torch.empty_like(total) if before is None else before, total
 
-    def _program(self, bucket: Bucket, part: slice, number: int) -> _Program:
-        data, within, between = bucket.data[part], self._links.within, self._links.between
+    def _program(self, bucket: Bucket, flat: Tensor, part: slice, number: int) -> _Program:
+        data, within, between = flat[part], self._links.within, self._links.between
         if within is not None:
             yield _Within("reduce", data)
         if between is not None:
-            total = self._total(bucket, part)
+            total = self._total(bucket, flat, part)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
             shapes: list[tuple[int, ...]] = [(total.numel(),)]
             names = [""]  # of a part, of which the codec does not ask more
-            if total.numel() == bucket.data.numel():
+            if total.numel() == flat.numel():
                 shapes = [memory_shape(slot.parameter) for slot in bucket.slots]
                 names = [slot.name for slot in bucket.slots]
             gradients = Gradients(total, out, shapes, names, between.size, self._factor, number, self._feedback)
             yield from self._exchanged(self._codec.exchange(gradients, self._kept), between)
             if out is not data:
                 data.copy_(out)
+                if self._feedback and between.rank == 0:  # what gradients of 16 bits cannot hold
+                    total.add_(out.sub_(data), alpha=1 / self._factor)
             if self._feedback and not bool(total.sum().isfinite()):  # one bad gradient is sent, and forgotten
                 total.nan_to_num_(0.0, 0.0, 0.0)
         if within is not None:
@@ -247,9 +269,8 @@ class Compressor:
                 else:
                     answer = yield request
 
-    def _total(self, bucket: Bucket, part: slice) -> Tensor:
-        """Return what this rank brings to `part`: the gradients, with residuals for what it has used."""
-        data = bucket.data
+    def _total(self, bucket: Bucket, data: Tensor, part: slice) -> Tensor:
+        """Return what this rank brings to `part` of `data`: the gradients, with residuals for what it has used."""
         if not self._feedback:
             return data[part].to(wide(data.dtype))
         if bucket not in self._totals:
@@ -300,6 +321,12 @@ class _Reduced(Handle[None]):
 
     __slots__ = ()
 
+    def end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.resolve(None)
+        else:
+            self.reject(error)
+
     def unfinished(self) -> list[Handle[Any]]:
         return [self] if self.done() or self.keep is None else self.keep.unfinished()
 
@@ -318,6 +345,13 @@ class _Job:
         self._ended = ended
         self._collective: Handle[Any] | None = None
         """What it waits for."""
+
+    def begin(self, error: BaseException | None) -> None:
+        """What the program works on is there, or cannot be had."""
+        if error is None:
+            self.advance(None)
+        else:
+            self._fail(error)
 
     def advance(self, answer: Any) -> None:  # noqa: ANN401
         """Let the codec go on with `answer`."""

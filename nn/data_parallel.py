@@ -125,8 +125,8 @@ class DataParallel(ModuleLike):
         next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
         where something has changed. What is frozen takes no part, unless it has a gradient of before.
         `settings` are those of the method of that name.
-        With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients of parameters on the CPU travel as
-        codes; what these leave out is sent later (`compressor`). Sparse gradients go as they are.
+        With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
+        what these leave out is sent later (`compressor`). Sparse gradients go as they are.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
         parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.

@@ -54,6 +54,18 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
+def dims_in_memory(t: Tensor) -> tuple[int, ...]:
+    """Return all dimensions of a dense `t` from the outermost in memory to the innermost; in order where it is.
+
+    >>> dims_in_memory(torch.empty(1, 2, 3).transpose(1, 2)), dims_in_memory(torch.empty(2, 1))
+    ((0, 2, 1), (0, 1))
+    """
+    order = memory_order(t)
+    if order is None or t.is_contiguous():
+        return tuple(range(t.dim()))
+    return tuple(d for d in range(t.dim()) if t.shape[d] == 1) + order
+
+
 def memory_shape(t: Tensor) -> tuple[int, ...]:
     """Return the shape of `t` as it lies in memory, the outermost dimension first, without those of 1.
 

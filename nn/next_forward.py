@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Slot
-from aiodist.nn.compute import Compute
+from aiodist.nn.compute import Compute, called
+from aiodist.nn.data_parallel import DataParallel
 from aiodist.nn.forward import Forward
 from aiodist.nn.guards import Guards, leaves
 from aiodist.nn.module_like import ModuleLike
+from aiodist.nn.reduction import Reduction
 
 
 class Part(Protocol):
@@ -68,6 +72,14 @@ class NextForward(Generic[P]):
         self._check(loss)
         return forward.rest(loss)
 
+    def reduce(self, prepare: Callable[[], Tensor]) -> Reduction:
+        """Return the pass of a backward from what `prepare` returns; what an earlier update failed with comes first."""
+        try:
+            return self._compute.reduce(prepare)[1]
+        except CommunicatorError:
+            self.tell()  # what came before says why
+            raise
+
     def tell(self) -> None:
         """Raise what an update failed with, once."""
         failed, self.failed = self.failed, None
@@ -107,3 +119,32 @@ class NextForward(Generic[P]):
             self._update(parts)
         else:
             self._finish()
+
+
+class UpdatedAhead(Generic[P]):
+    """An optimizer whose updates are over only in the next forward."""
+
+    _ahead: NextForward[P]
+
+    def __init__(self, net: DataParallel, make_optimizer: object) -> None:
+        if not isinstance(net, DataParallel):
+            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
+        if isinstance(make_optimizer, Optimizer):
+            raise TypeError("make_optimizer is an optimizer: expected a function that makes one of what it is given")
+        self._net = net
+
+    async def flush(self) -> None:
+        """Return when every update is made, and this rank has the parameters of all: the correct last step.
+
+        Raises what the last reduction, update or gathering of parameters raised, RuntimeError once the net is closed.
+        """
+        await self._net.run(self.make_updates)
+
+    @called("opt.flush")
+    def make_updates(self) -> None:
+        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
+        self._finish()
+        self._ahead.tell()
+
+    def _finish(self) -> None:
+        raise NotImplementedError

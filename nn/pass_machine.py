@@ -44,7 +44,6 @@ class Load(Protocol):
     """A bucket, as far as the machine looks at it."""
 
     nbytes: int
-    on_device: bool
 
 
 @dataclass(frozen=True)
@@ -205,19 +204,20 @@ class PassMachine(Generic[L]):
     # --- buckets ------------------------------------------------------------------------------------------------
 
     def queued(self, index: int) -> None:
-        """The reduction of bucket `index` is queued on its device."""
+        """The reduction of bucket `index`, which was sent, is queued on its device."""
         self.stages[index] = Stage.QUEUED
         if self._counts:
             self._settle(index)
 
     def reduced(self, index: int) -> None:
         """Bucket `index` is reduced."""
+        queued = self.stages[index] is Stage.QUEUED
         self.stages[index] = Stage.REDUCED
         self._moving.remove(index)
         if self.terms.prompt:
             self._arrive(index)
         if self._counts:
-            if not self.buckets[index].on_device:  # one on a device was settled before
+            if not queued:  # else it was settled before
                 self._settle(index)
             if not self.terms.prompt:
                 self._arrive(index)

@@ -9,18 +9,18 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aiodist.errors import AiodistError, CommunicatorError
+from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward
-from aiodist.nn.next_forward import NextForward
+from aiodist.nn.next_forward import NextForward, UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.settings import Changes, StepSettings, count_as_stepped
 
 
-class PipelinedOptimizer:
+class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     """An optimizer for each bucket of gradients, which steps when that bucket is reduced.
 
     ```python
@@ -52,13 +52,7 @@ class PipelinedOptimizer:
         *,
         clip_norm: float | None = None,
     ) -> None:
-        if not isinstance(net, DataParallel):
-            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
-        if isinstance(make_optimizer, Optimizer):
-            raise TypeError(
-                "make_optimizer is an optimizer: expected a function that makes one of a list of parameters"
-            )
-        self._net = net
+        super().__init__(net, make_optimizer)
         self._own = Changes() if clip_norm is None else Changes(clip_norm=clip_norm)
         self._settings = StepSettings().changed(net.module, self._own)
         """Those of the step whose updates are left."""
@@ -105,13 +99,6 @@ class PipelinedOptimizer:
         """Updates are still to be made: `await flush()` before you look at parameters or state."""
         return bool(self._ahead.left)
 
-    async def flush(self) -> None:
-        """Return when every update is made: the correct last step.
-
-        Raises what the last reduction or an update of it raised, RuntimeError once the net is closed.
-        """
-        await self._net.run(self.make_updates)
-
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
         self._ahead.close()
@@ -128,11 +115,7 @@ class PipelinedOptimizer:
                     part.zero_grad()
             return self._ahead.run(forward, whole=self._settings.whole)
 
-        try:
-            _, reduction = self._net.compute.reduce(prepare)
-        except CommunicatorError:
-            self._ahead.tell()  # what came before says why
-            raise
+        reduction = self._ahead.reduce(prepare)
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._ahead.left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
@@ -204,12 +187,6 @@ class PipelinedOptimizer:
             for part in self._ahead.left:
                 part.zero_grad()
             self._ahead.left.clear()
-
-    @called("opt.flush")
-    def make_updates(self) -> None:
-        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
-        self._finish()
-        self._ahead.tell()
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""

@@ -221,9 +221,9 @@ class Reduction(PassMachine[Bucket]):
             self.unsent(index, error)
         else:
             self.spans.issued(index)
-            handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
-            if self.buckets[index].on_device:
+            if self.buckets[index].on_device and self.paths.hook.queues:
                 self.queued(index)
+            handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
 
     def _reduce(self, index: int) -> Handle[Any]:
         bucket = self.buckets[index]

@@ -1,16 +1,19 @@
-"""The state of a sharded optimizer: as it is on this rank, and in pieces for another number of ranks."""
+"""The state of a sharded optimizer: as it is on this rank, and in pieces of that which one process would have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aiodist.checkpoints import Piece
-from aiodist.nn.layout import memory_shape
+from aiodist.checkpoints import Piece, StoredTensor
+from aiodist.checkpoints.loading import keep_dtypes
+from aiodist.nn.buckets import Slot
+from aiodist.nn.layout import dims_in_memory
 from aiodist.nn.shards import Section
 
 _SAMPLE = 3
@@ -20,64 +23,16 @@ _SAMPLE = 3
 class ShardGroup(NamedTuple):
     """A parameter group."""
 
-    names: list[str]
+    slots: list[Slot]
     """Of all its parameters."""
-    sections: list[Section]
-    """What this rank has of them."""
+    sections: dict[int, Section]
+    """What this rank has of them, by the index of the slot."""
     options: dict[str, Any]
     """Learning rate and the like, as far as they are the group's own."""
 
     def for_optimizer(self) -> dict[str, Any]:
         """Return what an optimizer takes."""
-        return {**self.options, "params": [section.parameter for section in self.sections]}
-
-
-class _StateEntry(NamedTuple):
-    """One thing that an optimizer keeps of a section."""
-
-    section: Section
-    name: str
-    """That of the parameter, and that of the thing."""
-    key: str
-    like: Any
-    """Such a thing of another section."""
-    born: bool
-    """It is there before the first step."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the thing, of the whole parameter."""
-        parameter = self.section.slot.parameter
-        if not self.long:
-            return ()
-        return tuple(parameter.shape) if parameter.is_contiguous() else memory_shape(parameter)
-
-    @property
-    def long(self) -> bool:
-        """It has an element for each of the section; else it is one number."""
-        return isinstance(self.like, Tensor) and self.like.shape == (_SAMPLE,)
-
-    def piece(self, tensor: Tensor) -> Piece:
-        """Return a piece of the thing: what `tensor`, flat, holds."""
-        return Piece(tensor, self.section.start if self.long else 0, self.shape)
-
-    def blank(self) -> Tensor:
-        """Return a flat tensor for it."""
-        if self.long:
-            return torch.zeros(self.section.parameter.numel(), dtype=self.like.dtype)
-        return self.flat(self.like).clone()
-
-    def flat(self, value: Any) -> Tensor:  # noqa: ANN401
-        """Return `value` as a flat tensor, with the same memory where it is one."""
-        if isinstance(value, Tensor):
-            return value.detach().reshape(-1)
-        return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else torch.int64)
-
-    def value(self, flat: Tensor) -> Any:  # noqa: ANN401
-        """Return what `flat` holds in the form in which the optimizer keeps it."""
-        if self.long:
-            return flat
-        return flat.reshape(self.like.shape) if isinstance(self.like, Tensor) else type(self.like)(flat.item())
+        return {**self.options, "params": [section.parameter for section in self.sections.values()]}
 
 
 class ShardState:
@@ -89,10 +44,9 @@ class ShardState:
         self._optimizer = optimizer
         self._make = make
         self._groups = groups
+        self._names = [[slot.name for slot in group.slots] for group in groups]
         self.stepped: set[str] = set()
         """The parameters that were updated since they had no state; the same on every rank."""
-        self._filling: list[tuple[_StateEntry, Tensor]] | None = None
-        """What `wanted` gave."""
 
     # --- as it is -----------------------------------------------------------------------------------------------
 
@@ -110,86 +64,74 @@ class ShardState:
                 f"the state is of another shard ({what}): expected that of the same rank of as many, with the same "
                 "buckets; see pieces()"
             )
-        self._optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        own = {key: state[key] for key in ("state", "param_groups")}
+        self._optimizer.load_state_dict(own)
+        keep_dtypes(self._optimizer, own)
         self.stepped = set(state["stepped"])
 
     def _shard(self) -> list[tuple[str, int, int]]:
-        return [(s.slot.name, s.start, s.stop) for group in self._groups for s in group.sections]
+        return [(s.slot.name, s.start, s.stop) for group in self._groups for s in group.sections.values()]
 
     # --- in pieces ----------------------------------------------------------------------------------------------
 
-    def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+    def pieces(self) -> dict[str, Any]:
         """See `ShardedOptimizer`."""
-        found: dict[str, Piece] = {}
-        for entry in self._entries():
-            state = self._optimizer.state.get(entry.section.parameter, {})
-            if entry.long or entry.section.start == 0:
-                value = state.get(entry.key)
-                found[entry.name] = entry.piece(entry.blank() if value is None else entry.flat(value))
-        return found, {"stepped": sorted(self.stepped), "param_groups": self._options()}
+        samples, number = self._samples(), count()
+        state: dict[int, dict[str, Piece]] = {}
+        groups = []
+        for of_group, group, options in zip(samples, self._groups, self._optimizer.param_groups, strict=True):
+            members = [next(number) for _ in group.slots]
+            for member, slot in zip(members, group.slots, strict=True):
+                if not slot.parameter.numel():  # no rank has a section of it
+                    continue
+                kept, born = of_group[slot.dtype]
+                keys = kept if slot.name in self.stepped else born
+                if found := self._pieces(slot, group.sections.get(slot.index), {key: kept[key] for key in keys}):
+                    state[member] = found
+            groups.append({**options, "params": members})
+        return {"state": state, "param_groups": groups, "names": self._names}
 
-    def wanted(self) -> dict[str, Piece]:
-        """See `ShardedOptimizer`."""
-        self._filling = [(entry, entry.blank()) for entry in self._entries()]
-        return {entry.name: entry.piece(flat) for entry, flat in self._filling}
+    def _pieces(self, slot: Slot, section: Section | None, likes: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return what the optimizer keeps of a parameter, if this rank has a section of it; `likes` are of another."""
+        state = {} if section is None else self._optimizer.state.get(section.parameter, {})
+        if unknown := [key for key, value in state.items() if key not in likes and value is not None]:
+            raise TypeError(
+                f"the optimizer keeps {', '.join(map(str, unknown))} of {slot.name!r}, and nothing of the kind of a "
+                "new tensor: its state cannot be saved in pieces"
+            )
+        return {key: _piece(slot, section, state.get(key), like) for key, like in likes.items()}
 
-    def load_rest(self, rest: Mapping[str, Any]) -> None:
+    def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `ShardedOptimizer`."""
-        if self._filling is None:
-            raise RuntimeError("there is nothing to be taken: call wanted() first, and fill its tensors")
-        saved, known = rest["param_groups"], self._options()
-        if [group["params"] for group in saved] != [group["params"] for group in known]:
+        if "param_groups" not in state:
+            raise ValueError("the state is not that of an optimizer, which has param_groups")
+        saved, own = state["param_groups"], count()
+        sizes = [len(options["params"]) for options in saved]
+        if sizes != list(map(len, self._names)) or state.get("names", self._names) != self._names:
             raise ValueError(
-                f"the state has groups of {[len(group['params']) for group in saved]} parameters, and the optimizer of "
-                f"{[len(group['params']) for group in known]}: expected the same parameters in the same groups"
+                f"the state has groups of {sizes} parameters, and the optimizer of {list(map(len, self._names))}: "
+                "expected the same parameters in the same groups"
             )
-        filled, self._filling = self._filling, None
-        self.stepped = set(rest["stepped"])
-        for entry, flat in filled:
-            state = self._optimizer.state[entry.section.parameter]
-            if entry.born or entry.section.slot.name in self.stepped:
-                state[entry.key] = entry.value(flat)
-            else:
-                state.pop(entry.key, None)
-        for parameter in [parameter for parameter, state in self._optimizer.state.items() if not state]:
-            del self._optimizer.state[parameter]
-        for group, options in zip(self._optimizer.param_groups, saved, strict=True):
-            group.update(
-                {
-                    key: tuple(value) if isinstance(group.get(key), tuple) else value
-                    for key, value in options.items()
-                    if key != "params"
-                }
-            )
+        kept, stepped, groups = {}, [], []
+        for group, options in zip(self._groups, saved, strict=True):
+            members = []
+            for slot, number in zip(group.slots, options["params"], strict=True):
+                of_slot = {key: v for key, v in state["state"].get(number, {}).items() if v is not None}
+                if of_slot:
+                    stepped.append(slot.name)
+                if (section := group.sections.get(slot.index)) is not None:
+                    members.append(next(own))
+                    if of_slot:
+                        kept[members[-1]] = {key: _divided(section, key, value) for key, value in of_slot.items()}
+            groups.append({key: _read(value) for key, value in options.items()} | {"params": members})
+        return {"shard": self._shard(), "stepped": stepped, "state": kept, "param_groups": groups}
 
-    def _options(self) -> list[dict[str, Any]]:
-        """Return the parameter groups with names for parameters."""
-        return [
-            {**now, "params": list(group.names)}
-            for now, group in zip(self._optimizer.param_groups, self._groups, strict=True)
-        ]
-
-    def _entries(self) -> Iterator[_StateEntry]:
-        """Yield all that the optimizer keeps, or will keep, of this rank's sections."""
-        samples = self._samples()
-        for number, group in enumerate(self._groups):
-            for section in group.sections:
-                state = self._optimizer.state.get(section.parameter, {})
-                sample, born = samples[number, section.parameter.dtype]
-                if unknown := [key for key, value in state.items() if key not in sample and value is not None]:
-                    raise TypeError(
-                        f"the optimizer keeps {', '.join(map(str, unknown))} of {section.slot.name!r}, and nothing of "
-                        "the kind of a new tensor: its state cannot be saved in pieces"
-                    )
-                for key, like in sample.items():
-                    yield _StateEntry(section, f"{section.slot.name}.{key}", key, like, key in born)
-
-    def _samples(self) -> dict[tuple[int, torch.dtype], tuple[dict[str, Any], set[str]]]:
+    def _samples(self) -> list[dict[torch.dtype, tuple[dict[str, Any], set[str]]]]:
         """Return by group and dtype what is kept of a small tensor behind a step, and what was there before.
 
-        Only so is known what a new optimizer will keep, which is to be loaded before its first step.
+        Only so is known what other ranks keep of what this one has no section of.
         """
-        kinds = [list(dict.fromkeys(s.parameter.dtype for s in group.sections)) for group in self._groups]
+        kinds = [list(dict.fromkeys(slot.dtype for slot in group.slots)) for group in self._groups]
         tensors = [[nn.Parameter(torch.zeros(_SAMPLE, dtype=dtype)) for dtype in dtypes] for dtypes in kinds]
         new = self._make(
             [{**group.options, "params": of_group} for group, of_group in zip(self._groups, tensors, strict=True)]
@@ -201,13 +143,58 @@ class ShardState:
             for p in of_group:
                 p.grad = torch.zeros_like(p)
         new.step()
-        found = {}
-        for number, of_group in enumerate(tensors):
+        found: list[dict[torch.dtype, tuple[dict[str, Any], set[str]]]] = []
+        for of_group in tensors:
+            found.append({})
             for p in of_group:
                 kept = {key: value for key, value in new.state.get(p, {}).items() if value is not None}
                 _check_kinds(new, kept)
-                found[number, p.dtype] = kept, born.get(p, set())
+                found[-1][p.dtype] = kept, born.get(p, set())
         return found
+
+
+def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:  # noqa: ANN401
+    """Return what this rank has of a `value` that is kept of a parameter, and that is `like` that of a new tensor."""
+    number = not isinstance(like, Tensor)
+    if number:
+        like = torch.tensor(like, dtype=torch.float64 if isinstance(like, float) else None)
+        value = None if value is None else like.new_tensor(value)
+    long, dims = like.shape == (_SAMPLE,), None
+    shape = tuple(like.shape)
+    if long:
+        order = dims_in_memory(slot.parameter)
+        shape = tuple(slot.parameter.shape[d] for d in order)
+        dims = None if slot.parameter.is_contiguous() else tuple(map(order.index, range(len(order))))
+    if section is None or not (long or section.start == 0):
+        return Piece(like.new_empty(0), 0, shape, dims, number)
+    if value is None:  # its first step failed
+        value = like.new_zeros(section.parameter.numel()) if long else like
+    return Piece(value.detach().reshape(-1), section.start if long else 0, shape, dims, number)
+
+
+def _divided(section: Section, key: str, value: Any) -> Any:  # noqa: ANN401
+    """Return what this rank has of a `value` that an optimizer keeps of a whole parameter."""
+    parameter = section.slot.parameter
+    if not isinstance(value, (Tensor, StoredTensor)):
+        return value
+    if value.shape == parameter.shape:
+        value = value.permute(dims_in_memory(parameter))
+        if isinstance(value, StoredTensor):
+            return value.elements(section.start, section.stop)
+        return value.reshape(-1)[section.start : section.stop].clone()
+    if value.shape.numel() != 1:
+        raise ValueError(
+            f"{key} of {section.slot.name!r} has shape {list(value.shape)}: expected that of the parameter, "
+            f"{list(parameter.shape)}, or one element"
+        )
+    return _read(value)
+
+
+def _read(value: Any) -> Any:  # noqa: ANN401
+    """Return a copy where it is a tensor."""
+    if isinstance(value, StoredTensor):
+        return value.whole()
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _check_kinds(opt: Optimizer, kept: Mapping[str, Any]) -> None:

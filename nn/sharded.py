@@ -11,17 +11,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from aiodist.checkpoints import Piece
-from aiodist.errors import CommunicatorError
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward
-from aiodist.nn.next_forward import NextForward
+from aiodist.nn.next_forward import NextForward, UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.settings import StepSettings
 from aiodist.nn.shard_state import ShardGroup, ShardState
-from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket
+from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, Section, ShardBucket
 from aiodist.streams.memory import dtype_name
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -31,7 +29,7 @@ _WHOLE = ("Adafactor", "Muon", "SparseAdam")
 """Optimizers of torch that look at more of a tensor than one element at a time."""
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(UpdatedAhead[BucketShard]):
     """An optimizer of which each of p ranks has a p-th: state, gradients and updates are divided, ZeRO-2.
 
     ```python
@@ -70,25 +68,15 @@ class ShardedOptimizer:
     pass_lag = 0
 
     def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None) -> None:
-        if not isinstance(net, DataParallel):
-            raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
-        if isinstance(make_optimizer, Optimizer):
-            raise TypeError("make_optimizer is an optimizer: expected a function that makes one of parameter groups")
+        super().__init__(net, make_optimizer)
         _check_net(net)
         given = _given_groups(net, params)
-        self._net = net
         data = net.reducer.data
         self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
-        sections = {slot.parameter: self._shard_of[slot.index].sections.get(slot.index) for slot in net.reducer.slots}
-        names = {slot.parameter: slot.name for slot in net.reducer.slots}
         groups = [
-            ShardGroup(
-                [names[parameter] for parameter in members],
-                [section for parameter in members if (section := sections[parameter]) is not None],
-                options,
-            )
-            for members, options in given
+            ShardGroup(slots, {slot.index: known for slot in slots if (known := self._section(slot))}, options)
+            for slots, options in given
         ]
         self.optimizer = make_optimizer([group.for_optimizer() for group in groups])
         """The one that `make_optimizer` made: schedulers are made of it."""
@@ -108,6 +96,9 @@ class ShardedOptimizer:
         self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
 
+    def _section(self, slot: Slot) -> Section | None:
+        return self._shard_of[slot.index].sections.get(slot.index)
+
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
         return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)
 
@@ -125,13 +116,6 @@ class ShardedOptimizer:
     def pending(self) -> bool:
         """Parameters are still being gathered: `await flush()` before you look at them."""
         return not all(handle.done() for handle in list(self._ahead.left.values()))
-
-    async def flush(self) -> None:
-        """Return when this rank has the parameters of all.
-
-        Raises what the last gathering of them raised, RuntimeError once the net is closed.
-        """
-        await self._net.run(self.make_updates)
 
     def close(self) -> None:
         """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
@@ -158,26 +142,22 @@ class ShardedOptimizer:
 
     # --- for checkpoints, see `InPieces` ------------------------------------------------------------------------
 
-    def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """Return this rank's state as pieces of that of whole parameters, and what is the same on all ranks.
+    def pieces(self) -> dict[str, Any]:
+        """Return the state dict of a plain optimizer, with this rank's `Piece` in the place of each tensor.
 
-        Pieces are named `<parameter>.<key>`, such as `0.weight.exp_avg`, and cut flat; their tensors are those in use.
-        Where a parameter does not lie in the order of its dimensions (channels_last) neither does its state, whose
-        shape is that in memory. Counts are pieces of one element, of the rank that owns the first of the parameter.
+        Pieces are cut flat; their tensors are those in use. Where a parameter does not lie in the order of its
+        dimensions (channels_last) neither do they: `dims` says how. Counts are pieces of one element, of the rank that
+        owns the first of the parameter. `names` are those of the parameters, by group.
         Raises TypeError for state that is neither as long as its parameter nor a number.
         """
         return self._state.pieces()
 
-    def wanted(self) -> dict[str, Piece]:
-        """Return new pieces of all state of this rank, to be filled; nothing is changed before `load_rest`."""
-        return self._state.wanted()
+    def divided(self, state: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return what `load_state_dict` takes here, of the whole state of a plain optimizer of the same parameters.
 
-    def load_rest(self, rest: Mapping[str, Any], /) -> None:
-        """Take the state that was filled into `wanted()`, and `rest` of `pieces`.
-
-        Raises ValueError, with nothing changed, where `rest` has other parameter groups, RuntimeError without `wanted`.
+        Nothing is changed. Raises ValueError where the state has other parameter groups, or tensors of other shapes.
         """
-        self._state.load_rest(rest)
+        return self._state.divided(state)
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
@@ -192,11 +172,7 @@ class ShardedOptimizer:
                 slot.parameter.grad = None
             return self._ahead.run(forward)
 
-        try:
-            _, reduction = compute.reduce(prepare)
-        except CommunicatorError:
-            self._ahead.tell()  # what came before says why
-            raise
+        reduction = self._ahead.reduce(prepare)
         compute.use(reduction)
         self._memory.end_pass()
         self._update(reduction, forward.settings)
@@ -272,12 +248,6 @@ class ShardedOptimizer:
     def _finish(self) -> None:
         self._use(list(self._ahead.left))
 
-    @called("opt.flush")
-    def make_updates(self) -> None:
-        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
-        self._finish()
-        self._ahead.tell()
-
 
 def _check_net(net: DataParallel) -> None:
     """Raise where the gradients of `net` cannot be scattered."""
@@ -291,13 +261,13 @@ def _check_net(net: DataParallel) -> None:
             raise TypeError(f"parameter {slot.name!r} has sparse gradients, rows, not blocks: expected sparse=False")
 
 
-def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Tensor], dict[str, Any]]]:
-    """Return the parameters of each group, and its options; one group of all where none are given."""
+def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Slot], dict[str, Any]]]:
+    """Return the slots of each group's parameters, and its options; one group of all where none are given."""
     given = list(net.parameters() if params is None else params)
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]
     groups = []
-    known = {slot.parameter for slot in net.reducer.slots}
+    known = {slot.parameter: slot for slot in net.reducer.slots}
     seen: set[Tensor] = set()
     for group in given:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -308,7 +278,8 @@ def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple
             if member in seen:
                 raise ValueError(f"params has {_described(member)} twice: expected each once")
             seen.add(member)
-        groups.append((members, {key: value for key, value in group.items() if key != "params"}))
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append(([known[member] for member in members], options))
     return groups
 
 
@@ -322,7 +293,7 @@ def _check_optimizer(opt: Optimizer, groups: Sequence[ShardGroup]) -> None:
     check_one_pass(opt)
     if type(opt).__name__ in _WHOLE:
         raise TypeError(f"{type(opt).__name__} looks at whole tensors: expected one that works element by element")
-    ours = {section.parameter for group in groups for section in group.sections}
+    ours = {section.parameter for group in groups for section in group.sections.values()}
     theirs = {parameter for group in opt.param_groups for parameter in group["params"]}
     if ours != theirs or len(opt.param_groups) != len(groups):
         raise ValueError(

@@ -210,6 +210,8 @@ class ShardBucket(Bucket):
 class ReduceScatter:
     """Reduces buckets of shards: a `CommHook`. And brings the parameters together again."""
 
+    queues = True
+
     def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
         self._data = data
         self._op = op

@@ -2,6 +2,7 @@
 
 from aiodist.checkpoints.loading import Checkpoint, load
 from aiodist.checkpoints.pieces import InPieces, Piece
+from aiodist.checkpoints.reading import StoredTensor
 from aiodist.checkpoints.saving import save
 
-__all__ = ["Checkpoint", "InPieces", "Piece", "load", "save"]
+__all__ = ["Checkpoint", "InPieces", "Piece", "StoredTensor", "load", "save"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from aiodist.checkpoints.pieces import InPieces
 from aiodist.checkpoints.safetensors_file import Block
 from aiodist.communicator import Communicator
 
@@ -66,7 +67,7 @@ class Cuts:
     def paths(self, part: object, state: Any) -> dict[tuple[Any, ...], Cut]:  # noqa: ANN401
         """Return the keys, from the outermost in, that lead to tensors of `state`, that of `part`, which are blocks.
 
-        Raises `TypeError` where it cannot be known which are.
+        Raises as `check`.
         """
         if not self.of_parameter:
             return {}
@@ -74,9 +75,13 @@ class Cuts:
             return {(key,): cut for key, cut in self.of_module.items() if key in state}
         if isinstance(part, Optimizer):
             return {path: cut for path, cut, _ in self._of_optimizer(part, state)}
-        if hasattr(part, "optimizers"):
-            raise TypeError(f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch")
+        self.check(part)
         return {}
+
+    def check(self, part: object) -> None:
+        """Raise `TypeError` where `part` keeps something else for parameters that may be blocks than torch does."""
+        if self.of_parameter and (isinstance(part, InPieces) or hasattr(part, "optimizers")):
+            raise TypeError(f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch")
 
     def _of_optimizer(self, opt: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Cut, Tensor]]:
         parameters = [p for group in opt.param_groups for p in group["params"]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +18,9 @@ from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import together
 from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.own import OwnState
-from aiodist.checkpoints.parts import Delayed, Net, Part, name_of, pieces_name
-from aiodist.checkpoints.pieces import InPieces, OfRanks, Piece
-from aiodist.checkpoints.reading import Reader
+from aiodist.checkpoints.parts import Delayed, Net, Part
+from aiodist.checkpoints.pieces import InPieces, OfRanks
+from aiodist.checkpoints.reading import Reader, StoredTensor
 from aiodist.checkpoints.saving import ranks_of
 from aiodist.checkpoints.values import Json, decode
 from aiodist.checkpoints.writer import Writer
@@ -83,8 +84,6 @@ class _Load:
         self._parts = parts
         self._own = own
         self._writer = writer
-        self._wanted: list[dict[str, Piece]] = []
-        """Of each part in pieces those that this rank has now; none of others."""
         self._loaded: Loaded
 
     async def run(self) -> Checkpoint:
@@ -111,7 +110,6 @@ class _Load:
         for part in self._parts:
             if isinstance(part, Delayed):
                 part.make_updates()
-        self._wanted = [part.wanted() if isinstance(part, InPieces) else {} for part in self._parts]
 
     async def _candidates(self) -> list[Path] | str:
         """Return the checkpoints that rank 0 sees, the newest first, or in words that it sees none."""
@@ -175,14 +173,10 @@ class _Load:
             if seen != expected:
                 raise _PartsDiffer(f"{reader.folder} has {seen} {what}: expected {expected}, which are to be loaded")
         cuts = Cuts.of(self._parts[0])
-        states, pieces = [], []
-        for number, part in enumerate(self._parts):
-            states.append(_state(number, part, manifest.parts[number], cuts, reader))
-            wanted = self._wanted[number].items()
-            pieces.append({key: _piece(reader, pieces_name(number, key), piece) for key, piece in wanted})
+        states = [_state(part, said, cuts, reader) for part, said in zip(self._parts, manifest.parts, strict=True)]
         extra = decode(manifest.extra, reader.tensor)
         reader.check_rest(coll.rank, coll.size)
-        return Loaded(states, pieces, extra, own, len(manifest.files))
+        return Loaded(states, extra, own, len(manifest.files))
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 
@@ -190,16 +184,12 @@ class _Load:
         """Have all but loaders go on from it; where they are computed."""
         loaded = self._loaded
         for number, (part, state) in enumerate(zip(self._parts, loaded.states, strict=True)):
-            if isinstance(part, InPieces):
-                for key, target in self._wanted[number].items():
-                    target.tensor.detach().copy_(loaded.pieces[number][key].view(target.tensor.shape))
-                part.load_rest(state)
-            elif isinstance(part, OfRanks):
+            if isinstance(part, OfRanks):
                 part.load_states(state, loaded.own.of_part(number))
             else:
                 part.load_state_dict(state)
                 for opt, of_opt in _optimizers(part, state):
-                    _keep_dtypes(opt, of_opt)
+                    keep_dtypes(opt, of_opt)
         loaded.own.restore(self._parts[0], self._own)
 
     async def _restore_loaders(self) -> None:
@@ -211,8 +201,7 @@ class Loaded:
     """What was read, for one rank."""
 
     states: list[Any]
-    """Of each part, or the rest of one in pieces."""
-    pieces: list[dict[str, Tensor]]
+    """Of each part, as it takes it."""
     extra: Any
     own: OwnState
     ranks: int
@@ -230,7 +219,7 @@ def _optimizers(part: object, state: Any) -> Iterable[tuple[Optimizer, dict[str,
     return zip(optimizers, state, strict=True) if isinstance(optimizers, list) and isinstance(state, list) else ()
 
 
-def _keep_dtypes(opt: Optimizer, state: dict[str, Any]) -> None:
+def keep_dtypes(opt: Optimizer, state: Mapping[str, Any]) -> None:
     """Have the state in the dtypes in which it was saved: torch has made them those of the parameters."""
     parameters = [p for group in opt.param_groups for p in group["params"]]
     for index, of_parameter in state["state"].items():
@@ -240,22 +229,17 @@ def _keep_dtypes(opt: Optimizer, state: dict[str, Any]) -> None:
                 loaded[key] = value.to(loaded[key].device)
 
 
-def _state(number: int, part: Part, said: Json, cuts: Cuts, reader: Reader) -> Any:  # noqa: ANN401
-    if isinstance(part, InPieces) is not ("rest" in said):
-        kinds = ("in pieces", "whole") if "rest" in said else ("whole", "in pieces")
-        raise _PartsDiffer(f"{reader.folder}: {name_of(number)} was saved {kinds[0]}, and is {kinds[1]} here")
+def _state(part: Part, said: Json, cuts: Cuts, reader: Reader) -> Any:  # noqa: ANN401
     if isinstance(part, InPieces):
-        return decode(said["rest"], reader.tensor)
+        whole = decode(said["state"], partial(StoredTensor, reader))
+        try:
+            return part.divided(whole)
+        except CheckpointDamaged:
+            raise
+        except ValueError as error:
+            raise _PartsDiffer(f"{reader.folder}: {error}") from error
     state = decode(said["state"], reader.tensor)
     if "versions" in said:
         state = OrderedDict(state)
         state._metadata = decode(said["versions"], reader.tensor)  # type: ignore[attr-defined]
     return cuts.cut(part, state)
-
-
-def _piece(reader: Reader, name: str, piece: Piece) -> Tensor:
-    pieces = reader.manifest.tensors.get(name)
-    if pieces is None or pieces[0].entry.shape != tuple(piece.shape):
-        seen = "is not there" if pieces is None else f"has shape {list(pieces[0].entry.shape)}"
-        raise _PartsDiffer(f"{reader.folder}: {name!r} {seen}: expected shape {list(piece.shape)}")
-    return reader.part(name, piece.start, piece.tensor.numel())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist.checkpoints.blocks import Cut, Cuts
-from aiodist.checkpoints.pieces import InPieces, OfRanks
+from aiodist.checkpoints.pieces import InPieces, OfRanks, Piece
 from aiodist.checkpoints.safetensors_file import TensorEntry, dtype_name
 from aiodist.checkpoints.values import Json, encode
 from aiodist.communicator import Communicator
@@ -53,11 +53,6 @@ class Delayed(Protocol):
 def name_of(number: int) -> str:
     """Return what a checkpoint calls a part: it is what the names of its tensors begin with."""
     return "net" if number == 0 else f"part{number}"
-
-
-def pieces_name(number: int, key: str) -> str:
-    """Return what a checkpoint calls a tensor of part `number` that is kept in pieces."""
-    return f"{name_of(number)}/pieces/{key}"
 
 
 def check_parts(parts: Sequence[object]) -> None:
@@ -132,7 +127,8 @@ class Taken:
         for number, part in enumerate(parts):
             own = None
             if isinstance(part, InPieces):
-                self._take_pieces(part, number)
+                cuts.check(part)
+                self._take_pieces(part, name_of(number))
             elif isinstance(part, OfRanks):
                 alike, own = part.states()
                 self.parts.append({"state": encode(alike, name_of(number), self.alike)})
@@ -140,11 +136,14 @@ class Taken:
                 self._take_state(part, name_of(number), cuts)
             self.own.append(own)
 
-    def _take_pieces(self, part: InPieces, number: int) -> None:
-        pieces, rest = part.pieces()
-        for key, piece in pieces.items():
-            self._keep(pieces_name(number, key), piece.tensor, tuple(piece.shape), piece.start)
-        self.parts.append({"rest": encode(rest, f"{name_of(number)}/rest", self.alike)})
+    def _take_pieces(self, part: InPieces, name: str) -> None:
+        found: dict[str, Tensor | Piece] = {}
+        self.parts.append({"state": encode(part.pieces(), name, found)})
+        for called, t in found.items():
+            if isinstance(t, Tensor):
+                self.alike[called] = t
+            elif t.tensor.numel():
+                self._keep(called, t.tensor, tuple(t.shape), t.start)
 
     def _take_state(self, part: Stateful, name: str, cuts: Cuts) -> None:
         state = part.state_dict()

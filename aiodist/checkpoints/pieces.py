@@ -15,29 +15,37 @@ class Piece:
     tensor: Tensor
     start: int
     shape: tuple[int, ...]
+    dims: tuple[int, ...] | None = None
+    """The state has the tensor with its dimensions permuted so; None is as they are."""
+    number: bool = False
+    """The state has a plain number, of which this is the only element."""
 
 
 @runtime_checkable
 class InPieces(Protocol):
-    """An object of whose tensors each rank owns pieces, such as a sharded optimizer; others have `state_dict`.
+    """An object of whose tensors each rank owns pieces, such as a sharded optimizer.
 
-    All three are called on the compute thread of the net that is saved or loaded with it, when no update is pending;
-    `pieces` on the loop's thread where that has nothing to wait for.
+    `pieces` and `load_state_dict` are called on the compute thread of the net that is saved or loaded with it, when no
+    update is pending; on the loop's thread where that has nothing to wait for.
     """
 
-    def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """Return this rank's pieces by the name of their tensor, and the rest: the same values on every rank.
+    def pieces(self) -> Any:  # noqa: ANN401
+        """Return the state that one process would have, with a `Piece` in the place of each tensor that is divided.
 
-        The pieces of all ranks fill each tensor once. A checkpoint copies the tensors before the next step.
+        All else is the same on every rank; a rank that owns nothing of a tensor has an empty piece. The pieces of all
+        ranks fill each tensor once; none has 0 elements. A checkpoint copies the tensors before the next step.
         """
         ...
 
-    def wanted(self) -> dict[str, Piece]:
-        """Return the pieces that this rank owns now, by name; loading fills their tensors."""
+    def divided(self, state: Any, /) -> Any:  # noqa: ANN401
+        """Return what this rank takes of a whole `state`, whose tensors may be `StoredTensor`, for `load_state_dict`.
+
+        Called on the thread for files; nothing is changed. Raises `ValueError` where the state is of something else.
+        """
         ...
 
-    def load_rest(self, rest: dict[str, Any], /) -> None:
-        """Take the rest, which `pieces` gave; called after the wanted pieces were filled."""
+    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
+        """Take what `divided` returned."""
         ...
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,35 @@ from aiodist.checkpoints.folders import MANIFEST, file_name
 from aiodist.checkpoints.manifest import Manifest, Stored, block_shape, by_block
 from aiodist.checkpoints.safetensors_file import DTYPES
 from aiodist.errors import CheckpointDamaged
+
+
+class StoredTensor:
+    """A tensor of a checkpoint, read when it is asked for; while that is open, on the thread for files."""
+
+    def __init__(self, reader: Reader, name: str, dims: tuple[int, ...] | None = None) -> None:
+        self._reader = reader
+        self._name = name
+        stored = reader.pieces(name)[0].entry.shape
+        self._dims = tuple(range(len(stored))) if dims is None else dims
+        self.shape = torch.Size(stored[d] for d in self._dims)
+
+    def permute(self, dims: Sequence[int]) -> StoredTensor:
+        """Return it with its dimensions in another order."""
+        return StoredTensor(self._reader, self._name, tuple(self._dims[d] for d in dims))
+
+    def item(self) -> Any:  # noqa: ANN401
+        """Return its only element."""
+        return self.whole().item()
+
+    def whole(self) -> Tensor:
+        """Return all of it."""
+        return self._reader.tensor(self._name).permute(self._dims)
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Return a range of its elements, made flat; only these are read where they lie in one range."""
+        if list(self._dims) == sorted(self._dims):
+            return self._reader.part(self._name, start, stop - start)
+        return self.whole().reshape(-1)[start:stop].clone()
 
 
 class Reader:

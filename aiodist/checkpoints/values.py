@@ -9,6 +9,8 @@ Strings, booleans, None, lists, and the numbers that JSON can say are themselves
     {"int": "0x20000000000001"}               an integer beyond 2^53, which some readers of JSON would round
     {"tensor": "opt/state/0/exp_avg"}         a tensor, by its name in the checkpoint
     {"array": "…"}                            an array of numpy, kept as a tensor
+    {"number": "…"}                           a plain number, kept as a tensor of one element
+    {"permuted": ["…", [0, 3, 1, 2]]}         a tensor, whose dimensions are permuted once it is read
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.pieces import Piece
+
 Json = Any
 
 _EXACT = 1 << 53
@@ -28,8 +32,8 @@ _DEEPEST = 60
 _SPECIAL = ("nan", "inf", "-inf")
 
 
-def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Json:
-    """Return `value` as JSON; its tensors are put into `tensors` under their paths below `path`, which names are.
+def encode(value: object, path: str, tensors: dict[str, Any], depth: int = 0) -> Json:
+    """Return `value` as JSON; its tensors and pieces go into `tensors` under their paths below `path`, their names.
 
     Raises `TypeError` naming the path of what can be said neither in JSON nor as a dense tensor.
     """
@@ -48,6 +52,8 @@ def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0)
         return _encoded_dict(value, path, tensors, depth)
     if isinstance(value, Tensor):
         return {"tensor": _kept(_checked_tensor(value, path), path, tensors)}
+    if isinstance(value, Piece):
+        return _encoded_piece(value, path, tensors)
     if type(value) is np.ndarray:
         return {"array": _kept(_tensor_of(value, path), path, tensors)}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -56,7 +62,14 @@ def encode(value: object, path: str, tensors: dict[str, Tensor], depth: int = 0)
     )
 
 
-def _encoded_dict(value: Mapping[Any, object], path: str, tensors: dict[str, Tensor], depth: int) -> Json:
+def _encoded_piece(value: Piece, path: str, tensors: dict[str, Any]) -> Json:
+    name = _kept(value, path, tensors)
+    if value.dims is not None:
+        return {"permuted": [name, list(value.dims)]}
+    return {"number" if value.number else "tensor": name}
+
+
+def _encoded_dict(value: Mapping[Any, object], path: str, tensors: dict[str, Any], depth: int) -> Json:
     if all(type(key) is str for key in value):
         return {
             "map": {
@@ -95,7 +108,7 @@ def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
         raise TypeError(f"{path} is an array of {array.dtype}: expected a dtype that torch has") from error
 
 
-def _kept(t: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+def _kept(t: Tensor | Piece, path: str, tensors: dict[str, Any]) -> str:
     name = path
     while name in tensors:  # {"a/b": …, "a": {"b": …}}
         name += "'"
@@ -103,7 +116,7 @@ def _kept(t: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     return name
 
 
-def decode(said: Json, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
+def decode(said: Json, tensor: Callable[[str], Any]) -> Any:  # noqa: ANN401
     """Return the value that `encode` has said so; `tensor` finds tensors. Raises `ValueError` for other JSON."""
     if said is None or isinstance(said, bool | int | float | str):
         return said
@@ -116,7 +129,7 @@ def decode(said: Json, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
     raise ValueError(f"{str(said)[:80]}: expected a value as a checkpoint writes them")
 
 
-_Find = Callable[[str], Tensor]
+_Find = Callable[[str], Any]
 
 
 def _pairs(content: list[Any], tensor: _Find) -> dict[Any, Any]:
@@ -141,6 +154,20 @@ def _array(t: Tensor) -> np.ndarray[Any, Any]:
         raise ValueError(f"an array of {t.dtype}: {error}") from error
 
 
+def _number(t: Any) -> Any:  # noqa: ANN401
+    if t.shape != ():
+        raise ValueError(f"a number of shape {list(t.shape)}")
+    return t.item()
+
+
+def _permuted(content: list[Any], tensor: _Find) -> Any:  # noqa: ANN401
+    name, dims = content
+    t = tensor(name)
+    if not isinstance(dims, list) or sorted(map(repr, dims)) != sorted(map(repr, range(len(t.shape)))):
+        raise ValueError(f"a tensor of {len(t.shape)} dimensions permuted by {dims!r:.40}")
+    return t.permute(dims)
+
+
 _DECODERS: dict[str, tuple[type, Callable[[Any, _Find], Any]]] = {
     "map": (dict, lambda content, tensor: {key: decode(v, tensor) for key, v in content.items()}),
     "dict": (list, _pairs),
@@ -149,4 +176,6 @@ _DECODERS: dict[str, tuple[type, Callable[[Any, _Find], Any]]] = {
     "int": (str, lambda content, _: int(content, 16)),
     "tensor": (str, lambda content, tensor: tensor(content)),
     "array": (str, lambda content, tensor: _array(tensor(content))),
+    "number": (str, lambda content, tensor: _number(tensor(content))),
+    "permuted": (list, _permuted),
 }

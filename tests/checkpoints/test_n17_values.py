@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiodist.checkpoints import Piece
 from aiodist.checkpoints.values import decode, encode
 
 keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.tuples(st.integers(), st.text()))
@@ -138,11 +139,31 @@ def test_n17_a_value_that_holds_itself_is_a_type_error() -> None:
         {"dict": [[1]]},
         {"dict": [[[], 1]]},
         {"tuple": {"list": []}},
+        {"number": "one"},
+        {"permuted": ["one"]},
+        {"permuted": ["one", [1]]},
+        {"permuted": ["one", [False]]},
+        {"permuted": ["one", 0]},
     ],
 )
 def test_n17_other_json_is_a_value_error(said: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  - each says something else
         decode(said, lambda name: torch.zeros(1))
+
+
+def test_n17_pieces_are_said_as_what_they_are_of() -> None:
+    found: dict[str, Any] = {}
+    first = Piece(torch.arange(3), 3, (3, 2, 4), dims=(1, 2, 0))
+    said = encode(
+        {"a": first, "b": Piece(torch.ones(1), 0, (), number=True), "c": Piece(torch.ones(2), 0, (5,))}, "x", found
+    )
+    assert found["x/a"] is first
+    assert said == {"map": {"a": {"permuted": ["x/a", [1, 2, 0]]}, "b": {"number": "x/b"}, "c": {"tensor": "x/c"}}}
+    whole = {"x/a": torch.arange(24).view(3, 2, 4), "x/b": torch.tensor(7, dtype=torch.int64), "x/c": torch.ones(5)}
+    again = decode(said, whole.__getitem__)
+    assert torch.equal(again["a"], whole["x/a"].permute(1, 2, 0))
+    assert (again["b"], type(again["b"])) == (7, int)
+    assert again["c"] is whole["x/c"]
 
 
 def test_n17_integers_longer_than_python_writes_in_decimal() -> None:

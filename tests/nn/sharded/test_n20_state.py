@@ -75,29 +75,26 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-class Saved:
-    """What all ranks have saved, put together: tensors by name, and the rest."""
-
-    def __init__(self, by_rank: Sequence[tuple[dict[str, Piece], dict[str, Any]]]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        filled: dict[str, Tensor] = {}
-        for pieces, rest in by_rank:
-            assert rest == by_rank[0][1]
-            for name, piece in pieces.items():
-                numel = torch.Size(piece.shape).numel()
-                whole = self.tensors.setdefault(name, torch.full((numel,), torch.nan).to(piece.tensor.dtype))
-                count = filled.setdefault(name, torch.zeros(numel, dtype=torch.int))
-                place = slice(piece.start, piece.start + piece.tensor.numel())
-                assert piece.tensor.dim() == 1
-                whole[place] = piece.tensor
-                count[place] += 1
-        assert all(bool((count == 1).all()) for count in filled.values())
-        self.rest = deepcopy(by_rank[0][1])
-
-    def load(self, opt: InPieces) -> None:
-        for name, piece in opt.wanted().items():
-            piece.tensor.copy_(self.tensors[name][piece.start : piece.start + piece.tensor.numel()])
-        opt.load_rest(self.rest)
+def together(each: Sequence[Any]) -> Any:
+    """Return the state that all ranks have saved, whole."""
+    first = each[0]
+    if isinstance(first, dict):
+        assert all(state.keys() == first.keys() for state in each)
+        return {key: together([state[key] for state in each]) for key in first}
+    if not isinstance(first, Piece):
+        assert all(state == first for state in each)
+        return deepcopy(first)
+    assert len({(piece.shape, piece.dims, piece.number, piece.tensor.dtype) for piece in each}) == 1
+    numel = torch.Size(first.shape).numel()
+    whole, count = torch.zeros(numel, dtype=first.tensor.dtype), torch.zeros(numel, dtype=torch.int)
+    for piece in each:
+        assert piece.tensor.dim() == 1
+        place = slice(piece.start, piece.start + piece.tensor.numel())
+        whole[place] = piece.tensor
+        count[place] += 1
+    assert bool((count == 1).all())
+    whole = whole.view(first.shape)
+    return whole.item() if first.number else whole if first.dims is None else whole.permute(first.dims)
 
 
 async def train(net: DataParallel, opt: ShardedOptimizer, trial: type[Trial], steps: range) -> None:
@@ -107,7 +104,30 @@ async def train(net: DataParallel, opt: ShardedOptimizer, trial: type[Trial], st
     await opt.flush()
 
 
-def plainly(trial: type[Trial], how: str, steps: int, whole_from: int) -> nn.Module:
+class Alike:
+    """It equals a state of the same kinds, dtypes and shapes, with the same values to rounding, or `exact`."""
+
+    def __init__(self, expected: Any, *, exact: bool = False) -> None:
+        self.expected = expected
+        self.exact = exact
+
+    def __eq__(self, seen: object) -> bool:
+        if isinstance(seen, dict) and isinstance(self.expected, dict):
+            return seen.keys() == self.expected.keys() and all(
+                seen[key] == Alike(value, exact=self.exact) for key, value in self.expected.items()
+            )
+        if isinstance(seen, list) and isinstance(self.expected, list):
+            return dict(enumerate(seen)) == Alike(dict(enumerate(self.expected)), exact=self.exact)
+        if isinstance(seen, Tensor):
+            expected, same = self.expected, torch.equal if self.exact else torch.allclose
+            return (seen.dtype, seen.shape) == (expected.dtype, expected.shape) and same(seen, expected)
+        return type(seen) is type(self.expected) and seen == self.expected
+
+    def __repr__(self) -> str:
+        return repr(self.expected)
+
+
+def plainly(trial: type[Trial], how: str, steps: int, whole_from: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = Part(trial)
     opt = MAKERS[how](groups_of(module))
     opt.param_groups[1]["lr"] = 0.03
@@ -116,7 +136,7 @@ def plainly(trial: type[Trial], how: str, steps: int, whole_from: int) -> nn.Mod
         opt.zero_grad()
         trial.joined(module, 4, step).backward()
         opt.step()
-    return module
+    return module, opt
 
 
 @pytest.mark.parametrize("how", MAKERS)
@@ -137,7 +157,7 @@ def test_n20_from_4_ranks_to_others(trial: type[Trial], how: str) -> None:
                 net = await DataParallel.create(Part(trial), coll, **sizes)
                 opt = ShardedOptimizer(net, MAKERS[how], groups_of(net.module))
                 net.load_state_dict(made[0][1])
-                saved.load(opt)
+                opt.load_state_dict(opt.divided(saved))
                 again = deepcopy(opt.pieces())
                 net.module.whole = True  # type: ignore[assignment]
                 await train(net, opt, trial, range(3, 5))
@@ -146,37 +166,38 @@ def test_n20_from_4_ranks_to_others(trial: type[Trial], how: str) -> None:
         return program
 
     made = run_ranks(4, save)
-    saved = Saved([pieces for pieces, _ in made])
-    assert how == "sgd" or any(name.startswith("layers.0.weight.") for name in saved.tensors)
-    expected = plainly(trial, how, 5, 3)
+    saved = together([pieces for pieces, _ in made])
+    _, plain = plainly(trial, how, 3, 3)
+    assert {k: v for k, v in saved.items() if k != "names"} == Alike(plain.state_dict())
+    expected, _ = plainly(trial, how, 5, 3)
     for number, ranks in enumerate((1, 2, 3, 5)):
         loaded = run_ranks(ranks, load(SIZES[number % 3]))
-        again = Saved([pieces for pieces, _ in loaded])
-        assert again.rest == saved.rest
-        assert again.tensors.keys() == saved.tensors.keys()
-        for name, tensor in saved.tensors.items():
-            assert torch.equal(again.tensors[name], tensor) or name.startswith("rest."), name
+        assert together([pieces for pieces, _ in loaded]) == Alike(saved, exact=True)
         for _, module in loaded:
             trial.assert_same(module, expected)
 
 
 @pytest.mark.ranks(2)
-async def test_n20_names_and_shapes_of_pieces(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_shapes_of_pieces(coll: Communicator, trial: type[Trial]) -> None:
     net = await DataParallel.create(Part(trial), coll)
     opt = ShardedOptimizer(net, torch.optim.Adam)
     assert isinstance(opt, InPieces)
-    everyone: list[dict[str, Any]] = await coll.allgather_object(opt.wanted())
-    shapes = {name: piece.shape for pieces in everyone for name, piece in pieces.items()}
-    for name, parameter in net.named_parameters():
-        assert shapes[f"{name}.step"] == ()
-        shape = (3, 3, 2) if name == "conv.weight" else tuple(parameter.shape)
-        assert shapes[f"{name}.exp_avg"] == shapes[f"{name}.exp_avg_sq"] == shape
-    pieces, rest = opt.pieces()
-    assert rest["stepped"] == []
-    [group] = rest["param_groups"]
-    assert group["params"] == [name for name, _ in net.named_parameters()]
+    assert opt.pieces()["state"] == {}
+    await train(net, opt, trial, range(1))
+    pieces = opt.pieces()
+    names = [name for name, _ in net.named_parameters()]
+    assert pieces["names"] == [names]
+    for number, state in pieces["state"].items():
+        assert (state["step"].shape, state["step"].start, state["step"].dims) == ((), 0, None)
+        parameter = net.get_parameter(names[number])
+        over = names[number] == "conv.weight"
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].shape == ((1, 3, 3, 2) if over else tuple(parameter.shape))
+            assert state[key].dims == ((1, 3, 2, 0) if over else None)
+    [group] = pieces["param_groups"]
+    assert group["params"] == list(range(len(names)))
     assert group["lr"] == 1e-3
-    assert not [name for name, piece in pieces.items() if piece.shape == () and piece.start]
+    assert len(pieces["state"]) == len(names) - 2  # one layer is not used yet
 
 
 @pytest.mark.ranks(1, 3)
@@ -195,7 +216,7 @@ async def test_n20_state_of_the_own_shard(coll: Communicator, trial: type[Trial]
     await train(net, opt, trial, range(3, 5))
     for ours, theirs in zip(after.parameters(), net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert new.pieces()[1] == opt.pieces()[1]
+    assert new.pieces()["param_groups"] == opt.pieces()["param_groups"]
     if coll.size > 1:
         _, other = await some(SIZES[2])
         with pytest.raises(ValueError, match=r"another shard .*see pieces\(\)"):
@@ -220,11 +241,14 @@ async def test_n20_what_cannot_be_saved_or_loaded(coll: Communicator, trial: typ
         opt.pieces()
     opt.close()
     opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
-    _, rest = opt.pieces()
-    with pytest.raises(RuntimeError, match=r"call wanted\(\) first"):
-        opt.load_rest(rest)
-    opt.wanted()
-    two = [{**rest["param_groups"][0], "params": ["0.weight"]}, rest["param_groups"][0]]
+    state = opt.pieces()
+    two = [{**state["param_groups"][0], "params": [0]}, state["param_groups"][0]]
     with pytest.raises(ValueError, match=r"groups of \[1, 6\] parameters, and the optimizer of \[6\]"):
-        opt.load_rest({**rest, "param_groups": two})
-    opt.load_rest(rest)
+        opt.divided({**state, "param_groups": two})
+    with pytest.raises(ValueError, match="the same parameters in the same groups"):
+        opt.divided({**state, "names": [state["names"][0][::-1]]})
+    with pytest.raises(ValueError, match="not that of an optimizer"):
+        opt.divided(net.state_dict())
+    with pytest.raises(ValueError, match=r"exp_avg of '.*' has shape \[2, 2\]: expected that of the parameter"):
+        opt.divided({**state, "state": {number: {"exp_avg": torch.zeros(2, 2)} for number in range(6)}})
+    opt.load_state_dict(opt.divided(state))
