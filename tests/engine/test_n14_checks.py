@@ -57,6 +57,29 @@ async def test_n14_debug_names_a_loss_that_is_not_finite(coll: Communicator, job
         await engine.train(pairs, epochs=2)
 
 
+@pytest.mark.ranks(1)
+async def test_n14_the_users_hooks_come_behind_ours(coll: Communicator, job: type["Job"], tmp_path: Path) -> None:
+    """What is checked is what they find; a checkpoint of a step is begun before they see the step."""
+    engine = await made(coll, job, debug=True, checkpoint=tmp_path, every=1)
+    seen: list[int] = []
+    engine.on("criterion", lambda state: seen.append(state.step))
+    engine.on("update", spoil)
+    with pytest.raises(FloatingPointError, match="the loss is nan: rank 0, epoch 1, step 2"):
+        await engine.train(job.pairs(0, 2), epochs=1)
+    assert seen == [1]
+    assert await engine.resume()
+    assert all(bool(p.isfinite().all()) for p in engine.state.net.parameters())
+
+
+async def spoil(state: State) -> None:
+    def fill() -> None:
+        for p in state.net.parameters():
+            p.data.fill_(NAN)
+
+    assert isinstance(state.net, DataParallel)
+    await state.net.run(fill)
+
+
 class Root(nn.Module):
     """The square root has an infinite slope at 0: a finite loss, and a gradient that is not."""
 
